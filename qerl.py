@@ -1,0 +1,811 @@
+"""QeRL in one file: reinforcement learning for LLMs on frozen 4-bit weights.
+
+Equations, tables and algorithms cited here are those of "QeRL: Beyond Efficiency - Quantization-enhanced
+Reinforcement Learning for LLMs", arXiv 2510.11696. The file reads top to bottom in the paper's order:
+
+    1. NVFP4          a number format: codes, block scales, one global scale          Eq. 6
+    2. QuantLinear    frozen packed weight + trainable LoRA                           Eq. 2
+    3. RMSNorm + AQN  quantisation noise as annealed exploration, merged in the norm  Eq. 7-10
+    4. Transformer    Qwen2/2.5, Qwen3 and Llama 3, read layer by layer
+    5. Sampler        KV cache, groups of completions per prompt
+    6. Objectives     GRPO and DAPO                                                   Eq. 3-4
+
+Letters in shape comments: B sequences, T tokens, V vocabulary, d model width, P prompts, G samples per prompt,
+N = P*G completions, C longest completion.
+"""
+import contextlib
+import glob
+import json
+import math
+import os
+from dataclasses import dataclass
+
+import huggingface_hub
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import fp4_kernels
+
+
+class UserError(Exception):
+    """Something the user can mend. Its text is one line that names the thing and the remedy."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. NVFP4                                                            Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)
+#
+# A weight is 4 bits: sign and one of eight magnitudes (E2M1: 2 exponent bits, 1 mantissa bit). Each 16 neighbours along
+# the input dimension share an FP8 (E4M3) scale, each tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight.
+# A format is a pair of functions; every pair stores even input indices in the low nibble of a byte:
+#   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
+#   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
+# global_scale is [1], or [out, 1] where layers with different scales were stacked.
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+# Halfway points between neighbouring magnitudes. A tie goes to the even code: bucketize gives a value on a boundary the
+# lower code, so the boundaries below an even code are moved down by one ulp.
+E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
+
+# The 16 quantiles of N(0, 1) that QLoRA calls NF4 (arXiv 2305.14314, appendix E).
+NF4 = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+                    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+                    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+                    0.7229568362236023, 1.0])
+
+
+def pack_nibbles(codes):
+    """4-bit codes uint8 [out, in] -> bytes uint8 [out, in/2], even index in the low nibble."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def e2m1_codes(x):
+    """Round float32 x to E2M1 codes 0..15 (uint8): nearest, ties to even, saturating at 6."""
+    return (torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def quantize_nvfp4(weight):
+    """Round to nearest NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
+
+    weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale float8_e4m3fn [out, in/16] and
+    global_scale float32 [1], which by that format's convention is the reciprocal of the S_FP32 of Eq. 6.
+    """
+    blocks = weight.unflatten(1, (-1, 16))
+    amax = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
+    global_scale = (E4M3_MAX * E2M1_MAX / amax).float().nan_to_num(nan=1.0, posinf=1.0).reshape(1)
+    block_scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    block_scale = torch.where(block_scale.float() == 0, 0.125, block_scale.float()).to(torch.float8_e4m3fn)
+    codes = e2m1_codes(blocks.float() / (block_scale.float() / global_scale)[..., None])
+    return pack_nibbles(codes.flatten(1)), block_scale, global_scale
+
+
+def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    """Eq. 6; shapes as quantize_nvfp4 returns them -> weight [out, in] in dtype."""
+    return fp4_kernels.decode_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
+
+
+def quantize_mxfp4(weight):
+    """OCP Microscaling FP4: E2M1 codes, a power-of-two (E8M0, uint8) scale for each 32 weights, no global scale."""
+    blocks = weight.unflatten(1, (-1, 32)).float()
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1))            # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1
+    # 2 is the exponent of the largest code, 6 = 1.5 * 2^2; an amax that would round to 8 = 2^3 takes the next power.
+    e8m0 = (127 + exponent - 1 - 2 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
+    codes = e2m1_codes(blocks / torch.exp2(e8m0.float() - 127)[..., None])
+    return pack_nibbles(codes.flatten(1)), e8m0, torch.ones(1, device=weight.device)
+
+
+def dequantize_mxfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    return fp4_kernels.decode_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
+
+
+def quantize_nf4(weight, double_quant=False):
+    """QLoRA's NF4: the nearest of 16 normal quantiles, times the absolute maximum of each 64 weights.
+
+    The block scale is float32. With double_quant it is FP8 (QLoRA, section 3), one row of blocks at a time, and
+    global_scale [out, 2] holds each row's offset and second-level scale.
+    """
+    blocks = weight.unflatten(1, (-1, 64)).float()
+    absmax = blocks.abs().amax(-1)
+    scaled = blocks * (1 / absmax.clamp_min(1e-38))[..., None]
+    table = NF4.to(weight.device)
+    packed = pack_nibbles(torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(1))
+    if not double_quant:
+        return packed, absmax, torch.ones(1, device=weight.device)
+    offset = absmax.mean(1, keepdim=True)
+    second = ((absmax - offset).abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(1e-38)
+    return packed, ((absmax - offset) / second).to(torch.float8_e4m3fn), torch.cat([offset, second], 1)
+
+
+def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    if block_scale.dtype == torch.float8_e4m3fn:
+        block_scale = block_scale.float() * global_scale[:, 1:] + global_scale[:, :1]
+    return fp4_kernels.decode_nibbles(packed, NF4, block_scale, dtype)
+
+
+def quantize_bf16(weight):
+    """The 16-bit baseline: the weight itself, in the dtype it has."""
+    return weight, torch.ones(1, device=weight.device), torch.ones(1, device=weight.device)
+
+
+def dequantize_bf16(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    return packed.to(dtype)
+
+
+#          name:   (quantize, dequantize, block of input features)
+FORMATS = {"nvfp4": (quantize_nvfp4, dequantize_nvfp4, 16),
+           "mxfp4": (quantize_mxfp4, dequantize_mxfp4, 32),
+           "nf4": (quantize_nf4, dequantize_nf4, 64),
+           "bf16": (quantize_bf16, dequantize_bf16, 1)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Quantised linear with LoRA                             y = x Ŵᵀ + b + (α/r) · (x Aᵀ) Bᵀ                      (Eq. 2)
+#
+# Ŵ is frozen and stays packed; only A [r, in] and B [out, r] are trained. B starts at zero, so that training starts at
+# the quantised model. Layers that read the same input (q, k, v; gate, up) are stacked into one: one product with one
+# packed weight instead of three, each piece with its own A, B and global scale.
+
+class FrozenLinear(torch.autograd.Function):
+    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again: nothing but packed bytes outlives a call."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return F.linear(x, layer.dequantize(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.layer.dequantize(grad.dtype), None
+
+
+class QuantLinear(nn.Module):
+    """One or several linear layers over one input, frozen in a 4-bit format, with LoRA (Eq. 2).
+
+    names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale)
+    of all, stacked along out; bias [sum(sizes)] or None. A and B are float32 whatever the activations are.
+    """
+
+    def __init__(self, names, sizes, weight, bias, weights="nvfp4", lora_rank=0, lora_alpha=None):
+        super().__init__()
+        self.names, self.sizes, self.weights = names, sizes, weights
+        for key, tensor in zip(("packed", "block_scale", "global_scale"), weight):
+            self.register_buffer(key, tensor)
+        self.register_buffer("bias", bias)
+        self.in_features = weight[0].shape[1] * (1 if weights == "bf16" else 2)
+        self.rank, self.adapter_on = lora_rank, lora_rank > 0
+        if lora_rank:
+            self.scaling = (lora_rank if lora_alpha is None else lora_alpha) / lora_rank
+            device, bound = weight[0].device, self.in_features ** -0.5       # kaiming_uniform(a=√5), as PEFT starts A
+            self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, self.in_features).uniform_(-bound, bound).to(device))
+            self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
+
+    def dequantize(self, dtype):
+        """The whole weight [out, in], a temporary."""
+        return FORMATS[self.weights][1](self.packed, self.block_scale, self.global_scale, dtype)
+
+    def forward(self, x):
+        y = FrozenLinear.apply(x, self)
+        if self.bias is not None:
+            y = y + self.bias
+        if self.adapter_on:
+            h = F.linear(x, self.lora_A.to(x.dtype)).split(self.rank, -1)     # x Aᵀ, one piece a stacked layer
+            B = self.lora_B.to(x.dtype).split(self.sizes)
+            y = y + self.scaling * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
+        return y
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """Inside, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded. No second model."""
+    layers = [m for m in model.modules() if isinstance(m, (QuantLinear, RMSNorm))]
+    before = [m.adapter_on for m in layers]
+    for layer in layers:
+        layer.adapter_on = False
+    try:
+        yield
+    finally:
+        for layer, on in zip(layers, before):
+            layer.adapter_on = on
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. RMSNorm with Adaptive Quantization Noise                                                                 (Eq. 7-10)
+#
+#    RMSNorm_noise(x) = w_noise ⊙ x / √(mean(x²) + δ),     w_noise = w + Z,     Z ~ N(0, σ²)
+#
+# Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is the same as multiplying
+# each channel of their weights by 1 + Z/w (appendix G): parameter noise, at the price of one addition a rollout.
+
+class RMSNorm(nn.Module):
+    """x [..., size] -> normalised x, same dtype; computed in float32. `noisy` is w + Z during a rollout, else None."""
+
+    def __init__(self, name, weight, eps, trainable=False):
+        super().__init__()
+        self.name, self.eps, self.adapter_on = name, eps, trainable
+        self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
+        self.register_buffer("loaded", weight.float().clone() if trainable else None)     # the reference policy's scale
+        self.noisy = None
+
+    def forward(self, x):
+        scale = self.weight if self.adapter_on or self.loaded is None else self.loaded
+        scale = scale if self.noisy is None else self.noisy
+        return F.rms_norm(x.float(), x.shape[-1:], scale, self.eps).to(x.dtype)
+
+
+@contextlib.contextmanager
+def quantization_noise(model, sigma, generator=None):
+    """Algorithm 1's π_θ + N(0, σ²): inside, every RMSNorm scale carries one fresh draw of noise (Eq. 7 and 10).
+
+    Wrap one rollout batch in it; log-probabilities and updates run outside. generator lives on the CPU.
+    """
+    norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
+    for norm in norms:
+        z = torch.randn(norm.weight.shape, generator=generator).to(norm.weight.device)
+        norm.noisy = norm.weight.detach() + sigma * z
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.noisy = None
+
+
+def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
+    """σ of 0-based step: training is cut into `stages` equal parts, the first without noise, then from start to end.
+
+    Exponential is Eq. 8, the others are Figure 9's. `logarithmic` falls with log(1 + stage), fastest at first.
+    """
+    stage = step * stages // steps
+    if stage == 0:
+        return 0.0
+    t = (stage - 1) / max(stages - 2, 1)                      # 0 in the first noisy stage, 1 in the last
+    if schedule == "exponential":
+        return start * (end / start) ** t
+    if schedule == "logarithmic":
+        t = math.log1p(stage - 1) / math.log1p(max(stages - 2, 1))
+    if schedule == "cosine":
+        t = (1 - math.cos(math.pi * t)) / 2
+    return start + (end - start) * t                          # linear, and the two above on their own clocks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
+
+def rope_frequencies(config):
+    """(inverse frequencies [head_dim/2] in radians per position, factor on cos and sin) as config.rope_parameters say."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+
+
+def rotate(x, rope):
+    """Rotary embedding of x [B, heads, T, head_dim]; rope = (cos, sin), each [B or 1, 1, T, head_dim]."""
+    cos, sin = rope
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config, checkpoint, name, index):
+        super().__init__()
+        self.index = index
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        q, kv, d = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim, config.hidden_size
+        qwen2, bias = config.model_type == "qwen2", getattr(config, "attention_bias", False)
+        self.qkv = checkpoint.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias=qwen2 or bias)
+        self.o = checkpoint.linear(name, ["o_proj"], [d], q, bias=bias)
+        qk_norm = config.model_type == "qwen3"
+        self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim) if qk_norm else nn.Identity()
+
+    def forward(self, x, rope, cache=None, rows=None):
+        B, T, _ = x.shape
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(x).split(self.qkv.sizes, -1))
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)             # (B, heads, T, head_dim)
+        if cache is not None and rows is None:                                        # decode: one new token a slot
+            y = cache.attend(self.index, q, k, v)
+        else:
+            if cache is not None:                                                     # prefill
+                cache.store_prompts(self.index, rows, k, v)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config, checkpoint, name):
+        super().__init__()
+        d, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
+        self.gate_up = checkpoint.linear(name, ["gate_proj", "up_proj"], [inner, inner], d, bias=bias)
+        self.down = checkpoint.linear(name, ["down_proj"], [d], inner, bias=bias)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config, checkpoint, name, index):
+        super().__init__()
+        self.attention_norm = checkpoint.norm(f"{name}.input_layernorm", config.hidden_size)
+        self.attention = Attention(config, checkpoint, f"{name}.self_attn", index)
+        self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", config.hidden_size)
+        self.mlp = MLP(config, checkpoint, f"{name}.mlp")
+
+    def forward(self, x, rope, cache=None, rows=None):
+        x = x + self.attention(self.attention_norm(x), rope, cache, rows)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """model(tokens [B, T]) -> logits [B, T, V]. config is transformers'; checkpoint hands out the layers (see Checkpoint)."""
+
+    def __init__(self, config, checkpoint):
+        super().__init__()
+        self.config = config
+        self.recompute_blocks = False             # recompute blocks in backward: less memory, a third more time
+        shape = (config.vocab_size, config.hidden_size)
+        self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
+        self.register_buffer("lm_head", self.embedding if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight", shape))
+        self.blocks = nn.ModuleList(Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
+        self.norm = checkpoint.norm("model.norm", config.hidden_size)
+        frequencies, self.rope_factor = rope_frequencies(config)
+        self.register_buffer("frequencies", frequencies.to(self.embedding.device))
+
+    def hidden(self, tokens, cache=None, rows=None):
+        """tokens int64 [B, T] -> final hidden states [B, T, d].
+
+        Without a cache: plain causal attention. cache and rows: prefill, row b of `tokens` also fills the cache slots
+        rows[b*G : (b+1)*G]. cache alone: decode, T = 1, one token for each slot at position cache.length.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if cache is not None and rows is None:
+            positions = cache.length[:, None]
+        angles = (positions[..., None] * self.frequencies).repeat(1, 1, 2)[:, None]       # [B or 1, 1, T, head_dim]
+        x = F.embedding(tokens, self.embedding)
+        rope = ((angles.cos() * self.rope_factor).to(x.dtype), (angles.sin() * self.rope_factor).to(x.dtype))
+        for block in self.blocks:
+            if self.recompute_blocks and torch.is_grad_enabled():
+                x = recompute(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, cache, rows)
+        return self.norm(x)
+
+    def forward(self, tokens):
+        return F.linear(self.hidden(tokens), self.lm_head)
+
+    @property
+    def device(self):
+        return self.embedding.device
+
+
+class Checkpoint:
+    """Hands a model its tensors one layer at a time: reads, checks, quantises, so that no more than one layer is ever
+    in full precision. Subclass it and override `read` and `has` to make a model without files (random weights)."""
+
+    def __init__(self, folder, weights="nvfp4", lora_rank=0, lora_alpha=None, train_norms=False, device="cpu", dtype=torch.float32):
+        self.weights, self.lora_rank, self.lora_alpha, self.train_norms = weights, lora_rank, lora_alpha, train_norms
+        self.device, self.dtype = torch.device(device), dtype
+        self.files = {}                                                       # tensor name -> open safetensors file
+        for path in sorted(glob.glob(f"{folder}/*.safetensors")) if folder else []:
+            try:
+                file = safe_open(path, framework="pt", device=str(self.device))
+            except Exception as e:
+                raise UserError(f"{path}: not a readable safetensors file ({e}); fetch it again")
+            self.files.update((name, file) for name in file.keys())
+        if folder and not self.files:
+            raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, convert them first")
+
+    def has(self, name):
+        return name in self.files
+
+    def read(self, name, shape):
+        """The stored tensor `name`, checked to exist, to have `shape` and to be finite."""
+        if not self.has(name):
+            raise UserError(f"tensor {name} is missing from the checkpoint; fetch the model again or check its config.json")
+        tensor = self.files[name].get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise UserError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(shape)}; use the config that belongs to the weights")
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise UserError(f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
+        return tensor
+
+    def tensor(self, name, shape):
+        return self.read(name, shape).to(self.dtype)
+
+    def norm(self, name, size):
+        return RMSNorm(name, self.read(f"{name}.weight", (size,)), self.config_eps, self.train_norms)
+
+    def quantized(self, name, out_features, in_features, weights):
+        """(packed, block_scale, global_scale [out, 1]) of one layer, read as NVFP4 or quantised here."""
+        if in_features % (block := FORMATS[weights][2]):
+            raise UserError(f"layer {name} has {in_features} input features, not divisible by {weights}'s block of {block}; use other --weights")
+        if self.has(f"{name}.weight_packed"):                                 # compressed-tensors nvfp4-pack-quantized
+            parts = (self.read(f"{name}.weight_packed", (out_features, in_features // 2)),
+                     self.read(f"{name}.weight_scale", (out_features, in_features // 16)),
+                     self.read(f"{name}.weight_global_scale", (1,)))
+            if weights == "nvfp4":
+                return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
+            weight = dequantize_nvfp4(*parts, self.dtype)
+        else:
+            weight = self.tensor(f"{name}.weight", (out_features, in_features))
+        packed, block_scale, global_scale = FORMATS[weights][0](weight)
+        return packed, block_scale, global_scale.reshape(-1, global_scale.shape[-1]).expand(out_features, -1)
+
+    def linear(self, prefix, leaves, sizes, in_features, bias):
+        """The layers prefix.leaf, stacked along the output, with fresh LoRA."""
+        names = [f"{prefix}.{leaf}" for leaf in leaves]
+        packed_folder = any(name.endswith(".weight_packed") for name in self.files)
+        plain = not any(self.has(f"{name}.weight_packed") for name in names)
+        weights = "bf16" if packed_folder and plain else self.weights         # what a packed folder left in 16 bit stays so
+        parts = zip(*(self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)))
+        weight = [torch.cat(part).contiguous() for part in parts]
+        bias = torch.cat([self.tensor(f"{n}.bias", (s,)) for n, s in zip(names, sizes)]) if bias else None
+        return QuantLinear(names, sizes, weight, bias, weights, self.lora_rank, self.lora_alpha)
+
+
+def model_folder(name):
+    """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
+    if os.path.isdir(name):
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"model {name}: no such folder")
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
+        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it ({reason})")
+
+
+def check_config(config):
+    """Refuse, with the reason, what this transformer does not compute."""
+    if config.model_type not in ("qwen2", "qwen3", "llama"):
+        raise UserError(f"architecture {config.model_type} is not supported; use a Qwen2/Qwen2.5, Qwen3 or Llama 3 model")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in ("default", "linear", "llama3", "yarn"):
+        raise UserError(f"rope scaling {rope_type} is not supported; use a model with default, linear, llama3 or yarn")
+    if getattr(config, "use_sliding_window", False):
+        raise UserError("sliding-window attention is not supported; set use_sliding_window to false in config.json")
+    if config.hidden_act != "silu":
+        raise UserError(f"activation {config.hidden_act} is not supported; use a model with silu")
+    method = getattr(config, "quantization_config", None) or {"format": "nvfp4-pack-quantized"}
+    if method.get("format") != "nvfp4-pack-quantized":
+        raise UserError(f"weights quantised as {method.get('format') or method.get('quant_method')} are not supported; use the 16-bit model or an NVFP4A16 one")
+
+
+def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None, train_norms=False):
+    """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
+
+    weights: nvfp4, mxfp4, nf4 or bf16 (unquantised, in dtype). dtype of activations, embeddings and lm_head: bfloat16 on
+    a GPU, float32 on a CPU unless given. lora_alpha defaults to lora_rank. A compressed-tensors NVFP4A16 folder is read
+    as it is. Raises UserError for what the user can mend.
+    """
+    if weights not in FORMATS:
+        raise UserError(f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
+    folder = model_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        raise UserError(f"model {path}: config.json cannot be used ({str(e).strip().splitlines()[0][:160]})")
+    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
+    return build_model(config, Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype))
+
+
+def build_model(config, checkpoint):
+    """Transformer of a transformers config from a Checkpoint; only LoRA (and norms, if asked) require gradients."""
+    check_config(config)
+    checkpoint.config_eps = config.rms_norm_eps
+    return Transformer(config, checkpoint)
+
+
+def trainable(model):
+    """{name: parameter} of what the optimiser moves, in a fixed order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# An adapter is stored as PEFT stores it, so that any LoRA tool loads it onto the original model.
+
+def adapter_tensors(model):
+    """PEFT's names -> float32 tensors; stacked layers are taken apart."""
+    tensors = {}
+    for module in model.modules():
+        if isinstance(module, QuantLinear) and module.rank:
+            for name, A, B in zip(module.names, module.lora_A.split(module.rank), module.lora_B.split(module.sizes)):
+                tensors[f"base_model.model.{name}.lora_A.weight"] = A
+                tensors[f"base_model.model.{name}.lora_B.weight"] = B
+        elif isinstance(module, RMSNorm) and module.weight.requires_grad:
+            tensors[f"base_model.model.{module.name}.weight"] = module.weight
+    return tensors
+
+
+def atomic_write(path, write):
+    """write(temporary path), then rename: a reader or a kill -9 finds the old file or the new one, never half of one."""
+    write(f"{path}.tmp")
+    with open(f"{path}.tmp", "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def write_text(path, text):
+    def write(temporary):
+        with open(temporary, "w") as f:
+            f.write(text)
+    atomic_write(path, write)
+
+
+def save_adapter(model, folder, base_model):
+    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
+    os.makedirs(folder, exist_ok=True)
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    norms = [m for m in model.modules() if isinstance(m, RMSNorm) and m.weight.requires_grad]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
+              "r": layers[0].rank, "lora_alpha": layers[0].scaling * layers[0].rank, "lora_dropout": 0.0, "bias": "none",
+              "target_modules": sorted({name.split(".")[-1] for m in layers for name in m.names}),
+              "modules_to_save": sorted({m.name.split(".")[-1] for m in norms}) or None, "inference_mode": True}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
+    atomic_write(f"{folder}/adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_text(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+
+
+@torch.no_grad()
+def load_adapter(model, folder):
+    """The inverse of save_adapter: copy a stored adapter of the same rank into the model."""
+    stored = load_file(f"{folder}/adapter_model.safetensors")
+    for name, tensor in adapter_tensors(model).items():
+        if name not in stored or stored[name].shape != tensor.shape:
+            raise UserError(f"{folder}: {name} is missing or has another shape; load the model with the adapter's rank")
+        tensor.copy_(stored[name])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Sampler
+#
+# `slots` sequences are decoded together. A prompt's keys and values are computed once and copied to the slots of its G
+# samples; when a slot's sequence ends, the next waits for it. Everything a decode step needs lives in tensors of fixed
+# shape on the device, so that on a GPU the step is one recorded CUDA graph and the host never waits for a token.
+
+class KVCache:
+    """Keys and values [layers, slots, kv_heads, max_len, head_dim]; length int64 [slots] is how many are filled."""
+
+    def __init__(self, model, slots, max_len):
+        attention = model.blocks[0].attention
+        shape = (len(model.blocks), slots, model.config.num_key_value_heads, max_len, attention.head_dim)
+        self.k = torch.zeros(shape, dtype=model.embedding.dtype, device=model.device)
+        self.v = torch.zeros_like(self.k)
+        self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
+        self.slots = torch.arange(slots, device=model.device)
+
+    def store_prompts(self, layer, rows, k, v):
+        """k, v [P, kv_heads, T, head_dim] of P prompts into slots rows [P*G]; padding behind a prompt is overwritten later."""
+        group = len(rows) // len(k)
+        self.k[layer, rows, :, :k.shape[2]] = k.repeat_interleave(group, 0)
+        self.v[layer, rows, :, :k.shape[2]] = v.repeat_interleave(group, 0)
+
+    def attend(self, layer, q, k, v):
+        """Append one token's k, v [slots, kv_heads, 1, head_dim] at `length`; attend q [slots, heads, 1, head_dim]."""
+        self.k[layer, self.slots, :, self.length] = k[:, :, 0]
+        self.v[layer, self.slots, :, self.length] = v[:, :, 0]
+        return fp4_kernels.decode_attention(q, self.k[layer], self.v[layer], self.length + 1)
+
+
+@dataclass
+class Rollout:
+    """N completions, padded to C tokens, in the order of the prompts (each repeated group_size times).
+
+    tokens int64 [N, C], logprobs float32 [N, C] of the sampled tokens at the sampling temperature, entropy float32
+    [N, C] of the policy at each token in nats, length int64 [N], finished bool [N]: ended by an EOS token.
+    """
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    length: torch.Tensor
+    finished: torch.Tensor
+
+    @property
+    def mask(self):
+        """bool [N, C], True at sampled tokens (the EOS included)."""
+        return torch.arange(self.tokens.shape[1], device=self.length.device) < self.length[:, None]
+
+
+def nucleus(probs, top_p):
+    """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V]."""
+    ordered, index = probs.sort(-1, descending=True)
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+    return torch.zeros_like(probs).scatter(-1, index, ordered)
+
+
+def sample(logits, temperature=1.0, top_p=1.0, generator=None):
+    """logits [B, V] -> token int64 [B], its log-probability and the policy's entropy, float32 [B]. temperature 0: greedy.
+
+    Both are of softmax(logits/temperature), before top_p cuts it. For exponential E_i, argmax p_i/E_i is a draw from p:
+    no sort, no sum, no host.
+    """
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).sum(-1)
+    if temperature == 0:
+        token = logprobs.argmax(-1)
+    else:
+        candidates = nucleus(probs, top_p) if top_p < 1 else probs
+        token = (candidates / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
+    return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
+
+
+def record_graph(step):
+    """Run step() as one CUDA graph: record its kernels once, replay them with one launch. Returns step's replacement."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()                                                 # warm up: compiles kernels, allocates workspaces
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay():
+        graph.replay()
+        return output
+    return replay
+
+
+class Sampler:
+    """The state of one `generate` call: which sequence each slot decodes, and the sequences so far."""
+
+    def __init__(self, model, count, slots, max_len, max_new_tokens):
+        device = model.device
+        self.model, self.count, self.cache = model, count, KVCache(model, slots, max_len)
+        self.sequence = torch.full((slots,), count, device=device)         # row of the outputs; count = idle slot
+        self.token = torch.zeros(slots, dtype=torch.long, device=device)   # next input of each slot
+        self.step_in_sequence = torch.zeros_like(self.token)
+        shape = (count + 1, max_new_tokens)                                # idle slots write into the last row
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self.length = torch.zeros(count + 1, dtype=torch.long, device=device)
+        self.finished = torch.zeros(count + 1, dtype=torch.bool, device=device)
+        self.decode = lambda: model.hidden(self.token[:, None], self.cache)[:, 0]
+        if device.type == "cuda":
+            self.decode = record_graph(self.decode)
+
+    def admit(self, prompts, rows, sequences):
+        """Give idle slots rows [P*G] to the sequences [P*G] of `prompts` (P lists of token ids).
+
+        All but the last token of a prompt are prefilled; the last is the slot's first decode input.
+        """
+        device, group = self.model.device, len(rows) // len(prompts)
+        longest = max(len(p) for p in prompts)
+        padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
+        if longest > 1:
+            self.model.hidden(padded[:, :-1], self.cache, rows)
+        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        self.cache.length[rows] = last.repeat_interleave(group)
+        self.token[rows] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
+        self.sequence[rows] = sequences
+        self.step_in_sequence[rows] = 0
+
+    def step(self, temperature, top_p, eos, generator):
+        """One token for every slot; nothing here waits for the device."""
+        hidden = self.decode()
+        token, logprob, entropy = sample(F.linear(hidden, self.model.lm_head), temperature, top_p, generator)
+        at = (self.sequence, self.step_in_sequence)
+        self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
+        ended = torch.isin(token, eos)
+        self.finished[self.sequence] = ended
+        self.length[self.sequence] = self.step_in_sequence + 1
+        stop = ended | (self.step_in_sequence + 1 == self.tokens.shape[1]) | (self.sequence == self.count)
+        self.sequence.masked_fill_(stop, self.count)
+        self.token.copy_(token)
+        self.step_in_sequence.add_(1).masked_fill_(stop, 0)
+        self.cache.length.add_(1).masked_fill_(stop, 0)
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(), slots=256, generator=None):
+    """Sample group_size completions for each prompt -> Rollout of N = len(prompts) * group_size rows on model.device.
+
+    prompts: lists of token ids, of any lengths; eos: token ids that end a completion; slots: sequences decoded at once
+    (memory grows with it); generator: on model.device. temperature 0 is greedy.
+    """
+    count = len(prompts) * group_size
+    slots = max(group_size, min(slots, count))
+    max_len = max(len(p) for p in prompts) + max_new_tokens
+    sampler = Sampler(model, count, slots, max_len, max_new_tokens)
+    eos = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
+    check_every = 8 if model.device.type == "cuda" else 1       # looking at the slots makes the host wait for the GPU
+    waiting = 0                                                 # first prompt that has no slots yet
+    while True:
+        idle = (sampler.sequence == count).nonzero()[:, 0]
+        admitted = min(len(idle) // group_size, len(prompts) - waiting)
+        if admitted:
+            sequences = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
+            sampler.admit(prompts[waiting:waiting + admitted], idle[:len(sequences)], sequences)
+            waiting += admitted
+        elif len(idle) == slots:
+            break
+        for _ in range(check_every):
+            sampler.step(temperature, top_p, eos, generator)
+    longest = int(sampler.length[:count].max())
+    return Rollout(sampler.tokens[:count, :longest], sampler.logprobs[:count, :longest], sampler.entropy[:count, :longest],
+                   sampler.length[:count], sampler.finished[:count])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Objectives
+#
+#    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                                          (Eq. 4)
+#    J   = E[ min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) - β KL(π_θ || π_ref) ],    ρ = π_θ / π_θ_old per token       (Eq. 3)
+
+def group_advantages(rewards, eps=1e-4):
+    """rewards [P, G] -> advantages [P, G], zero where a group's rewards are all equal (Eq. 4; std is unbiased)."""
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+
+
+def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
+    """log π(token) of completions int64 [B, C] with lengths [B] after their prompts (B lists) -> float32 [B, C], 0 at padding.
+
+    Sequences stand left-aligned, so causal attention alone hides the padding. The output layer runs on `chunk` tokens
+    at a time and again in backward: [tokens, V] logits never exist whole.
+    """
+    device = completions.device
+    rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                                        # (B, T)
+    start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
+    target = torch.arange(1, tokens.shape[1], device=device)                                          # position predicted
+    selected = (target >= start) & (target < start + length[:, None])                                 # (B, T-1)
+    hidden, targets = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]                 # (n, d), (n)
+
+    def logprobs(h, t):
+        return -F.cross_entropy(F.linear(h, model.lm_head).float() / temperature, t, reduction="none")
+
+    pieces = [recompute(logprobs, h, t, use_reentrant=False) for h, t in zip(hidden.split(chunk), targets.split(chunk))]
+    mask = torch.arange(completions.shape[1], device=device) < length[:, None]
+    return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(pieces))
+
+
+def token_weights(mask, algorithm="grpo"):
+    """What each token counts in the mean, bool [N, C] -> float [N, C] summing to 1 over the whole (mini)batch.
+
+    GRPO: the mean over samples of the mean over a sample's tokens (Eq. 3). DAPO: the mean over all tokens.
+    """
+    mask = mask.float()
+    if algorithm == "grpo":
+        return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
+    return mask / mask.sum().clamp_min(1)
+
+
+def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0,
+                importance=None):
+    """-J of Eq. 3 for sequences [B, C], advantages [B], weights of token_weights -> (loss, mean KL to the reference).
+
+    Losses of micro-batches add up to the batch's, because weights are of the batch. KL is Schulman's unbiased estimate
+    e^d - d - 1 with d = log π_ref - log π_θ. importance [B, C]: see truncated_importance.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip_low, 1 + clip_high) * advantages[:, None])
+    if importance is not None:
+        gain = gain * importance
+    kl = torch.zeros_like(logprobs)
+    if ref_logprobs is not None:
+        d = ref_logprobs - logprobs
+        kl = d.exp() - d - 1
+    return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
+
+
+def mismatch(old_logprobs, rollout_logprobs, mask):
+    """How far the training policy is from the one that sampled: (KL(rollout || training) in nats a token, max ratio).
+
+    With AQN the noise is part of it; without, only rounding is (decoding and training add in different orders).
+    """
+    d = (old_logprobs - rollout_logprobs)[mask]
+    return (d.exp() - d - 1).mean().item(), d.abs().max().exp().item()
+
+
+def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
+    """min(π_old / π_rollout, cap) per token: corrects the mismatch without letting one token dominate (TIS)."""
+    return (old_logprobs - rollout_logprobs).exp().clamp(max=cap)
