@@ -18,7 +18,7 @@ import glob
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import huggingface_hub
 import torch
@@ -612,6 +612,19 @@ class Rollout:
     def mask(self):
         """bool [N, C], True at sampled tokens (the EOS included)."""
         return torch.arange(self.tokens.shape[1], device=self.length.device) < self.length[:, None]
+
+    def __getitem__(self, rows):
+        return Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def join_rollouts(rollouts):
+    """Rollouts one below the other, padded to the longest."""
+    longest = max(r.tokens.shape[1] for r in rollouts)
+
+    def stack(name):
+        parts = [getattr(r, name) for r in rollouts]
+        return torch.cat([F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts])
+    return Rollout(*(stack(field.name) for field in fields(Rollout)))
 
 
 def nucleus(probs, top_p):

@@ -1,0 +1,722 @@
+"""Train a 4-bit policy on word problems by GRPO or DAPO with annealed quantisation noise (QeRL, arXiv 2510.11696).
+
+    python train_gsm8k.py                                  a small policy on made-up problems: minutes on any laptop
+    python train_gsm8k.py --model Qwen2.5-3B               Qwen/Qwen2.5-3B-Instruct on GSM8K, on one GPU
+    python train_gsm8k.py --model FOLDER --data FOLDER     a local Hugging Face folder, local jsonl files
+    python train_gsm8k.py --resume [--out FOLDER]          go on where a run stopped
+
+The loop is in `train`: sample, score, advantage, loss, step, log.
+"""
+import argparse
+import contextlib
+import functools
+import glob
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from importlib.metadata import version
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+import qerl
+from qerl import UserError
+
+try:
+    import fcntl
+except ImportError:                                    # Windows: runs are not locked
+    fcntl = None
+
+CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
+GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
+SYSTEM = ("Solve the problem. Reason step by step between <think> and </think>, then give the final number alone between "
+          "<answer> and </answer>.")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings. With --model: the paper's Table 4 (GSM8K). Without: what a small policy learns from within minutes.
+
+PAPER = dict(prompts=128, group=8, updates=4, lr=None, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4, steps=200,
+             max_new_tokens=4096, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
+SMALL = dict(prompts=16, group=8, updates=2, lr=2e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=60,
+             max_new_tokens=64, eval_questions=256, micro_tokens=16384, slots=256, save_every=5)
+ADAM = dict(betas=(0.9, 0.99), weight_decay=0.1)       # the paper's code; likewise the warm-up and clipping below
+WARM_UP, GRADIENT_CLIP = 0.1, 0.2
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def arguments(argv=None):
+    """Parse and check the command line; values not given come from PAPER (with --model) or SMALL."""
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", help="Hugging Face name or folder; Qwen2.5-3B means Qwen/Qwen2.5-3B-Instruct")
+    p.add_argument("--data", help="folder with train*.jsonl and test*.jsonl in GSM8K's format (default: download)")
+    p.add_argument("--weights", choices=sorted(qerl.FORMATS), default="nvfp4")
+    p.add_argument("--algo", choices=["grpo", "dapo"], default="grpo")
+    p.add_argument("--beta", type=float, help="weight of the KL to the reference policy (grpo 0.04, dapo 0)")
+    p.add_argument("--clip-low", type=float, default=0.2)
+    p.add_argument("--clip-high", type=float, default=0.28)
+    p.add_argument("--tis", type=float, default=0.0, metavar="CAP", help="truncated importance weights, capped here (0: off)")
+    p.add_argument("--lora-rank", type=int)
+    p.add_argument("--lora-alpha", type=float, help="default: the rank")
+    p.add_argument("--train-norms", action="store_true", help="train the RMSNorm scales too, as the paper's code does")
+    p.add_argument("--lr", type=float, help="default 1e-5, with bf16 weights 5e-6")
+    p.add_argument("--steps", type=int)
+    p.add_argument("--prompts", type=int, help="questions a step")
+    p.add_argument("--group", type=int, help="completions a question")
+    p.add_argument("--updates", type=int, help="optimiser steps a rollout")
+    p.add_argument("--sigma-start", type=float)
+    p.add_argument("--sigma-end", type=float, help="noise of the first and last noisy stage; both 0: no AQN")
+    p.add_argument("--stages", type=int, default=10)
+    p.add_argument("--schedule", choices=["exponential", "linear", "cosine", "logarithmic"], default="exponential")
+    p.add_argument("--max-new-tokens", type=int)
+    p.add_argument("--slots", type=int, help="sequences decoded at once")
+    p.add_argument("--micro-tokens", type=int, help="tokens in one forward and backward pass")
+    p.add_argument("--eval-questions", type=int, help="held-out questions (0: all)")
+    p.add_argument("--save-every", type=int, help="steps between checkpoints")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--eval-only", action="store_true", help="measure accuracy (with --resume: of the run's adapter) and stop")
+    p.add_argument("--out", help="folder of the run (default: a new one under runs/)")
+    p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out (default: the newest run)")
+    args = p.parse_args(argv)
+    for key, value in (PAPER if args.model else SMALL).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    args.lr = args.lr or (5e-6 if args.weights == "bf16" else 1e-5)
+    args.beta = args.beta if args.beta is not None else {"grpo": 0.04, "dapo": 0.0}[args.algo]
+    check_arguments(args)
+    return args
+
+
+def check_arguments(args):
+    for key in ("steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots", "micro_tokens", "save_every"):
+        if getattr(args, key) < 1:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
+    if args.group < 2:
+        raise UserError(f"--group {args.group}: advantages compare samples of one prompt, use at least 2")
+    if args.prompts % args.updates:
+        raise UserError(f"--prompts {args.prompts} is not divisible by --updates {args.updates}")
+    if args.schedule == "exponential" and (args.sigma_start > 0) != (args.sigma_end > 0) or min(args.sigma_start, args.sigma_end) < 0:
+        raise UserError(f"--sigma-start {args.sigma_start} --sigma-end {args.sigma_end}: an exponential needs both positive (or both 0)")
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {args.device}: no CUDA GPU here; use --device cpu")
+    if args.model and "/" not in args.model and not os.path.isdir(args.model):
+        name = args.model if args.model.endswith("-Instruct") or not args.model.startswith("Qwen2.5") else f"{args.model}-Instruct"
+        print(f"--model {args.model} means Qwen/{name}")
+        args.model = f"Qwen/{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Questions. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
+
+def word_problem(rng):
+    """One made-up problem of one or two steps with numbers below 30."""
+    name = rng.choice(["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"])
+    thing = rng.choice(["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"])
+    a, b, c = rng.randint(10, 19), rng.randint(2, 9), rng.randint(2, 9)
+    question, steps = rng.choice([
+        (f"{name} has {a} {thing} and buys {b} more. How many {thing} now?", [(a, "+", b, a + b)]),
+        (f"{name} has {a} {thing} and loses {b}. How many {thing} now?", [(a, "-", b, a - b)]),
+        (f"{name} fills {b} bags with {c} {thing} each. How many {thing}?", [(b, "*", c, b * c)]),
+        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?", [(a, "+", b, a + b), (a + b, "-", c, a + b - c)])])
+    work = "\n".join(f"{x}{op}{y}=<<{x}{op}{y}={z}>>{z}" for x, op, y, z in steps)
+    return {"question": question, "answer": f"{work}\n#### {steps[-1][-1]}"}
+
+
+def word_problems(count, seed, exclude=()):
+    """`count` different problems from a seeded generator, none of whose questions is in `exclude`."""
+    rng, problems, seen = random.Random(seed), [], set(exclude)
+    while len(problems) < count:
+        problem = word_problem(rng)
+        if problem["question"] not in seen:
+            seen.add(problem["question"])
+            problems.append(problem)
+    return problems
+
+
+def made_up_problems():
+    """(train, held-out), disjoint."""
+    held_out = word_problems(512, seed=1)
+    return word_problems(4096, seed=2, exclude={p["question"] for p in held_out}), held_out
+
+
+def read_jsonl(pattern):
+    problems, paths = [], sorted(glob.glob(pattern))
+    if not paths:
+        raise UserError(f"--data: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's repository has them")
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                try:
+                    problem = json.loads(line)
+                    if not (isinstance(problem["question"], str) and parse_number(problem["answer"].split("####")[1]) is not None):
+                        raise ValueError
+                except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+                    raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; mend or remove it')
+                problems.append(problem)
+    return problems
+
+
+def gsm8k(folder):
+    """(train, test) from a folder of jsonl files, or downloaded once into the cache."""
+    if folder is None:
+        folder = os.path.join(CACHE, "gsm8k")
+        os.makedirs(folder, exist_ok=True)
+        for split in ("train", "test"):
+            path, url = f"{folder}/{split}.jsonl", GSM8K_URL.format(split)
+            if not os.path.exists(path):
+                try:
+                    qerl.atomic_write(path, lambda temporary: urllib.request.urlretrieve(url, temporary))
+                except OSError as e:
+                    raise UserError(f"GSM8K could not be downloaded from {url} ({e}); pass --data FOLDER with train.jsonl and test.jsonl")
+    return read_jsonl(f"{folder}/train*.jsonl"), read_jsonl(f"{folder}/test*.jsonl")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text <-> tokens: an object with prompt(question) -> ids, decode(ids) -> text and eos, a set of ids.
+
+class ByteText:
+    """One token a byte, and one for each tag of the answer format."""
+
+    TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<eos>"]
+
+    def __init__(self):
+        self.encoding = tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
+                                          special_tokens={tag: 256 + i for i, tag in enumerate(self.TAGS)})
+        self.eos = {self.encoding.encode_single_token("<eos>")}
+
+    def prompt(self, question):
+        return self.encoding.encode_ordinary(question + "\n")
+
+    def worked_answer(self, answer):
+        work, final = answer.split("\n#### ")
+        return self.encoding.encode(f"<think>{work}</think><answer>{final}</answer><eos>", allowed_special="all")
+
+    def decode(self, ids):
+        return self.encoding.decode([i for i in ids if i not in self.eos])
+
+
+class ChatText:
+    """A Hugging Face tokenizer with its chat template (or plain text where it has none)."""
+
+    def __init__(self, folder):
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as e:
+            raise UserError(f"model {folder}: its tokenizer cannot be read ({str(e).strip().splitlines()[0][:160]})")
+        self.eos = {self.tokenizer.eos_token_id}
+        if os.path.exists(f"{folder}/generation_config.json"):
+            with open(f"{folder}/generation_config.json") as f:
+                stored = json.load(f).get("eos_token_id") or []
+            self.eos |= set(stored if isinstance(stored, list) else [stored])
+        self.eos.discard(None)
+
+    def prompt(self, question):
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(f"{SYSTEM}\n\nProblem: {question}\n\nSolution: ")
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def with_prompts(problems, text, limit):
+    """Add "prompt" (token ids) and "number"; problems whose prompt is longer than `limit` tokens are counted and left out."""
+    for problem in problems:
+        problem["prompt"], problem["number"] = text.prompt(problem["question"]), parse_number(problem["answer"].split("####")[1])
+    kept = [p for p in problems if len(p["prompt"]) <= limit]
+    if len(kept) < len(problems):
+        print(f"{len(problems) - len(kept)} of {len(problems)} prompts are longer than {limit} tokens and are skipped")
+    if not kept:
+        raise UserError(f"no prompt fits into {limit} tokens; lower --max-new-tokens")
+    return kept
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards (the paper's: 2 for the exact answer between <answer> tags, 0.2 for the format)
+
+FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+
+def parse_number(text):
+    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}; None without one."""
+    numbers = re.findall(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
+    try:
+        return Decimal(numbers[-1].replace("$", "").replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+def tagged_number(completion):
+    """The number between the last <answer> tags, or None."""
+    answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    return parse_number(answers[-1]) if answers else None
+
+
+def stated_number(completion):
+    """What evaluation accepts: between <answer> tags, else in the last \\boxed{}, else the last number of the text."""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", completion)
+    return tagged_number(completion) if "<answer>" in completion else parse_number(boxed[-1] if boxed else completion)
+
+
+def reward(completion, number):
+    """(reward, answered correctly) of one completion."""
+    correct = tagged_number(completion) == number
+    return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The built-in policy: a million parameters, trained on worked answers until it can do the format and some arithmetic.
+
+def warm_start(steps=70, batch=64, muon_lr=0.03, adam_lr=3e-3):
+    """A Hugging Face folder with the small policy; made in under a minute the first time, then cached."""
+    key = hashlib.sha256("".join(inspect.getsource(f) for f in (warm_start, word_problem, made_up_problems)).encode()).hexdigest()[:12]
+    folder = os.path.join(CACHE, f"warm-start-{key}")
+    if os.path.exists(folder):
+        return folder
+    text, (problems, _) = ByteText(), made_up_problems()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256 + len(text.TAGS), max_position_embeddings=512, tie_word_embeddings=True), dtype=torch.float32)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    optimizers = [torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95), torch.optim.AdamW(others, lr=adam_lr)]
+    rng = random.Random(0)
+    for step in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
+        pairs = [(text.prompt(p["question"]), text.worked_answer(p["answer"])) for p in rng.sample(problems, batch)]
+        tokens = [torch.tensor(q + a) for q, a in pairs]
+        labels = [torch.tensor([-100] * len(q) + a) for q, a in pairs]
+        tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+        labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+        loss = F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        for optimizer, lr in zip(optimizers, (muon_lr, adam_lr)):
+            optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, max(0.1, 1 - step / steps))
+            optimizer.step()
+            optimizer.zero_grad()
+    os.makedirs(CACHE, exist_ok=True)
+    temporary = tempfile.mkdtemp(dir=CACHE)
+    model.save_pretrained(temporary)
+    try:
+        os.rename(temporary, folder)
+    except OSError:                                   # another run was faster
+        shutil.rmtree(temporary)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step's parts
+
+def learning_rate(step, args):
+    """Linear warm-up over the first tenth of training, then cosine to zero."""
+    warm_up = max(1, round(WARM_UP * args.steps))
+    if step < warm_up:
+        return args.lr * (step + 1) / warm_up
+    return args.lr * (1 + math.cos(math.pi * (step - warm_up) / max(1, args.steps - warm_up))) / 2
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(count, seed, epoch):
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def next_problems(problems, drawn, count, seed):
+    """The `count` problems after the first `drawn`; each pass over the data has its own seeded order."""
+    places = [divmod(i, len(problems)) for i in range(drawn, drawn + count)]
+    return [problems[epoch_order(len(problems), seed, epoch)[position]] for epoch, position in places]
+
+
+@dataclass
+class Batch:
+    """P problems, the Rollout of their N = P * G completions, its texts, rewards and correctness [P, G]."""
+    problems: list
+    rollout: qerl.Rollout
+    texts: list
+    rewards: torch.Tensor
+    correct: torch.Tensor
+
+    @property
+    def prompts(self):
+        return [p["prompt"] for p in self.problems for _ in range(self.rewards.shape[1])]
+
+
+def sample_groups(model, text, problems, args, rng, clock):
+    """Sample args.group completions of each problem and score them."""
+    with clock("rollout"):
+        rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, args.group, eos=text.eos,
+                                slots=args.slots, generator=rng)
+    with clock("reward"):
+        texts = [text.decode(row[:n].tolist()) for row, n in zip(rollout.tokens.cpu(), rollout.length.tolist())]
+        scores = [reward(t, problems[i // args.group]["number"]) for i, t in enumerate(texts)]
+        scores = torch.tensor(scores, device=model.device).view(len(problems), args.group, 2)
+    return Batch(problems, rollout, texts, scores[..., 0], scores[..., 1])
+
+
+def dynamic_sampling(draw, prompts, attempts=4):
+    """DAPO's: draw() batches until `prompts` groups have rewards that differ, and keep those; groups that are all right
+    or all wrong teach nothing. After `attempts` draws the rest is filled up with such groups."""
+    batches = []
+    while len(batches) < attempts and sum((b.rewards.std(1) > 0).sum() for b in batches) < prompts:
+        batches.append(draw())
+    rewards, correct = torch.cat([b.rewards for b in batches]), torch.cat([b.correct for b in batches])
+    keep = (rewards.std(1) == 0).int().argsort(stable=True)[:prompts]
+    group = rewards.shape[1]
+    rows = (keep[:, None] * group + torch.arange(group, device=keep.device)).flatten()
+    problems, texts = [p for b in batches for p in b.problems], [t for b in batches for t in b.texts]
+    return Batch([problems[i] for i in keep], qerl.join_rollouts([b.rollout for b in batches])[rows],
+                 [texts[i] for i in rows], rewards[keep], correct[keep])
+
+
+def micro_batches(lengths, budget):
+    """Rows sorted by length and cut so that each piece, padded to its longest, has at most `budget` tokens."""
+    batches, current = [], []
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if current and lengths[current[0]] * (len(current) + 1) > budget:
+            batches.append(current)
+            current = []
+        current.append(row)
+    return batches + [current] if current else batches
+
+
+@torch.no_grad()
+def all_logprobs(model, batch, args):
+    """Log-probabilities of a whole batch's completions under the model as it is, float32 [N, C]."""
+    rollout, prompts = batch.rollout, batch.prompts
+    result = torch.zeros_like(rollout.logprobs)
+    for rows in micro_batches([len(p) + n for p, n in zip(prompts, rollout.length.tolist())], args.micro_tokens):
+        result[rows] = qerl.token_logprobs(model, [prompts[i] for i in rows], rollout.tokens[rows], rollout.length[rows])
+    return result
+
+
+def policy_update(model, optimizer, batch, rows, advantages, old_logprobs, ref_logprobs, mask, args):
+    """One optimiser step on the completions `rows`; returns the mean KL to the reference policy."""
+    rollout, prompts = batch.rollout, batch.prompts
+    weights = torch.zeros_like(old_logprobs)
+    weights[rows] = qerl.token_weights(mask[rows], args.algo)
+    total_loss, total_kl = 0.0, 0.0
+    for micro in micro_batches([len(prompts[i]) + n for i, n in zip(rows, rollout.length[rows].tolist())], args.micro_tokens):
+        i = [rows[m] for m in micro]
+        logprobs = qerl.token_logprobs(model, [prompts[r] for r in i], rollout.tokens[i], rollout.length[i])
+        importance = qerl.truncated_importance(old_logprobs[i], rollout.logprobs[i], args.tis) if args.tis else None
+        loss, kl = qerl.policy_loss(logprobs, old_logprobs[i], advantages[i], weights[i], args.clip_low, args.clip_high,
+                                    None if ref_logprobs is None else ref_logprobs[i], args.beta, importance)
+        loss.backward()
+        total_loss, total_kl = total_loss + loss.item(), total_kl + kl.item()
+    norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), GRADIENT_CLIP)
+    if not math.isfinite(total_loss) or not math.isfinite(norm):
+        raise UserError(f"loss {total_loss}, gradient norm {norm}: stopped before the update, the last checkpoint is good; lower --lr")
+    optimizer.step()
+    optimizer.zero_grad()
+    return total_kl
+
+
+@torch.no_grad()
+def evaluate(model, text, problems, args, temperature, top_p, desc):
+    """pass@1: the fraction of problems whose single completion states the right number."""
+    rng = torch.Generator(model.device).manual_seed(args.seed)
+    rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, temperature=temperature,
+                            top_p=top_p, eos=text.eos, slots=args.slots, generator=rng)
+    texts = [text.decode(row[:n].tolist()) for row, n in zip(rollout.tokens.cpu(), rollout.length.tolist())]
+    accuracy = sum(stated_number(t) == p["number"] for t, p in zip(texts, problems)) / len(problems)
+    print(f"{desc}: {accuracy:.1%} of {len(problems)} held-out questions, {rollout.length.float().mean():.0f} tokens on average")
+    return accuracy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's folder: checkpoint.safetensors (one file, so that it is whole or absent), metrics.jsonl, samples.txt,
+# curve.png, summary.json, adapter/
+
+class Clock:
+    """Seconds spent in each phase of a step: `with clock("rollout"): ...`."""
+
+    def __init__(self, device):
+        self.device, self.seconds = torch.device(device), {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def settings_of(args):
+    """What a checkpoint must agree with: every setting but where the run lives."""
+    return {k: v for k, v in sorted(vars(args).items()) if k not in ("out", "resume", "eval_only", "save_every")}
+
+
+def save_checkpoint(folder, model, optimizer, rngs, state, args):
+    tensors = {f"rng.{i}": rng.get_state() for i, rng in enumerate(rngs)}
+    for name, p in qerl.trainable(model).items():
+        tensors[f"model.{name}"] = p.detach()
+        tensors.update({f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()})
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    metadata = {"state": json.dumps(state), "settings": json.dumps(settings_of(args))}
+    qerl.atomic_write(f"{folder}/checkpoint.safetensors", lambda path: save_file(tensors, path, metadata=metadata))
+    qerl.save_adapter(model, f"{folder}/adapter", args.model or "built-in")
+
+
+def read_checkpoint(folder, args):
+    """(state, tensors) of the last checkpoint, or None where there is none; refuses one made with other settings."""
+    path = f"{folder}/checkpoint.safetensors"
+    if not os.path.exists(path):
+        return None
+    with safe_open(path, framework="pt") as f:
+        metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    now, then = settings_of(args), json.loads(metadata["settings"])
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            raise UserError(f"--resume: {folder} was started with {key} = {then.get(key)}, now it is {now.get(key)}; "
+                            "give the same settings or another --out")
+    return json.loads(metadata["state"]), tensors
+
+
+@torch.no_grad()
+def restore(tensors, model, optimizer, rngs):
+    for i, rng in enumerate(rngs):
+        rng.set_state(tensors[f"rng.{i}"])
+    for name, p in qerl.trainable(model).items():
+        p.copy_(tensors[f"model.{name}"])
+        prefix = f"optimizer.{name}."
+        for key in [k for k in tensors if k.startswith(prefix)]:
+            value = tensors[key]                                            # AdamW keeps its step count on the CPU
+            optimizer.state[p][key[len(prefix):]] = value if value.dim() == 0 else value.to(p.device)
+
+
+def open_run(args):
+    """Choose, create and lock the run's folder; returns the lock, to be kept until the process ends."""
+    stem = f"runs/{os.path.basename(os.path.normpath(args.model)) if args.model else 'small'}-{args.weights}-{args.algo}"
+    if args.out is None:
+        numbers = sorted(int(path.rsplit("-", 1)[1]) for path in glob.glob(f"{stem}-[0-9]*") if path.rsplit("-", 1)[1].isdigit())
+        newest = numbers[-1] if numbers else 0
+        args.out = f"{stem}-{max(newest, 1) if args.resume else newest + 1}"
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        lock = open(f"{args.out}/lock", "w")
+    except OSError as e:
+        raise UserError(f"--out {args.out}: cannot be written ({e.strerror}); choose another folder")
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--out {args.out}: in use by a running process; wait for it or choose another folder")
+    if not args.resume and not args.eval_only and os.path.exists(f"{args.out}/metrics.jsonl"):
+        raise UserError(f"--out {args.out}: already holds a run; add --resume to go on with it or choose another folder")
+    return lock
+
+
+def read_metrics(folder, last_step):
+    """The logged steps up to last_step; what a killed process logged after its last checkpoint is dropped."""
+    path = f"{folder}/metrics.jsonl"
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:
+        lines = f.read().splitlines()[:last_step]
+    return [json.loads(line) for line in lines]
+
+
+def plot(metrics, path, before, after):
+    """Reward and accuracy, entropy and noise, length, mismatch over the steps, as a picture."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    step = [m["step"] for m in metrics]
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
+    panels = [("accuracy", "training accuracy (sampled, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
+              ("entropy", "policy entropy and AQN sigma", "nats a token"), ("length", "completion length", "tokens")]
+    for axis, (key, title, label) in zip(axes.flat, panels):
+        axis.plot(step, [m[key] for m in metrics], color="tab:blue", linewidth=1.2, label=key)
+        axis.set(title=title, xlabel="step", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylim(0, 1)
+    for accuracy, at, label in ((before, 0, "before"), (after, step[-1], "after")):
+        if accuracy is not None:
+            axes[0, 0].plot(at, accuracy, "o", color="tab:orange")
+            axes[0, 0].annotate(f"held-out {label}: {accuracy:.1%}", (at, accuracy), xytext=(8 if at == 0 else -8, -12),
+                                textcoords="offset points", ha="left" if at == 0 else "right")
+    noise = axes[1, 0].twinx()
+    noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
+    noise.set_ylabel("sigma", color="tab:red")
+
+    def write(temporary):
+        figure.savefig(temporary, format="png", dpi=110)
+        plt.close(figure)
+    qerl.atomic_write(path, write)
+
+
+def peak_memory_gb(device):
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def environment(device):
+    cuda = torch.device(device).type == "cuda"
+    return {"hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The story
+
+def load_all(args):
+    """(model, text, training problems, held-out problems) of the command line."""
+    torch.manual_seed(args.seed)                                            # LoRA's A
+    folder = qerl.model_folder(args.model) if args.model else warm_start()
+    text = ChatText(folder) if args.model else ByteText()
+    problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
+    model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha, train_norms=args.train_norms)
+    model.recompute_blocks = model.device.type == "cuda"
+    limit = model.config.max_position_embeddings - args.max_new_tokens
+    held_out = held_out[:args.eval_questions or None]
+    return model, text, with_prompts(problems, text, limit), with_prompts(held_out, text, limit)
+
+
+def evaluate_both(model, text, held_out, args, when):
+    """The paper's pass@1 (temperature 0.6, top-p 0.95) and greedy accuracy, as fractions."""
+    return {f"accuracy_{when}": evaluate(model, text, held_out, args, 0.6, 0.95, f"pass@1 {when}"),
+            f"greedy_{when}": evaluate(model, text, held_out, args, 0.0, 1.0, f"greedy {when}")}
+
+
+def train(args):
+    started = time.time()
+    model, text, problems, held_out = load_all(args)
+    device = model.device
+    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), lr=args.lr, **ADAM)
+    sampling_rng = torch.Generator(device).manual_seed(args.seed)
+    noise_rng = torch.Generator().manual_seed(args.seed + 1)
+    rngs = [sampling_rng, noise_rng]
+    saved = read_checkpoint(args.out, args) if args.resume else None
+    if saved:
+        state, tensors = saved
+        restore(tensors, model, optimizer, rngs)
+        print(f"resumed {args.out} after step {state['step']}")
+    else:
+        state = {"step": 0, "drawn": 0, "seconds": 0.0, **evaluate_both(model, text, held_out, args, "before")}
+        save_checkpoint(args.out, model, optimizer, rngs, state, args)
+    metrics = read_metrics(args.out, state["step"])
+    qerl.write_text(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
+    started -= state["seconds"]
+
+    bar = tqdm(range(state["step"], args.steps), initial=state["step"], total=args.steps, unit="step")
+    for step in bar:
+        clock, begin = Clock(device), time.perf_counter()
+
+        # sample and score: the noisy policy π_θ + N(0, σ²) draws the completions
+        sigma = qerl.noise_sigma(step, args.steps, args.stages, args.sigma_start, args.sigma_end, args.schedule)
+
+        def draw():
+            chosen = next_problems(problems, state["drawn"], args.prompts, args.seed)
+            state["drawn"] += args.prompts
+            return sample_groups(model, text, chosen, args, sampling_rng, clock)
+        with qerl.quantization_noise(model, sigma, noise_rng):
+            batch = dynamic_sampling(draw, args.prompts) if args.algo == "dapo" else draw()
+        rollout = batch.rollout
+
+        # advantage
+        advantages = qerl.group_advantages(batch.rewards).flatten()                                       # (N,)
+        mask = rollout.mask & rollout.finished[:, None] if args.algo == "dapo" else rollout.mask          # (N, C)
+
+        # log-probabilities of the policy before the update, and of the reference: the same model, adapters off
+        with clock("logprobs"):
+            old_logprobs, ref_logprobs = all_logprobs(model, batch, args), None
+            if args.beta:
+                with qerl.adapters_off(model):
+                    ref_logprobs = all_logprobs(model, batch, args)
+        mismatch_kl, mismatch_ratio = qerl.mismatch(old_logprobs, rollout.logprobs, rollout.mask)
+
+        # loss and step
+        optimizer.param_groups[0]["lr"] = learning_rate(step, args)
+        with clock("update"):
+            kls = [policy_update(model, optimizer, batch, rows.tolist(), advantages, old_logprobs, ref_logprobs, mask, args)
+                   for rows in torch.arange(len(advantages)).chunk(args.updates)]
+
+        # log
+        state["step"], state["seconds"] = step + 1, time.time() - started
+        metrics.append({
+            "step": step + 1, "reward": batch.rewards.mean().item(), "accuracy": batch.correct.mean().item(),
+            "entropy": rollout.entropy[rollout.mask].mean().item(), "sigma": sigma, "kl": sum(kls) / len(kls),
+            "mismatch_kl": mismatch_kl, "mismatch_max_ratio": mismatch_ratio, "length": rollout.length.float().mean().item(),
+            "truncated": 1 - rollout.finished.float().mean().item(), "lr": learning_rate(step, args),
+            "seconds": {**clock.seconds, "step": time.perf_counter() - begin},
+            "tokens_per_s": rollout.length.sum().item() / clock.seconds["rollout"], "peak_memory_gb": peak_memory_gb(device)})
+        log_step(metrics[-1], batch, bar, args)
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save_checkpoint(args.out, model, optimizer, rngs, state, args)
+
+    after = evaluate_both(model, text, held_out, args, "after")
+    plot(metrics, f"{args.out}/curve.png", state["accuracy_before"], after["accuracy_after"])
+    before = {k: v for k, v in state.items() if k.endswith("_before")}
+    summary = {**before, **after, "held_out_questions": len(held_out), "steps": args.steps, "seconds": time.time() - started,
+               "settings": settings_of(args), **environment(device)}
+    qerl.write_text(f"{args.out}/summary.json", json.dumps(summary, indent=1))
+    print(f"held-out pass@1 {before['accuracy_before']:.1%} -> {after['accuracy_after']:.1%}, greedy {before['greedy_before']:.1%} -> "
+          f"{after['greedy_after']:.1%}, in {summary['seconds']:.0f} s; curve, metrics, samples and adapter are in {args.out}/")
+
+
+def log_step(m, batch, bar, args):
+    """Append to metrics.jsonl; one sample completion goes to samples.txt."""
+    with open(f"{args.out}/metrics.jsonl", "a") as f:
+        f.write(json.dumps(m) + "\n")
+    with open(f"{args.out}/samples.txt", "a") as f:
+        f.write(f"--- step {m['step']}, reward {batch.rewards[0, 0]:.1f}, right answer {batch.problems[0]['number']}\n"
+                f"{batch.problems[0]['question']}\n{batch.texts[0]}\n\n")
+    bar.set_postfix_str(f"reward {m['reward']:.2f}, accuracy {m['accuracy']:.2f}, entropy {m['entropy']:.3f}, "
+                        f"sigma {m['sigma']:.1e}, length {m['length']:.0f}, {m['tokens_per_s']:.0f} tok/s")
+
+
+def main():
+    try:
+        args = arguments()
+        lock = open_run(args)
+        if args.eval_only:
+            model, text, _, held_out = load_all(args)
+            if args.resume:
+                qerl.load_adapter(model, f"{args.out}/adapter")
+            result = evaluate_both(model, text, held_out, args, "now")
+            qerl.write_text(f"{args.out}/eval.json", json.dumps({**result, "settings": settings_of(args)}, indent=1))
+        else:
+            train(args)
+        lock.close()
+    except UserError as e:
+        sys.exit(fail(str(e)))
+    except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
+        if not re.search("out of memory|can't allocate memory", str(e)):
+            raise
+        sys.exit(fail("out of memory; lower --slots and --max-new-tokens (rollout) or --micro-tokens (update), then add --resume"))
+    except KeyboardInterrupt:
+        print(f"\nstopped; go on with --resume --out {args.out}", file=sys.stderr)
+        sys.exit(130)
+
+
+def fail(message):
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
