@@ -130,35 +130,41 @@ def check_arguments(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # Questions. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
 
-def word_problem(rng):
-    """One made-up problem of one or two steps with numbers below 30."""
+def word_problem(rng, careless=False):
+    """One made-up problem of one or two steps with numbers below 30. A careless answer takes the wrong last operation."""
     name = rng.choice(["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"])
     thing = rng.choice(["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"])
     a, b, c = rng.randint(10, 19), rng.randint(2, 9), rng.randint(2, 9)
     question, steps = rng.choice([
-        (f"{name} has {a} {thing} and buys {b} more. How many {thing} now?", [(a, "+", b, a + b)]),
-        (f"{name} has {a} {thing} and loses {b}. How many {thing} now?", [(a, "-", b, a - b)]),
-        (f"{name} fills {b} bags with {c} {thing} each. How many {thing}?", [(b, "*", c, b * c)]),
-        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?", [(a, "+", b, a + b), (a + b, "-", c, a + b - c)])])
-    work = "\n".join(f"{x}{op}{y}=<<{x}{op}{y}={z}>>{z}" for x, op, y, z in steps)
-    return {"question": question, "answer": f"{work}\n#### {steps[-1][-1]}"}
+        (f"{name} has {a} {thing} and buys {b} more. How many {thing} now?", [(a, "+", b)]),
+        (f"{name} has {a} {thing} and loses {b}. How many {thing} now?", [(a, "-", b)]),
+        (f"{name} fills {b} bags with {c} {thing} each. How many {thing}?", [(b, "*", c)]),
+        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?", [(a, "+", b), (a + b, "-", c)])])
+    if careless:
+        x, op, y = steps[-1]
+        steps[-1] = (x, {"+": "-", "-": "+", "*": "+"}[op], y)
+    lines, value = [], {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    for x, op, y in steps:
+        z = value[op](x, y)
+        lines.append(f"{x}{op}{y}=<<{x}{op}{y}={z}>>{z}")
+    return {"question": question, "answer": "\n".join(lines) + f"\n#### {z}"}
 
 
-def word_problems(count, seed, exclude=()):
+def word_problems(count, seed, exclude=(), careless=0.0):
     """`count` different problems from a seeded generator, none of whose questions is in `exclude`."""
     rng, problems, seen = random.Random(seed), [], set(exclude)
     while len(problems) < count:
-        problem = word_problem(rng)
+        problem = word_problem(rng, rng.random() < careless)
         if problem["question"] not in seen:
             seen.add(problem["question"])
             problems.append(problem)
     return problems
 
 
-def made_up_problems():
-    """(train, held-out), disjoint."""
+def made_up_problems(careless=0.0):
+    """(train, held-out), disjoint; `careless` is the fraction of wrong answers in train."""
     held_out = word_problems(512, seed=1)
-    return word_problems(4096, seed=2, exclude={p["question"] for p in held_out}), held_out
+    return word_problems(8192, seed=2, exclude={p["question"] for p in held_out}, careless=careless), held_out
 
 
 def read_jsonl(pattern):
@@ -288,15 +294,16 @@ def reward(completion, number):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The built-in policy: a million parameters, trained on worked answers until it can do the format and some arithmetic.
+# The built-in policy: a million parameters, trained to imitate worked answers of which most are careless, as text found
+# anywhere may be. It can do the format and the arithmetic; which operation a problem needs, the reward has to teach.
 
-def warm_start(steps=70, batch=64, muon_lr=0.03, adam_lr=3e-3):
+def warm_start(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
     """A Hugging Face folder with the small policy; made in under a minute the first time, then cached."""
-    key = hashlib.sha256("".join(inspect.getsource(f) for f in (warm_start, word_problem, made_up_problems)).encode()).hexdigest()[:12]
+    key = hashlib.sha256("".join(inspect.getsource(f) for f in (warm_start, word_problem, word_problems, made_up_problems)).encode()).hexdigest()[:12]
     folder = os.path.join(CACHE, f"warm-start-{key}")
     if os.path.exists(folder):
         return folder
-    text, (problems, _) = ByteText(), made_up_problems()
+    text, (problems, _) = ByteText(), made_up_problems(careless)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(
         hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
