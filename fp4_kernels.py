@@ -45,22 +45,23 @@ def decode_nibbles(packed, table, scale, dtype):
         return decode_nibbles_torch(packed, table, scale, dtype)
     out_features, half = packed.shape
     weight = torch.empty(out_features, 2 * half, dtype=dtype, device=packed.device)
-    half_block = half // scale.shape[1]
     grid = (triton.cdiv(packed.numel(), 1024),)
-    decode_nibbles_kernel[grid](packed, table_on(table, packed.device), scale, weight, packed.numel(), half_block, BYTES=1024, num_warps=4)
+    decode_nibbles_kernel[grid](packed, table_on(table, packed.device), scale, weight, packed.numel(),
+                                HALF_BLOCK=half // scale.shape[1], BYTES=1024, num_warps=4)
     return weight
 
 
 if triton is not None:
     @triton.jit
-    def decode_nibbles_kernel(packed, table, scale, weight, n_bytes, half_block, BYTES: tl.constexpr):
-        i = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-        code = tl.load(packed + i, mask=i < n_bytes, other=0).to(tl.int32)
-        s = tl.load(scale + i // half_block, mask=i < n_bytes, other=0.0)     # rows are whole blocks: one flat index
+    def decode_nibbles_kernel(packed, table, scale, weight, n_bytes, HALF_BLOCK: tl.constexpr, BYTES: tl.constexpr):
+        first = tl.program_id(0).to(tl.int64) * BYTES                 # rows are whole blocks, so one flat index serves all
+        i, j, b = tl.arange(0, BYTES), tl.arange(0, 2 * BYTES), tl.arange(0, BYTES // HALF_BLOCK)
+        code = tl.load(packed + first + i, mask=first + i < n_bytes, other=0).to(tl.int32)
+        s = tl.load(scale + first // HALF_BLOCK + b, mask=first + b * HALF_BLOCK < n_bytes, other=0.0)
+        s = tl.broadcast_to(s[:, None], (BYTES // HALF_BLOCK, HALF_BLOCK)).reshape(BYTES)
         low = tl.load(table + (code & 15)) * s
         high = tl.load(table + (code >> 4)) * s
-        j = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
-        tl.store(weight + j, tl.interleave(low, high).to(weight.dtype.element_ty), mask=j < 2 * n_bytes)
+        tl.store(weight + 2 * first + j, tl.interleave(low, high).to(weight.dtype.element_ty), mask=2 * first + j < 2 * n_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

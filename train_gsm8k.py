@@ -47,15 +47,19 @@ except ImportError:                                    # Windows: runs are not l
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
-SYSTEM = ("Solve the problem. Reason step by step between <think> and </think>, then give the final number alone between "
-          "<answer> and </answer>.")
+SYSTEM = """Reason step by step between <think> and </think>, writing out every calculation. Then give the final number \
+alone between <answer> and </answer>. For example:
+<think>
+Four packs of 6 eggs hold 4 * 6 = 24 eggs. 5 of them break, so 24 - 5 = 19 eggs are left.
+</think>
+<answer>19</answer>"""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings. With --model: the paper's Table 4 (GSM8K). Without: what a small policy learns from within minutes.
 
 PAPER = dict(prompts=128, group=8, updates=4, lr=None, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4, steps=200,
              max_new_tokens=4096, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
-SMALL = dict(prompts=16, group=8, updates=2, lr=2e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=60,
+SMALL = dict(prompts=16, group=8, updates=2, lr=3e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=50,
              max_new_tokens=64, eval_questions=256, micro_tokens=16384, slots=256, save_every=5)
 ADAM = dict(betas=(0.9, 0.99), weight_decay=0.1)       # the paper's code; likewise the warm-up and clipping below
 WARM_UP, GRADIENT_CLIP = 0.1, 0.2
