@@ -68,7 +68,7 @@ def pack_nibbles(codes):
 
 def e2m1_codes(x):
     """Round float32 x to E2M1 codes 0..15 (uint8): nearest, ties to even, saturating at 6."""
-    return (torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * torch.signbit(x)).to(torch.uint8)
+    return (torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * (x < 0)).to(torch.uint8)
 
 
 def quantize_nvfp4(weight):
