@@ -59,7 +59,7 @@ Four packs of 6 eggs hold 4 * 6 = 24 eggs. 5 of them break, so 24 - 5 = 19 eggs 
 
 PAPER = dict(prompts=128, group=8, updates=4, lr=None, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4, steps=200,
              max_new_tokens=4096, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
-SMALL = dict(prompts=16, group=8, updates=2, lr=3e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=50,
+SMALL = dict(prompts=16, group=8, updates=4, lr=3e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=50,
              max_new_tokens=64, eval_questions=256, micro_tokens=16384, slots=256, save_every=5)
 ADAM = dict(betas=(0.9, 0.99), weight_decay=0.1)       # the paper's code; likewise the warm-up and clipping below
 WARM_UP, GRADIENT_CLIP = 0.1, 0.2
