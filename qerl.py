@@ -21,10 +21,10 @@ import os
 from dataclasses import dataclass, fields
 
 import huggingface_hub
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig
@@ -181,7 +181,7 @@ class QuantLinear(nn.Module):
         self.in_features = weight[0].shape[1] * (1 if weights == "bf16" else 2)
         self.rank, self.adapter_on = lora_rank, lora_rank > 0
         if lora_rank:
-            self.scaling = (lora_rank if lora_alpha is None else lora_alpha) / lora_rank
+            self.alpha = lora_rank if lora_alpha is None else lora_alpha
             device, bound = weight[0].device, self.in_features ** -0.5       # kaiming_uniform(a=√5), as PEFT starts A
             self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, self.in_features).uniform_(-bound, bound).to(device))
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
@@ -197,7 +197,7 @@ class QuantLinear(nn.Module):
         if self.adapter_on:
             h = F.linear(x, self.lora_A.to(x.dtype)).split(self.rank, -1)     # x Aᵀ, one piece a stacked layer
             B = self.lora_B.to(x.dtype).split(self.sizes)
-            y = y + self.scaling * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
+            y = y + self.alpha / self.rank * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
         return y
 
 
@@ -262,8 +262,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     Exponential is Eq. 8, the others are Figure 9's. `logarithmic` falls with log(1 + stage), fastest at first.
     """
     stage = step * stages // steps
-    if stage == 0:
-        return 0.0
+    if stage == 0 or start == end:
+        return start if stage else 0.0
     t = (stage - 1) / max(stages - 2, 1)                      # 0 in the first noisy stage, 1 in the last
     if schedule == "exponential":
         return start * (end / start) ** t
@@ -303,8 +303,8 @@ class Attention(nn.Module):
         self.qkv = checkpoint.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias=qwen2 or bias)
         self.o = checkpoint.linear(name, ["o_proj"], [d], q, bias=bias)
         qk_norm = config.model_type == "qwen3"
-        self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def forward(self, x, rope, cache=None, rows=None):
         B, T, _ = x.shape
@@ -334,9 +334,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
-        self.attention_norm = checkpoint.norm(f"{name}.input_layernorm", config.hidden_size)
+        self.attention_norm = checkpoint.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, checkpoint, f"{name}.self_attn", index)
-        self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", config.hidden_size)
+        self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
     def forward(self, x, rope, cache=None, rows=None):
@@ -355,7 +355,7 @@ class Transformer(nn.Module):
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
         self.register_buffer("lm_head", self.embedding if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight", shape))
         self.blocks = nn.ModuleList(Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
-        self.norm = checkpoint.norm("model.norm", config.hidden_size)
+        self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         frequencies, self.rope_factor = rope_frequencies(config)
         self.register_buffer("frequencies", frequencies.to(self.embedding.device))
 
@@ -373,7 +373,7 @@ class Transformer(nn.Module):
         rope = ((angles.cos() * self.rope_factor).to(x.dtype), (angles.sin() * self.rope_factor).to(x.dtype))
         for block in self.blocks:
             if self.recompute_blocks and torch.is_grad_enabled():
-                x = recompute(block, x, rope, use_reentrant=False)
+                x = recompute(block, x, rope, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, cache, rows)
         return self.norm(x)
@@ -394,7 +394,7 @@ class Checkpoint:
         self.weights, self.lora_rank, self.lora_alpha, self.train_norms = weights, lora_rank, lora_alpha, train_norms
         self.device, self.dtype = torch.device(device), dtype
         self.files = {}                                                       # tensor name -> open safetensors file
-        for path in sorted(glob.glob(f"{folder}/*.safetensors")) if folder else []:
+        for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")) if folder else []:
             try:
                 file = safe_open(path, framework="pt", device=str(self.device))
             except Exception as e:
@@ -420,8 +420,8 @@ class Checkpoint:
     def tensor(self, name, shape):
         return self.read(name, shape).to(self.dtype)
 
-    def norm(self, name, size):
-        return RMSNorm(name, self.read(f"{name}.weight", (size,)), self.config_eps, self.train_norms)
+    def norm(self, name, size, eps):
+        return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
     def quantized(self, name, out_features, in_features, weights):
         """(packed, block_scale, global_scale [out, 1]) of one layer, read as NVFP4 or quantised here."""
@@ -431,11 +431,14 @@ class Checkpoint:
             parts = (self.read(f"{name}.weight_packed", (out_features, in_features // 2)),
                      self.read(f"{name}.weight_scale", (out_features, in_features // 16)),
                      self.read(f"{name}.weight_global_scale", (1,)))
+            if parts[1].dtype != torch.float8_e4m3fn or parts[2] <= 0:
+                raise UserError(f"layer {name}: its scales are not NVFP4's (float8_e4m3fn, and a positive global scale); quantise the model again")
             if weights == "nvfp4":
                 return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
             weight = dequantize_nvfp4(*parts, self.dtype)
         else:
-            weight = self.tensor(f"{name}.weight", (out_features, in_features))
+            weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
+            weight = weight.to(self.dtype) if weights == "bf16" else weight
         packed, block_scale, global_scale = FORMATS[weights][0](weight)
         return packed, block_scale, global_scale.reshape(-1, global_scale.shape[-1]).expand(out_features, -1)
 
@@ -501,7 +504,6 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
 def build_model(config, checkpoint):
     """Transformer of a transformers config from a Checkpoint; only LoRA (and norms, if asked) require gradients."""
     check_config(config)
-    checkpoint.config_eps = config.rms_norm_eps
     return Transformer(config, checkpoint)
 
 
@@ -525,19 +527,13 @@ def adapter_tensors(model):
     return tensors
 
 
-def atomic_write(path, write):
-    """write(temporary path), then rename: a reader or a kill -9 finds the old file or the new one, never half of one."""
-    write(f"{path}.tmp")
-    with open(f"{path}.tmp", "rb") as f:
+def atomic_write(path, data):
+    """Write str or bytes beside `path`, then rename: a reader or a kill -9 finds the old file or the new one, never half."""
+    with open(f"{path}.tmp", "wb") as f:
+        f.write(data.encode() if isinstance(data, str) else data)
+        f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
-
-
-def write_text(path, text):
-    def write(temporary):
-        with open(temporary, "w") as f:
-            f.write(text)
-    atomic_write(path, write)
 
 
 def save_adapter(model, folder, base_model):
@@ -546,21 +542,21 @@ def save_adapter(model, folder, base_model):
     layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
     norms = [m for m in model.modules() if isinstance(m, RMSNorm) and m.weight.requires_grad]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
-              "r": layers[0].rank, "lora_alpha": layers[0].scaling * layers[0].rank, "lora_dropout": 0.0, "bias": "none",
+              "r": layers[0].rank, "lora_alpha": layers[0].alpha, "lora_dropout": 0.0, "bias": "none",
               "target_modules": sorted({name.split(".")[-1] for m in layers for name in m.names}),
               "modules_to_save": sorted({m.name.split(".")[-1] for m in norms}) or None, "inference_mode": True}
     tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
-    atomic_write(f"{folder}/adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    write_text(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+    atomic_write(f"{folder}/adapter_model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
 
 
 @torch.no_grad()
 def load_adapter(model, folder):
-    """The inverse of save_adapter: copy a stored adapter of the same rank into the model."""
-    stored = load_file(f"{folder}/adapter_model.safetensors")
-    for name, tensor in adapter_tensors(model).items():
-        if name not in stored or stored[name].shape != tensor.shape:
-            raise UserError(f"{folder}: {name} is missing or has another shape; load the model with the adapter's rank")
+    """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
+    stored, ours = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(model)
+    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
+        raise UserError(f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms")
+    for name, tensor in ours.items():
         tensor.copy_(stored[name])
 
 
@@ -682,9 +678,12 @@ class Sampler:
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(count + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(count + 1, dtype=torch.bool, device=device)
-        self.decode = lambda: model.hidden(self.token[:, None], self.cache)[:, 0]
         if device.type == "cuda":
             self.decode = record_graph(self.decode)
+
+    def decode(self):
+        """Final hidden states [slots, d] of the slots' current tokens."""
+        return self.model.hidden(self.token[:, None], self.cache)[:, 0]
 
     def admit(self, prompts, rows, sequences):
         """Give idle slots rows [P*G] to the sequences [P*G] of `prompts` (P lists of token ids).
@@ -756,7 +755,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 
 def group_advantages(rewards, eps=1e-4):
     """rewards [P, G] -> advantages [P, G], zero where a group's rewards are all equal (Eq. 4; std is unbiased)."""
-    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+    std = rewards.std(1, keepdim=True)
+    return torch.where(std > 0, (rewards - rewards.mean(1, keepdim=True)) / (std + eps), 0.0)
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
@@ -776,7 +776,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     def logprobs(h, t):
         return -F.cross_entropy(F.linear(h, model.lm_head).float() / temperature, t, reduction="none")
 
-    pieces = [recompute(logprobs, h, t, use_reentrant=False) for h, t in zip(hidden.split(chunk), targets.split(chunk))]
+    pieces = [recompute(logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in zip(hidden.split(chunk), targets.split(chunk))]
     mask = torch.arange(completions.shape[1], device=device) < length[:, None]
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(pieces))
 

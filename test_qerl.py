@@ -262,6 +262,7 @@ def test_noise_schedules(schedule):
     if schedule == "exponential":                                                        # Eq. 8
         assert sigma[50] == pytest.approx(1e-2 * (5e-4 / 1e-2) ** (4 / 8))
     assert [qerl.noise_sigma(s, 3, 1, schedule=schedule) for s in range(3)] == [0, 0, 0]
+    assert [qerl.noise_sigma(s, 20, 10, 0, 0, schedule) for s in range(20)] == [0] * 20
     assert qerl.noise_sigma(1, 2, 2, 0.1, 0.01, schedule) == pytest.approx(0.1)
 
 
@@ -566,9 +567,11 @@ def test_word_problems_are_gsm8k_shaped_and_disjoint():
 
 @pytest.mark.parametrize("text,number", [
     ("18", "18"), ("$1,250.00", "1250"), ("\\boxed{42}", "42"), ("-3", "-3"), ("-$7.50", "-7.5"), ("it is 5 + 3 = 8 apples.", "8"),
-    (".5", "0.5"), ("70,000", "70000"), ("20%", "20"), ("12.", "12")])
+    (".5", "0.5"), ("70,000", "70000"), ("20%", "20"), ("12.", "12"),
+    ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "4"), ("\u22123", "-3"), ("x=-5", "-5"),
+    ("1/2", "None"), ("\\frac{1}{2}", "None"), ("3/4 of 20 is 15", "15")])
 def test_tolerant_numbers(text, number):
-    assert train_gsm8k.parse_number(text) == Decimal(number)
+    assert train_gsm8k.parse_number(text) == (None if number == "None" else Decimal(number))
 
 
 def test_rewards():
@@ -598,7 +601,7 @@ def test_dynamic_sampling_replaces_groups_without_variance():
         tokens = torch.zeros(4, random.randint(1, 3), dtype=torch.long)
         rollout = qerl.Rollout(tokens, tokens.float(), tokens.float(), torch.ones(4, dtype=torch.long), torch.ones(4, dtype=torch.bool))
         return train_gsm8k.Batch([{"prompt": [1]}] * 2, rollout, list("abcd"), rewards, rewards)
-    batch = train_gsm8k.dynamic_sampling(draw, 2)
+    batch = train_gsm8k.dynamic_sampling([draw()], draw, 2)
     assert batch.rewards.tolist() == [[0, 1], [1, 0]] and batch.texts == ["c", "d", "a", "b"] and len(batch.rollout.tokens) == 4
 
 
@@ -673,8 +676,11 @@ def used_folder(tmp_path):
     (lambda t: ["--device", "cuda"], "no CUDA GPU here"),
     (lambda t: ["--weights", "int3"], "invalid choice: 'int3'"),
     (lambda t: ["--group", 1], "--group 1"),
+    (lambda t: ["--device", "gpu"], "--device gpu: unknown"),
+    (lambda t: ["--lr", -1], "--lr -1.0"),
+    (lambda t: ["--seed", 2 ** 70], "below 2**63"),
     (lambda t: ["--prompts", 3, "--updates", 2], "not divisible by --updates"),
-    (lambda t: ["--sigma-end", 0], "exponential needs both positive"),
+    (lambda t: ["--sigma-end", 0], "needs both sigmas positive"),
     (lambda t: ["--lr", 1e30], "lower --lr"),
 ])
 def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, capsys, options, message):

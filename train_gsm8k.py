@@ -13,28 +13,28 @@ import functools
 import glob
 import hashlib
 import inspect
+import io
 import json
 import math
 import os
 import platform
 import random
 import re
-import resource
 import shutil
 import sys
 import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from importlib.metadata import version
 
+import safetensors.torch
 import tiktoken
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 import qerl
@@ -42,17 +42,14 @@ from qerl import UserError
 
 try:
     import fcntl
-except ImportError:                                    # Windows: runs are not locked
-    fcntl = None
+    import resource
+except ImportError:                                    # Windows: runs are not locked, memory on a CPU is not measured
+    fcntl = resource = None
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
-SYSTEM = """Reason step by step between <think> and </think>, writing out every calculation. Then give the final number \
-alone between <answer> and </answer>. For example:
-<think>
-Four packs of 6 eggs hold 4 * 6 = 24 eggs. 5 of them break, so 24 - 5 = 19 eggs are left.
-</think>
-<answer>19</answer>"""
+SYSTEM = ("Please reason step by step between <think> and </think>, and put your final answer within \\boxed{} between "
+          "<answer> and </answer>.")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings. With --model: the paper's Table 4 (GSM8K). Without: what a small policy learns from within minutes.
@@ -107,28 +104,40 @@ def arguments(argv=None):
     for key, value in (PAPER if args.model else SMALL).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    args.lr = args.lr or (5e-6 if args.weights == "bf16" else 1e-5)
+    if args.lr is None:
+        args.lr = 5e-6 if args.weights == "bf16" else 1e-5
     args.beta = args.beta if args.beta is not None else {"grpo": 0.04, "dapo": 0.0}[args.algo]
     check_arguments(args)
     return args
 
 
 def check_arguments(args):
+    def require(ok, key, what):
+        if not ok:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: {what}")
     for key in ("steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots", "micro_tokens", "save_every"):
-        if getattr(args, key) < 1:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1")
-    if args.group < 2:
-        raise UserError(f"--group {args.group}: advantages compare samples of one prompt, use at least 2")
-    if args.prompts % args.updates:
-        raise UserError(f"--prompts {args.prompts} is not divisible by --updates {args.updates}")
-    if args.schedule == "exponential" and (args.sigma_start > 0) != (args.sigma_end > 0) or min(args.sigma_start, args.sigma_end) < 0:
-        raise UserError(f"--sigma-start {args.sigma_start} --sigma-end {args.sigma_end}: an exponential needs both positive (or both 0)")
+        require(getattr(args, key) >= 1, key, "must be at least 1")
+    for key in ("beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed"):
+        require(getattr(args, key) >= 0, key, "must not be negative")
+    require(args.seed < 2 ** 63, "seed", "must be below 2**63")
+    require(0 < args.lr < math.inf, "lr", "must be positive")
+    require(args.lora_alpha is None or args.lora_alpha > 0, "lora_alpha", "must be positive")
+    require(0 <= args.clip_low < 1, "clip_low", "must be in [0, 1)")
+    require(args.clip_high >= 0, "clip_high", "must not be negative")
+    require(args.group >= 2, "group", "advantages compare samples of one prompt, use at least 2")
+    require(args.prompts % args.updates == 0, "prompts", f"is not divisible by --updates {args.updates}")
+    require(args.schedule != "exponential" or (args.sigma_start > 0) == (args.sigma_end > 0), "sigma_end",
+            "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    try:
+        torch.device(args.device)
+    except RuntimeError:
+        raise UserError(f"--device {args.device}: unknown; use cuda or cpu")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {args.device}: no CUDA GPU here; use --device cpu")
-    if args.model and "/" not in args.model and not os.path.isdir(args.model):
-        name = args.model if args.model.endswith("-Instruct") or not args.model.startswith("Qwen2.5") else f"{args.model}-Instruct"
-        print(f"--model {args.model} means Qwen/{name}")
-        args.model = f"Qwen/{name}"
+    if args.model and args.model.startswith("Qwen") and "/" not in args.model and not os.path.isdir(args.model):
+        chat = "" if "Instruct" in args.model or not args.model.startswith("Qwen2.5") else "-Instruct"
+        print(f"--model {args.model} means Qwen/{args.model}{chat}")
+        args.model = f"Qwen/{args.model}{chat}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,12 +180,12 @@ def made_up_problems(careless=0.0):
     return word_problems(8192, seed=2, exclude={p["question"] for p in held_out}, careless=careless), held_out
 
 
-def read_jsonl(pattern):
-    problems, paths = [], sorted(glob.glob(pattern))
+def read_jsonl(folder, pattern):
+    problems, paths = [], sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
     if not paths:
-        raise UserError(f"--data: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's repository has them")
+        raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's repository has them")
     for path in paths:
-        with open(path, encoding="utf-8") as f:
+        with open(path, "rb") as f:
             for number, line in enumerate(f, 1):
                 try:
                     problem = json.loads(line)
@@ -185,6 +194,8 @@ def read_jsonl(pattern):
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError):
                     raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; mend or remove it')
                 problems.append(problem)
+    if not problems:
+        raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
     return problems
 
 
@@ -197,10 +208,10 @@ def gsm8k(folder):
             path, url = f"{folder}/{split}.jsonl", GSM8K_URL.format(split)
             if not os.path.exists(path):
                 try:
-                    qerl.atomic_write(path, lambda temporary: urllib.request.urlretrieve(url, temporary))
+                    qerl.atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
                 except OSError as e:
                     raise UserError(f"GSM8K could not be downloaded from {url} ({e}); pass --data FOLDER with train.jsonl and test.jsonl")
-    return read_jsonl(f"{folder}/train*.jsonl"), read_jsonl(f"{folder}/test*.jsonl")
+    return read_jsonl(folder, "train*.jsonl"), read_jsonl(folder, "test*.jsonl")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,12 +246,12 @@ class ChatText:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as e:
             raise UserError(f"model {folder}: its tokenizer cannot be read ({str(e).strip().splitlines()[0][:160]})")
-        self.eos = {self.tokenizer.eos_token_id}
+        if not self.tokenizer.encode("1"):
+            raise UserError(f"model {folder}: its tokenizer is missing or empty; fetch the model again")
+        stored = None
         if os.path.exists(f"{folder}/generation_config.json"):
-            with open(f"{folder}/generation_config.json") as f:
-                stored = json.load(f).get("eos_token_id") or []
-            self.eos |= set(stored if isinstance(stored, list) else [stored])
-        self.eos.discard(None)
+            stored = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+        self.eos = {self.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])} - {None}
 
     def prompt(self, question):
         if self.tokenizer.chat_template is None:
@@ -265,35 +276,38 @@ def with_prompts(problems, text, limit):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rewards (the paper's: 2 for the exact answer between <answer> tags, 0.2 for the format)
+# Rewards (the paper's: 2 for the exact answer, 0.2 for the <think>...</think><answer>...</answer> format)
 
-FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+NUMBER = re.compile(r"(?:(?<![\w)}])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
 
 
 def parse_number(text):
-    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}; None without one."""
-    numbers = re.findall(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
-    try:
-        return Decimal(numbers[-1].replace("$", "").replace(",", "")) if numbers else None
-    except InvalidOperation:
+    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}; None without one, or for a fraction."""
+    text = text.replace("\u2212", "-")                                       # the typographic minus
+    last = None
+    for last in NUMBER.finditer(text):
+        pass
+    if last is None or re.search(r"\d\s*/\s*$|\\frac\{[^{}]*\}\{$", text[:last.start()]):
         return None
+    return Decimal(last.group().replace("$", "").replace(",", ""))
 
 
-def tagged_number(completion):
-    """The number between the last <answer> tags, or None."""
-    answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+def answered_number(completion):
+    """The number between the last <answer> tags, else in the last \\boxed{}; None without either."""
+    answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL) or re.findall(r"\\boxed\{([^{}]*)\}", completion)
     return parse_number(answers[-1]) if answers else None
 
 
 def stated_number(completion):
-    """What evaluation accepts: between <answer> tags, else in the last \\boxed{}, else the last number of the text."""
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", completion)
-    return tagged_number(completion) if "<answer>" in completion else parse_number(boxed[-1] if boxed else completion)
+    """What evaluation accepts: answered_number, or else the last number of the text."""
+    number = answered_number(completion)
+    return parse_number(completion) if number is None else number
 
 
 def reward(completion, number):
     """(reward, answered correctly) of one completion."""
-    correct = tagged_number(completion) == number
+    correct = answered_number(completion) == number
     return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
 
 
@@ -386,18 +400,17 @@ def sample_groups(model, text, problems, args, rng, clock):
     return Batch(problems, rollout, texts, scores[..., 0], scores[..., 1])
 
 
-def dynamic_sampling(draw, prompts, attempts=4):
-    """DAPO's: draw() batches until `prompts` groups have rewards that differ, and keep those; groups that are all right
-    or all wrong teach nothing. After `attempts` draws the rest is filled up with such groups."""
-    batches = []
-    while len(batches) < attempts and sum((b.rewards.std(1) > 0).sum() for b in batches) < prompts:
-        batches.append(draw())
-    rewards, correct = torch.cat([b.rewards for b in batches]), torch.cat([b.correct for b in batches])
-    keep = (rewards.std(1) == 0).int().argsort(stable=True)[:prompts]
+def dynamic_sampling(draws, draw, prompts, attempts=4):
+    """DAPO's: append to `draws` until `prompts` groups have rewards that differ; -> the Batch of these. Groups that are all
+    right or all wrong teach nothing; after `attempts` draws the rest of the batch is filled up with such groups."""
+    while len(draws) < attempts and sum((b.rewards.std(1) > 0).sum() for b in draws) < prompts:
+        draws.append(draw())
+    rewards, correct = torch.cat([b.rewards for b in draws]), torch.cat([b.correct for b in draws])
     group = rewards.shape[1]
-    rows = (keep[:, None] * group + torch.arange(group, device=keep.device)).flatten()
-    problems, texts = [p for b in batches for p in b.problems], [t for b in batches for t in b.texts]
-    return Batch([problems[i] for i in keep], qerl.join_rollouts([b.rollout for b in batches])[rows],
+    keep = (rewards.std(1) == 0).int().argsort(stable=True)[:prompts].tolist()
+    rows = [k * group + g for k in keep for g in range(group)]
+    problems, texts = [p for b in draws for p in b.problems], [t for b in draws for t in b.texts]
+    return Batch([problems[k] for k in keep], qerl.join_rollouts([b.rollout for b in draws])[rows],
                  [texts[i] for i in rows], rewards[keep], correct[keep])
 
 
@@ -438,7 +451,7 @@ def policy_update(model, optimizer, batch, rows, advantages, old_logprobs, ref_l
         total_loss, total_kl = total_loss + loss.item(), total_kl + kl.item()
     norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), GRADIENT_CLIP)
     if not math.isfinite(total_loss) or not math.isfinite(norm):
-        raise UserError(f"loss {total_loss}, gradient norm {norm}: stopped before the update, the last checkpoint is good; lower --lr")
+        raise UserError(f"loss {total_loss}, gradient norm {norm}: stopped before the update, the last checkpoint is kept; start again with a lower --lr")
     optimizer.step()
     optimizer.zero_grad()
     return total_kl
@@ -475,9 +488,13 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
+POLICY = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")       # what an adapter belongs to
+
+
 def settings_of(args):
-    """What a checkpoint must agree with: every setting but where the run lives."""
-    return {k: v for k, v in sorted(vars(args).items()) if k not in ("out", "resume", "eval_only", "save_every")}
+    """What a checkpoint must agree with: all settings but where the run lives and how work is cut into pieces."""
+    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens")
+    return {k: v for k, v in sorted(vars(args).items()) if k not in free}
 
 
 def save_checkpoint(folder, model, optimizer, rngs, state, args):
@@ -487,8 +504,8 @@ def save_checkpoint(folder, model, optimizer, rngs, state, args):
         tensors.update({f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()})
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     metadata = {"state": json.dumps(state), "settings": json.dumps(settings_of(args))}
-    qerl.atomic_write(f"{folder}/checkpoint.safetensors", lambda path: save_file(tensors, path, metadata=metadata))
-    qerl.save_adapter(model, f"{folder}/adapter", args.model or "built-in")
+    qerl.save_adapter(model, f"{folder}/adapter", args.model or warm_start())
+    qerl.atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
 
 
 def read_checkpoint(folder, args):
@@ -499,7 +516,7 @@ def read_checkpoint(folder, args):
     with safe_open(path, framework="pt") as f:
         metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
     now, then = settings_of(args), json.loads(metadata["settings"])
-    for key in sorted(now.keys() | then.keys()):
+    for key in POLICY if args.eval_only else sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             raise UserError(f"--resume: {folder} was started with {key} = {then.get(key)}, now it is {now.get(key)}; "
                             "give the same settings or another --out")
@@ -507,13 +524,13 @@ def read_checkpoint(folder, args):
 
 
 @torch.no_grad()
-def restore(tensors, model, optimizer, rngs):
+def restore(tensors, model, optimizer=None, rngs=()):
     for i, rng in enumerate(rngs):
         rng.set_state(tensors[f"rng.{i}"])
     for name, p in qerl.trainable(model).items():
         p.copy_(tensors[f"model.{name}"])
         prefix = f"optimizer.{name}."
-        for key in [k for k in tensors if k.startswith(prefix)]:
+        for key in [k for k in tensors if optimizer and k.startswith(prefix)]:
             value = tensors[key]                                            # AdamW keeps its step count on the CPU
             optimizer.state[p][key[len(prefix):]] = value if value.dim() == 0 else value.to(p.device)
 
@@ -522,9 +539,12 @@ def open_run(args):
     """Choose, create and lock the run's folder; returns the lock, to be kept until the process ends."""
     stem = f"runs/{os.path.basename(os.path.normpath(args.model)) if args.model else 'small'}-{args.weights}-{args.algo}"
     if args.out is None:
-        numbers = sorted(int(path.rsplit("-", 1)[1]) for path in glob.glob(f"{stem}-[0-9]*") if path.rsplit("-", 1)[1].isdigit())
-        newest = numbers[-1] if numbers else 0
-        args.out = f"{stem}-{max(newest, 1) if args.resume else newest + 1}"
+        needed = "checkpoint.safetensors" if args.resume else ""              # a start that failed is not a run to resume
+        found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
+        newest = max((int(n) for path in found if (n := os.path.dirname(path).rsplit("-", 1)[1]).isdigit()), default=0)
+        if args.resume and not newest:
+            raise UserError(f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out")
+        args.out = f"{stem}-{newest if args.resume else newest + 1}"
     try:
         os.makedirs(args.out, exist_ok=True)
         lock = open(f"{args.out}/lock", "w")
@@ -540,14 +560,20 @@ def open_run(args):
     return lock
 
 
+def read_text(path):
+    if not os.path.exists(path):
+        return ""
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
 def read_metrics(folder, last_step):
     """The logged steps up to last_step; what a killed process logged after its last checkpoint is dropped."""
     path = f"{folder}/metrics.jsonl"
-    if not os.path.exists(path):
-        return []
-    with open(path) as f:
-        lines = f.read().splitlines()[:last_step]
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in read_text(path).splitlines()[:last_step]]
+    except ValueError:
+        raise UserError(f"{path}: not the log of this run's first {last_step} steps; start again in another --out")
 
 
 def plot(metrics, path, before, after):
@@ -573,16 +599,17 @@ def plot(metrics, path, before, after):
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
 
-    def write(temporary):
-        figure.savefig(temporary, format="png", dpi=110)
-        plt.close(figure)
-    qerl.atomic_write(path, write)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    plt.close(figure)
+    qerl.atomic_write(path, picture.getvalue())
 
 
 def peak_memory_gb(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9 if resource else 0.0
 
 
 def environment(device):
@@ -596,10 +623,12 @@ def environment(device):
 
 def load_all(args):
     """(model, text, training problems, held-out problems) of the command line."""
-    torch.manual_seed(args.seed)                                            # LoRA's A
     folder = qerl.model_folder(args.model) if args.model else warm_start()
     text = ChatText(folder) if args.model else ByteText()
     problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
+    if torch.device(args.device).type == "cuda":
+        torch.cuda.set_device(torch.device(args.device))
+    torch.manual_seed(args.seed)                                            # LoRA's A
     model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha, train_norms=args.train_norms)
     model.recompute_blocks = model.device.type == "cuda"
     limit = model.config.max_position_embeddings - args.max_new_tokens
@@ -617,7 +646,9 @@ def train(args):
     started = time.time()
     model, text, problems, held_out = load_all(args)
     device = model.device
-    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), lr=args.lr, **ADAM)
+    parameters = qerl.trainable(model).values()
+    optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]},
+                                   {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}], args.lr, **ADAM)
     sampling_rng = torch.Generator(device).manual_seed(args.seed)
     noise_rng = torch.Generator().manual_seed(args.seed + 1)
     rngs = [sampling_rng, noise_rng]
@@ -627,10 +658,14 @@ def train(args):
         restore(tensors, model, optimizer, rngs)
         print(f"resumed {args.out} after step {state['step']}")
     else:
+        if args.resume:
+            print(f"{args.out} has no checkpoint yet: starting over")
         state = {"step": 0, "drawn": 0, "seconds": 0.0, **evaluate_both(model, text, held_out, args, "before")}
         save_checkpoint(args.out, model, optimizer, rngs, state, args)
     metrics = read_metrics(args.out, state["step"])
-    qerl.write_text(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
+    samples = read_text(f"{args.out}/samples.txt").split(f"--- step {state['step'] + 1},")[0] if saved else ""
+    qerl.atomic_write(f"{args.out}/samples.txt", samples)
+    qerl.atomic_write(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
     started -= state["seconds"]
 
     bar = tqdm(range(state["step"], args.steps), initial=state["step"], total=args.steps, unit="step")
@@ -645,7 +680,8 @@ def train(args):
             state["drawn"] += args.prompts
             return sample_groups(model, text, chosen, args, sampling_rng, clock)
         with qerl.quantization_noise(model, sigma, noise_rng):
-            batch = dynamic_sampling(draw, args.prompts) if args.algo == "dapo" else draw()
+            draws = [draw()]
+            batch = dynamic_sampling(draws, draw, args.prompts) if args.algo == "dapo" else draws[0]
         rollout = batch.rollout
 
         # advantage
@@ -661,7 +697,8 @@ def train(args):
         mismatch_kl, mismatch_ratio = qerl.mismatch(old_logprobs, rollout.logprobs, rollout.mask)
 
         # loss and step
-        optimizer.param_groups[0]["lr"] = learning_rate(step, args)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
         with clock("update"):
             kls = [policy_update(model, optimizer, batch, rows.tolist(), advantages, old_logprobs, ref_logprobs, mask, args)
                    for rows in torch.arange(len(advantages)).chunk(args.updates)]
@@ -669,31 +706,45 @@ def train(args):
         # log
         state["step"], state["seconds"] = step + 1, time.time() - started
         metrics.append({
-            "step": step + 1, "reward": batch.rewards.mean().item(), "accuracy": batch.correct.mean().item(),
+            "step": step + 1, "reward": torch.cat([b.rewards for b in draws]).mean().item(),
+            "accuracy": torch.cat([b.correct for b in draws]).mean().item(), "draws": len(draws),
             "entropy": rollout.entropy[rollout.mask].mean().item(), "sigma": sigma, "kl": sum(kls) / len(kls),
             "mismatch_kl": mismatch_kl, "mismatch_max_ratio": mismatch_ratio, "length": rollout.length.float().mean().item(),
             "truncated": 1 - rollout.finished.float().mean().item(), "lr": learning_rate(step, args),
             "seconds": {**clock.seconds, "step": time.perf_counter() - begin},
-            "tokens_per_s": rollout.length.sum().item() / clock.seconds["rollout"], "peak_memory_gb": peak_memory_gb(device)})
+            "tokens_per_s": sum(b.rollout.length.sum().item() for b in draws) / clock.seconds["rollout"], "peak_memory_gb": peak_memory_gb(device)})
         log_step(metrics[-1], batch, bar, args)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save_checkpoint(args.out, model, optimizer, rngs, state, args)
 
     after = evaluate_both(model, text, held_out, args, "after")
-    plot(metrics, f"{args.out}/curve.png", state["accuracy_before"], after["accuracy_after"])
     before = {k: v for k, v in state.items() if k.endswith("_before")}
     summary = {**before, **after, "held_out_questions": len(held_out), "steps": args.steps, "seconds": time.time() - started,
                "settings": settings_of(args), **environment(device)}
-    qerl.write_text(f"{args.out}/summary.json", json.dumps(summary, indent=1))
+    qerl.atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
+    plot(metrics, f"{args.out}/curve.png", before["accuracy_before"], after["accuracy_after"])
     print(f"held-out pass@1 {before['accuracy_before']:.1%} -> {after['accuracy_after']:.1%}, greedy {before['greedy_before']:.1%} -> "
           f"{after['greedy_after']:.1%}, in {summary['seconds']:.0f} s; curve, metrics, samples and adapter are in {args.out}/")
+
+
+def evaluate_only(args):
+    """Measure the model, or with --resume the run's policy; with --out the figures are also kept in eval.json."""
+    model, text, _, held_out = load_all(args)
+    saved = read_checkpoint(args.out, args) if args.resume else None
+    if args.resume and not saved:
+        raise UserError(f"--resume: {args.out} has no checkpoint to evaluate")
+    if saved:
+        restore(saved[1], model)
+    result = evaluate_both(model, text, held_out, args, "now")
+    if args.out:
+        qerl.atomic_write(f"{args.out}/eval.json", json.dumps({**result, "settings": settings_of(args)}, indent=1))
 
 
 def log_step(m, batch, bar, args):
     """Append to metrics.jsonl; one sample completion goes to samples.txt."""
     with open(f"{args.out}/metrics.jsonl", "a") as f:
         f.write(json.dumps(m) + "\n")
-    with open(f"{args.out}/samples.txt", "a") as f:
+    with open(f"{args.out}/samples.txt", "a", encoding="utf-8", errors="replace") as f:
         f.write(f"--- step {m['step']}, reward {batch.rewards[0, 0]:.1f}, right answer {batch.problems[0]['number']}\n"
                 f"{batch.problems[0]['question']}\n{batch.texts[0]}\n\n")
     bar.set_postfix_str(f"reward {m['reward']:.2f}, accuracy {m['accuracy']:.2f}, entropy {m['entropy']:.3f}, "
@@ -703,18 +754,17 @@ def log_step(m, batch, bar, args):
 def main():
     try:
         args = arguments()
-        lock = open_run(args)
+        lock = open_run(args) if args.out or args.resume or not args.eval_only else None
         if args.eval_only:
-            model, text, _, held_out = load_all(args)
-            if args.resume:
-                qerl.load_adapter(model, f"{args.out}/adapter")
-            result = evaluate_both(model, text, held_out, args, "now")
-            qerl.write_text(f"{args.out}/eval.json", json.dumps({**result, "settings": settings_of(args)}, indent=1))
+            evaluate_only(args)
         else:
             train(args)
-        lock.close()
+        if lock:
+            lock.close()
     except UserError as e:
         sys.exit(fail(str(e)))
+    except (OSError, safetensors.SafetensorError) as e:
+        sys.exit(fail(f"{e}; mend or remove what it names"))
     except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
