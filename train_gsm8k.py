@@ -27,7 +27,6 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib.metadata import version
 
 import safetensors.torch
 import tiktoken
@@ -627,7 +626,7 @@ def load_all(args):
     text = ChatText(folder) if args.model else ByteText()
     problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
     if torch.device(args.device).type == "cuda":
-        torch.cuda.set_device(torch.device(args.device))
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     torch.manual_seed(args.seed)                                            # LoRA's A
     model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha, train_norms=args.train_norms)
     model.recompute_blocks = model.device.type == "cuda"
