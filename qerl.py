@@ -716,8 +716,13 @@ class Sampler:
         self.step_in_sequence.add_(1).masked_fill_(stop, 0)
         self.cache.length.add_(1).masked_fill_(stop, 0)
 
+    def rollout(self):
+        """The finished sequences, without the row that idle slots wrote into, cut to the longest."""
+        n, longest = self.count, int(self.length[:self.count].max())
+        return Rollout(self.tokens[:n, :longest], self.logprobs[:n, :longest], self.entropy[:n, :longest],
+                       self.length[:n], self.finished[:n])
 
-@torch.no_grad()
+
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(), slots=256, generator=None):
     """Sample group_size completions for each prompt -> Rollout of N = len(prompts) * group_size rows on model.device.
 
@@ -727,24 +732,22 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(len(p) for p in prompts) + max_new_tokens
-    sampler = Sampler(model, count, slots, max_len, max_new_tokens)
     eos = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     check_every = 8 if model.device.type == "cuda" else 1       # looking at the slots makes the host wait for the GPU
     waiting = 0                                                 # first prompt that has no slots yet
-    while True:
-        idle = (sampler.sequence == count).nonzero()[:, 0]
-        admitted = min(len(idle) // group_size, len(prompts) - waiting)
-        if admitted:
-            sequences = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
-            sampler.admit(prompts[waiting:waiting + admitted], idle[:len(sequences)], sequences)
-            waiting += admitted
-        elif len(idle) == slots:
-            break
-        for _ in range(check_every):
-            sampler.step(temperature, top_p, eos, generator)
-    longest = int(sampler.length[:count].max())
-    return Rollout(sampler.tokens[:count, :longest], sampler.logprobs[:count, :longest], sampler.entropy[:count, :longest],
-                   sampler.length[:count], sampler.finished[:count])
+    with torch.no_grad():
+        sampler = Sampler(model, count, slots, max_len, max_new_tokens)
+        while True:
+            idle = (sampler.sequence == count).nonzero()[:, 0]
+            admitted = min(len(idle) // group_size, len(prompts) - waiting)
+            if admitted:
+                sequences = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
+                sampler.admit(prompts[waiting:waiting + admitted], idle[:len(sequences)], sequences)
+                waiting += admitted
+            elif len(idle) == slots:
+                return sampler.rollout()
+            for _ in range(check_every):
+                sampler.step(temperature, top_p, eos, generator)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -424,13 +424,13 @@ def micro_batches(lengths, budget):
     return batches + [current] if current else batches
 
 
-@torch.no_grad()
 def all_logprobs(model, batch, args):
     """Log-probabilities of a whole batch's completions under the model as it is, float32 [N, C]."""
     rollout, prompts = batch.rollout, batch.prompts
     result = torch.zeros_like(rollout.logprobs)
-    for rows in micro_batches([len(p) + n for p, n in zip(prompts, rollout.length.tolist())], args.micro_tokens):
-        result[rows] = qerl.token_logprobs(model, [prompts[i] for i in rows], rollout.tokens[rows], rollout.length[rows])
+    with torch.no_grad():
+        for i in micro_batches([len(p) + n for p, n in zip(prompts, rollout.length.tolist())], args.micro_tokens):
+            result[i] = qerl.token_logprobs(model, [prompts[r] for r in i], rollout.tokens[i], rollout.length[i])
     return result
 
 
@@ -456,7 +456,6 @@ def policy_update(model, optimizer, batch, rows, advantages, old_logprobs, ref_l
     return total_kl
 
 
-@torch.no_grad()
 def evaluate(model, text, problems, args, temperature, top_p, desc):
     """pass@1: the fraction of problems whose single completion states the right number."""
     rng = torch.Generator(model.device).manual_seed(args.seed)
@@ -593,7 +592,8 @@ def plot(metrics, path, before, after):
         if accuracy is not None:
             axes[0, 0].plot(at, accuracy, "o", color="tab:orange")
             axes[0, 0].annotate(f"held-out {label}: {accuracy:.1%}", (at, accuracy), xytext=(8 if at == 0 else -8, -12),
-                                textcoords="offset points", ha="left" if at == 0 else "right")
+                                textcoords="offset points", ha="left" if at == 0 else "right",
+                                bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=1))
     noise = axes[1, 0].twinx()
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
