@@ -475,7 +475,11 @@ class Clock:
     """Seconds spent in each phase of a step: `with clock("rollout"): ...`."""
 
     def __init__(self, device):
-        self.device, self.seconds = torch.device(device), {}
+        self.device = torch.device(device)
+        self.restart()
+
+    def restart(self):
+        self.seconds, self.began = {}, time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, phase):
@@ -642,15 +646,61 @@ def evaluate_both(model, text, held_out, args, when):
 
 
 def train(args):
-    started = time.time()
     model, text, problems, held_out = load_all(args)
-    device = model.device
     parameters = qerl.trainable(model).values()
     optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]},
                                    {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}], args.lr, **ADAM)
-    sampling_rng = torch.Generator(device).manual_seed(args.seed)
-    noise_rng = torch.Generator().manual_seed(args.seed + 1)
-    rngs = [sampling_rng, noise_rng]
+    rngs = sampling_rng, noise_rng = torch.Generator(model.device).manual_seed(args.seed), torch.Generator().manual_seed(args.seed + 1)
+    state, metrics = start_or_resume(model, text, held_out, optimizer, rngs, args)
+    started, clock = time.time() - state["seconds"], Clock(model.device)
+
+    def draw():
+        chosen = next_problems(problems, state["drawn"], args.prompts, args.seed)
+        state["drawn"] += args.prompts
+        return sample_groups(model, text, chosen, args, sampling_rng, clock)
+
+    bar = tqdm(range(state["step"], args.steps), initial=state["step"], total=args.steps, unit="step")
+    for step in bar:
+        clock.restart()
+
+        # sample and score: the noisy policy π_θ + N(0, σ²) draws the completions
+        sigma = qerl.noise_sigma(step, args.steps, args.stages, args.sigma_start, args.sigma_end, args.schedule)
+        with qerl.quantization_noise(model, sigma, noise_rng):
+            draws = [draw()]
+            batch = dynamic_sampling(draws, draw, args.prompts) if args.algo == "dapo" else draws[0]
+
+        # advantage
+        rollout = batch.rollout
+        advantages = qerl.group_advantages(batch.rewards).flatten()                                       # (N,)
+        mask = rollout.mask & rollout.finished[:, None] if args.algo == "dapo" else rollout.mask          # (N, C)
+
+        # log-probabilities of the policy before the update, and of the reference: the same model, adapters off
+        with clock("logprobs"):
+            old_logprobs, ref_logprobs = all_logprobs(model, batch, args), None
+            if args.beta:
+                with qerl.adapters_off(model):
+                    ref_logprobs = all_logprobs(model, batch, args)
+
+        # loss and step, once for each minibatch
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        with clock("update"):
+            kls = [policy_update(model, optimizer, batch, rows.tolist(), advantages, old_logprobs, ref_logprobs, mask, args)
+                   for rows in torch.arange(len(advantages)).chunk(args.updates)]
+
+        # log
+        state["step"], state["seconds"] = step + 1, time.time() - started
+        metrics.append(step_metrics(step, sigma, draws, rollout, old_logprobs, kls, clock, args))
+        log_step(metrics[-1], batch, bar, args)
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save_checkpoint(args.out, model, optimizer, rngs, state, args)
+
+    state.update(evaluate_both(model, text, held_out, args, "after"))
+    finish(state, metrics, len(held_out), time.time() - started, args)
+
+
+def start_or_resume(model, text, held_out, optimizer, rngs, args):
+    """(state, metrics so far): of the last checkpoint with --resume, else fresh, with the accuracy before training."""
     saved = read_checkpoint(args.out, args) if args.resume else None
     if saved:
         state, tensors = saved
@@ -663,67 +713,33 @@ def train(args):
         save_checkpoint(args.out, model, optimizer, rngs, state, args)
     metrics = read_metrics(args.out, state["step"])
     samples = read_text(f"{args.out}/samples.txt").split(f"--- step {state['step'] + 1},")[0] if saved else ""
-    qerl.atomic_write(f"{args.out}/samples.txt", samples)
     qerl.atomic_write(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
-    started -= state["seconds"]
+    qerl.atomic_write(f"{args.out}/samples.txt", samples)
+    return state, metrics
 
-    bar = tqdm(range(state["step"], args.steps), initial=state["step"], total=args.steps, unit="step")
-    for step in bar:
-        clock, begin = Clock(device), time.perf_counter()
 
-        # sample and score: the noisy policy π_θ + N(0, σ²) draws the completions
-        sigma = qerl.noise_sigma(step, args.steps, args.stages, args.sigma_start, args.sigma_end, args.schedule)
-
-        def draw():
-            chosen = next_problems(problems, state["drawn"], args.prompts, args.seed)
-            state["drawn"] += args.prompts
-            return sample_groups(model, text, chosen, args, sampling_rng, clock)
-        with qerl.quantization_noise(model, sigma, noise_rng):
-            draws = [draw()]
-            batch = dynamic_sampling(draws, draw, args.prompts) if args.algo == "dapo" else draws[0]
-        rollout = batch.rollout
-
-        # advantage
-        advantages = qerl.group_advantages(batch.rewards).flatten()                                       # (N,)
-        mask = rollout.mask & rollout.finished[:, None] if args.algo == "dapo" else rollout.mask          # (N, C)
-
-        # log-probabilities of the policy before the update, and of the reference: the same model, adapters off
-        with clock("logprobs"):
-            old_logprobs, ref_logprobs = all_logprobs(model, batch, args), None
-            if args.beta:
-                with qerl.adapters_off(model):
-                    ref_logprobs = all_logprobs(model, batch, args)
-        mismatch_kl, mismatch_ratio = qerl.mismatch(old_logprobs, rollout.logprobs, rollout.mask)
-
-        # loss and step
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        with clock("update"):
-            kls = [policy_update(model, optimizer, batch, rows.tolist(), advantages, old_logprobs, ref_logprobs, mask, args)
-                   for rows in torch.arange(len(advantages)).chunk(args.updates)]
-
-        # log
-        state["step"], state["seconds"] = step + 1, time.time() - started
-        metrics.append({
-            "step": step + 1, "reward": torch.cat([b.rewards for b in draws]).mean().item(),
+def step_metrics(step, sigma, draws, rollout, old_logprobs, kls, clock, args):
+    """What metrics.jsonl says of a step; reward and accuracy are of everything sampled."""
+    mismatch_kl, mismatch_max_ratio = qerl.mismatch(old_logprobs, rollout.logprobs, rollout.mask)
+    return {"step": step + 1, "reward": torch.cat([b.rewards for b in draws]).mean().item(),
             "accuracy": torch.cat([b.correct for b in draws]).mean().item(), "draws": len(draws),
             "entropy": rollout.entropy[rollout.mask].mean().item(), "sigma": sigma, "kl": sum(kls) / len(kls),
-            "mismatch_kl": mismatch_kl, "mismatch_max_ratio": mismatch_ratio, "length": rollout.length.float().mean().item(),
-            "truncated": 1 - rollout.finished.float().mean().item(), "lr": learning_rate(step, args),
-            "seconds": {**clock.seconds, "step": time.perf_counter() - begin},
-            "tokens_per_s": sum(b.rollout.length.sum().item() for b in draws) / clock.seconds["rollout"], "peak_memory_gb": peak_memory_gb(device)})
-        log_step(metrics[-1], batch, bar, args)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save_checkpoint(args.out, model, optimizer, rngs, state, args)
+            "mismatch_kl": mismatch_kl, "mismatch_max_ratio": mismatch_max_ratio,
+            "length": rollout.length.float().mean().item(), "truncated": 1 - rollout.finished.float().mean().item(),
+            "lr": learning_rate(step, args), "seconds": clock.seconds | {"step": time.perf_counter() - clock.began},
+            "tokens_per_s": sum(b.rollout.length.sum().item() for b in draws) / clock.seconds["rollout"],
+            "peak_memory_gb": peak_memory_gb(args.device)}
 
-    after = evaluate_both(model, text, held_out, args, "after")
-    before = {k: v for k, v in state.items() if k.endswith("_before")}
-    summary = {**before, **after, "held_out_questions": len(held_out), "steps": args.steps, "seconds": time.time() - started,
-               "settings": settings_of(args), **environment(device)}
+
+def finish(state, metrics, held_out_questions, seconds, args):
+    """Write summary.json and curve.png, say what came of it."""
+    accuracies = {k: v for k, v in state.items() if k.endswith(("_before", "_after"))}
+    summary = {**accuracies, "held_out_questions": held_out_questions, "steps": args.steps, "seconds": seconds,
+               "settings": settings_of(args), **environment(args.device)}
     qerl.atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
-    plot(metrics, f"{args.out}/curve.png", before["accuracy_before"], after["accuracy_after"])
-    print(f"held-out pass@1 {before['accuracy_before']:.1%} -> {after['accuracy_after']:.1%}, greedy {before['greedy_before']:.1%} -> "
-          f"{after['greedy_after']:.1%}, in {summary['seconds']:.0f} s; curve, metrics, samples and adapter are in {args.out}/")
+    plot(metrics, f"{args.out}/curve.png", summary["accuracy_before"], summary["accuracy_after"])
+    print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, greedy {summary['greedy_before']:.1%} -> "
+          f"{summary['greedy_after']:.1%}, in {seconds:.0f} s; curve, metrics, samples and adapter are in {args.out}/")
 
 
 def evaluate_only(args):
