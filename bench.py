@@ -52,7 +52,8 @@ def bench_formats(args):
     print(f"| format | bits a weight | Gaussian | {label} |\n|---|---|---|---|")
     for row in rows:
         print(f"| {LABELS[row['format']]} | {row['bits']:.2f} | {row['gaussian']:.4f} | {row['model']:.4f} |")
-    return {"what": "relative error of quantised weights", "model": label, "rows": rows}
+    command = f"python bench.py formats --model {label}" if args.model else "python bench.py formats"
+    return {"what": "relative error of quantised weights", "command": command, "model": label, "rows": rows}
 
 
 def main():
@@ -63,7 +64,7 @@ def main():
     p.add_argument("--out", default="results")
     args = p.parse_args()
     try:
-        result = {**bench_formats(args), "command": f"python bench.py {' '.join(sys.argv[1:])}", **environment(args.device)}
+        result = {**bench_formats(args), **environment(args.device)}
         os.makedirs(args.out, exist_ok=True)
         qerl.atomic_write(f"{args.out}/{args.what}.json", json.dumps(result, indent=1))
     except qerl.UserError as e:
