@@ -47,8 +47,8 @@ except ImportError:                                    # Windows: runs are not l
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
-SYSTEM = ("Please reason step by step between <think> and </think>, and put your final answer within \\boxed{} between "
-          "<answer> and </answer>.")
+SYSTEM = ("Please reason step by step, and put your final answer within \\boxed{}. Write the reasoning between <think> and "
+          "</think> and the boxed answer between <answer> and </answer>.")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings. With --model: the paper's Table 4 (GSM8K). Without: what a small policy learns from within minutes.
@@ -588,16 +588,13 @@ def plot(metrics, path, before, after):
     panels = [("accuracy", "training accuracy (sampled, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
               ("entropy", "policy entropy and AQN sigma", "nats a token"), ("length", "completion length", "tokens")]
     for axis, (key, title, label) in zip(axes.flat, panels):
-        axis.plot(step, [m[key] for m in metrics], color="tab:blue", linewidth=1.2, label=key)
+        axis.plot(step, [m[key] for m in metrics], color="tab:blue", linewidth=1.2)
         axis.set(title=title, xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylim(0, 1)
     for accuracy, at, label in ((before, 0, "before"), (after, step[-1], "after")):
-        if accuracy is not None:
-            axes[0, 0].plot(at, accuracy, "o", color="tab:orange")
-            axes[0, 0].annotate(f"held-out {label}: {accuracy:.1%}", (at, accuracy), xytext=(8 if at == 0 else -8, -12),
-                                textcoords="offset points", ha="left" if at == 0 else "right",
-                                bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=1))
+        axes[0, 0].plot(at, accuracy, "o" if at else "s", color="tab:orange", label=f"held-out pass@1 {label}: {accuracy:.1%}")
+    axes[0, 0].legend(loc="upper left", frameon=False)
     noise = axes[1, 0].twinx()
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
