@@ -15,6 +15,7 @@ try:
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
+LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -24,7 +25,7 @@ def use_triton(x):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decode 4-bit codes                                        w[n, k] = table[code[n, k]] · scale[n, k // block]
-# Bound by memory: half a byte in, two bytes out for each weight.
+# Bound by memory: half a byte of codes, 4/block bytes of float32 scale in, two bytes out for each weight.
 
 @functools.lru_cache
 def table_on(table, device):
@@ -76,14 +77,15 @@ def decode_attention_torch(q, k, v, length):
 
 
 def decode_attention(q, k, v, length):
-    """q [B, heads, 1, D], k and v [B, kv_heads, max_len, D], length int64 [B] >= 1 -> [B, heads, 1, D]."""
+    """q [B, heads, 1, D], k and v [B, kv_heads, max_len, D] of the same strides, rows contiguous, length int64 [B] >= 1
+    -> [B, heads, 1, D]."""
     if not use_triton(q):
         return decode_attention_torch(q, k, v, length)
     B, heads, _, D = q.shape
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     share = heads // k.shape[1]
     decode_attention_kernel[(B, k.shape[1])](
-        q.contiguous(), k, v, length, y, k.stride(0), k.stride(1), D ** -0.5 * 1.4426950408889634, SHARE=share,
+        q.contiguous(), k, v, length, y, k.stride(0), k.stride(1), D ** -0.5 * LOG2E, SHARE=share,
         HEADS=max(16, triton.next_power_of_2(share)), D=D, BLOCK=64, D_PAD=triton.next_power_of_2(D), num_warps=4)
     return y
 
@@ -107,7 +109,8 @@ if triton is not None:
             there = (t[:, None] < n) & (d[None] < D)
             K = tl.load(k + kv, mask=there, other=0.0)
             V = tl.load(v + kv, mask=there, other=0.0)
-            score = tl.where(t[None] < n, tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2e, -float("inf"))       # (HEADS, BLOCK)
+            score = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2e       # (HEADS, BLOCK)
+            score = tl.where(t[None] < n, score, -float("inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             p, shrink = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 1)

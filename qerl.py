@@ -18,6 +18,7 @@ import glob
 import json
 import math
 import os
+from collections import namedtuple
 from dataclasses import dataclass, fields
 
 import huggingface_hub
@@ -45,7 +46,8 @@ class UserError(Exception):
 # A format is a pair of functions; every pair stores even input indices in the low nibble of a byte:
 #   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
 #   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
-# global_scale is [1], or [out, 1] where layers with different scales were stacked.
+# global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, without the
+# calibration (AWQ) of the paper's experiments, as in its public checkpoints.
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -54,7 +56,7 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
-# The 16 quantiles of N(0, 1) that QLoRA calls NF4 (arXiv 2305.14314, appendix E).
+# QLoRA's NF4 (arXiv 2305.14314, appendix E): quantiles of N(0, 1), 8 below and 8 above an exact 0, over their maximum.
 NF4 = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
                     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
                     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
@@ -77,11 +79,13 @@ def quantize_nvfp4(weight):
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale float8_e4m3fn [out, in/16] and
     global_scale float32 [1], which by that format's convention is the reciprocal of the S_FP32 of Eq. 6.
     """
-    blocks = weight.unflatten(1, (-1, 16))
+    blocks = weight.unflatten(1, (-1, 16))                                                # [out, in/16, 16]
     amax = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
-    global_scale = (E4M3_MAX * E2M1_MAX / amax).float().nan_to_num(nan=1.0, posinf=1.0).reshape(1)
-    block_scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    block_scale = torch.where(block_scale.float() == 0, 0.125, block_scale.float()).to(torch.float8_e4m3fn)
+    global_scale = (E4M3_MAX * E2M1_MAX / amax).float()                                   # the largest block scale becomes 448
+    global_scale = global_scale.nan_to_num(posinf=1.0).reshape(1)                         # a tensor of zeros
+    scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX)       # a block's largest weight becomes 6
+    scale = scale.to(torch.float8_e4m3fn).float()
+    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: its choice for empty blocks
     codes = e2m1_codes(blocks.float() / (block_scale.float() / global_scale)[..., None])
     return pack_nibbles(codes.flatten(1)), block_scale, global_scale
 
@@ -92,7 +96,10 @@ def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
 
 
 def quantize_mxfp4(weight):
-    """OCP Microscaling FP4: E2M1 codes, a power-of-two (E8M0, uint8) scale for each 32 weights, no global scale."""
+    """OCP Microscaling FP4: E2M1 codes, a power-of-two (E8M0) scale for each 32 weights, a global scale of 1.
+
+    weight [out, in], in divisible by 32 -> packed uint8 [out, in/2], block_scale uint8 [out, in/32], global_scale [1].
+    """
     blocks = weight.unflatten(1, (-1, 32)).float()
     mantissa, exponent = torch.frexp(blocks.abs().amax(-1))            # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1
     # 2 is the exponent of the largest code, 6 = 1.5 * 2^2; an amax that would round to 8 = 2^3 takes the next power.
@@ -102,14 +109,16 @@ def quantize_mxfp4(weight):
 
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    """Shapes as quantize_mxfp4 returns them -> weight [out, in] in dtype."""
     return fp4_kernels.decode_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
 
 
 def quantize_nf4(weight, double_quant=False):
     """QLoRA's NF4: the nearest of 16 normal quantiles, times the absolute maximum of each 64 weights.
 
-    The block scale is float32. With double_quant it is FP8 (QLoRA, section 3), one row of blocks at a time, and
-    global_scale [out, 2] holds each row's offset and second-level scale.
+    weight [out, in], in divisible by 64 -> packed uint8 [out, in/2], block_scale float32 [out, in/64], global_scale [1].
+    double_quant (QLoRA, section 3, here with one second-level block a row): block_scale is float8_e4m3fn, and
+    global_scale [out, 2] holds each row's offset and scale.
     """
     blocks = weight.unflatten(1, (-1, 64)).float()
     absmax = blocks.abs().amax(-1)
@@ -124,6 +133,7 @@ def quantize_nf4(weight, double_quant=False):
 
 
 def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    """Shapes as quantize_nf4 returns them -> weight [out, in] in dtype."""
     if block_scale.dtype == torch.float8_e4m3fn:
         block_scale = block_scale.float() * global_scale[:, 1:] + global_scale[:, :1]
     return fp4_kernels.decode_nibbles(packed, NF4, block_scale, dtype)
@@ -138,11 +148,11 @@ def dequantize_bf16(packed, block_scale, global_scale, dtype=torch.bfloat16):
     return packed.to(dtype)
 
 
-#          name:   (quantize, dequantize, block of input features)
-FORMATS = {"nvfp4": (quantize_nvfp4, dequantize_nvfp4, 16),
-           "mxfp4": (quantize_mxfp4, dequantize_mxfp4, 32),
-           "nf4": (quantize_nf4, dequantize_nf4, 64),
-           "bf16": (quantize_bf16, dequantize_bf16, 1)}
+Format = namedtuple("Format", "quantize dequantize block")                # block: input features that share a scale
+FORMATS = {"nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16),
+           "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32),
+           "nf4": Format(quantize_nf4, dequantize_nf4, 64),
+           "bf16": Format(quantize_bf16, dequantize_bf16, 1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +163,7 @@ FORMATS = {"nvfp4": (quantize_nvfp4, dequantize_nvfp4, 16),
 # packed weight instead of three, each piece with its own A, B and global scale.
 
 class FrozenLinear(torch.autograd.Function):
-    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again: nothing but packed bytes outlives a call."""
+    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again, so that no dequantised weight is kept for it."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -166,35 +176,35 @@ class FrozenLinear(torch.autograd.Function):
 
 
 class QuantLinear(nn.Module):
-    """One or several linear layers over one input, frozen in a 4-bit format, with LoRA (Eq. 2).
+    """One or several linear layers over one input, frozen in one of FORMATS, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
-    names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale)
-    of all, stacked along out; bias [sum(sizes)] or None. A and B are float32 whatever the activations are.
+    names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale) of
+    all, stacked along out; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r] are float32 whatever the
+    activations are; lora_alpha defaults to the rank.
     """
 
-    def __init__(self, names, sizes, weight, bias, weights="nvfp4", lora_rank=0, lora_alpha=None):
+    def __init__(self, names, sizes, in_features, weight, bias, format="nvfp4", lora_rank=0, lora_alpha=None):
         super().__init__()
-        self.names, self.sizes, self.weights = names, sizes, weights
+        self.names, self.sizes, self.format = names, sizes, format
         for key, tensor in zip(("packed", "block_scale", "global_scale"), weight):
             self.register_buffer(key, tensor)
         self.register_buffer("bias", bias)
-        self.in_features = weight[0].shape[1] * (1 if weights == "bf16" else 2)
-        self.rank, self.adapter_on = lora_rank, lora_rank > 0
+        self.rank, self.use_adapter = lora_rank, lora_rank > 0
+        self.alpha = lora_rank if lora_alpha is None else lora_alpha
         if lora_rank:
-            self.alpha = lora_rank if lora_alpha is None else lora_alpha
-            device, bound = weight[0].device, self.in_features ** -0.5       # kaiming_uniform(a=√5), as PEFT starts A
-            self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, self.in_features).uniform_(-bound, bound).to(device))
+            device, bound = weight[0].device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
+            self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound).to(device))
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
 
     def dequantize(self, dtype):
         """The whole weight [out, in], a temporary."""
-        return FORMATS[self.weights][1](self.packed, self.block_scale, self.global_scale, dtype)
+        return FORMATS[self.format].dequantize(self.packed, self.block_scale, self.global_scale, dtype)
 
     def forward(self, x):
         y = FrozenLinear.apply(x, self)
         if self.bias is not None:
             y = y + self.bias
-        if self.adapter_on:
+        if self.use_adapter:
             h = F.linear(x, self.lora_A.to(x.dtype)).split(self.rank, -1)     # x Aᵀ, one piece a stacked layer
             B = self.lora_B.to(x.dtype).split(self.sizes)
             y = y + self.alpha / self.rank * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
@@ -203,16 +213,16 @@ class QuantLinear(nn.Module):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded. No second model."""
+    """Inside, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded. No second model needed."""
     layers = [m for m in model.modules() if isinstance(m, (QuantLinear, RMSNorm))]
-    before = [m.adapter_on for m in layers]
+    before = [m.use_adapter for m in layers]
     for layer in layers:
-        layer.adapter_on = False
+        layer.use_adapter = False
     try:
         yield
     finally:
         for layer, on in zip(layers, before):
-            layer.adapter_on = on
+            layer.use_adapter = on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,57 +231,57 @@ def adapters_off(model):
 #    RMSNorm_noise(x) = w_noise ⊙ x / √(mean(x²) + δ),     w_noise = w + Z,     Z ~ N(0, σ²)
 #
 # Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is the same as multiplying
-# each channel of their weights by 1 + Z/w (appendix G): parameter noise, at the price of one addition a rollout.
+# each input channel of their weights by 1 + Z/w (appendix G): parameter noise, for one addition per rollout batch. As in
+# the paper's code every RMSNorm of the model is noisy, so the final norm and Qwen3's norms of q and k are, too.
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> normalised x, same dtype; computed in float32. `noisy` is w + Z during a rollout, else None."""
+    """x [..., size] -> normalised x, same dtype; computed in float32. noisy_weight is w + Z during a rollout, else None."""
 
     def __init__(self, name, weight, eps, trainable=False):
         super().__init__()
-        self.name, self.eps, self.adapter_on = name, eps, trainable
+        self.name, self.eps, self.use_adapter = name, eps, True
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
-        self.register_buffer("loaded", weight.float().clone() if trainable else None)     # the reference policy's scale
-        self.noisy = None
+        self.register_buffer("reference_weight", self.weight.detach().clone() if trainable else self.weight.detach())
+        self.noisy_weight = None
 
     def forward(self, x):
-        scale = self.weight if self.adapter_on or self.loaded is None else self.loaded
-        scale = scale if self.noisy is None else self.noisy
-        return F.rms_norm(x.float(), x.shape[-1:], scale, self.eps).to(x.dtype)
+        weight = self.weight if self.use_adapter else self.reference_weight
+        weight = weight if self.noisy_weight is None else self.noisy_weight
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 @contextlib.contextmanager
-def quantization_noise(model, sigma, generator=None):
-    """Algorithm 1's π_θ + N(0, σ²): inside, every RMSNorm scale carries one fresh draw of noise (Eq. 7 and 10).
+def adaptive_quantization_noise(model, sigma, generator=None):
+    """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²) (Eq. 7, 10; Algorithm 1, line 9).
 
-    Wrap one rollout batch in it; log-probabilities and updates run outside. generator lives on the CPU.
+    Wrap one rollout batch in it; log-probabilities and updates run outside. generator: on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
         z = torch.randn(norm.weight.shape, generator=generator).to(norm.weight.device)
-        norm.noisy = norm.weight.detach() + sigma * z
+        norm.noisy_weight = norm.weight.detach() + sigma * z
     try:
         yield
     finally:
         for norm in norms:
-            norm.noisy = None
+            norm.noisy_weight = None
 
 
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
-    """σ of 0-based step: training is cut into `stages` equal parts, the first without noise, then from start to end.
+    """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
-    Exponential is Eq. 8, the others are Figure 9's. `logarithmic` falls with log(1 + stage), fastest at first.
+    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end`; the other three are Figure 9's.
+    Raises KeyError for another schedule.
     """
     stage = step * stages // steps
     if stage == 0 or start == end:
         return start if stage else 0.0
-    t = (stage - 1) / max(stages - 2, 1)                      # 0 in the first noisy stage, 1 in the last
-    if schedule == "exponential":
-        return start * (end / start) ** t
-    if schedule == "logarithmic":
-        t = math.log1p(stage - 1) / math.log1p(max(stages - 2, 1))
-    if schedule == "cosine":
-        t = (1 - math.cos(math.pi * t)) / 2
-    return start + (end - start) * t                          # linear, and the two above on their own clocks
+    t = (stage - 1) / max(stages - 2, 1)                                        # 0 in the first noisy stage, 1 in the last
+    fall = {"exponential": lambda: ((end / start) ** t * start - start) / (end - start),
+            "linear": lambda: t,
+            "cosine": lambda: (1 - math.cos(math.pi * t)) / 2,
+            "logarithmic": lambda: math.log(stage) / math.log(max(stages - 1, 2))}
+    return start + (end - start) * fall[schedule]()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,6 +304,8 @@ def rotate(x, rope):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention; cache and slots as in Transformer.hidden."""
+
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
         self.index = index
@@ -306,15 +318,15 @@ class Attention(nn.Module):
         self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
-    def forward(self, x, rope, cache=None, rows=None):
+    def forward(self, x, rope, cache=None, slots=None):
         B, T, _ = x.shape
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(x).split(self.qkv.sizes, -1))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)             # (B, heads, T, head_dim)
-        if cache is not None and rows is None:                                        # decode: one new token a slot
+        if cache is not None and slots is None:                                       # decode: one new token per slot
             y = cache.attend(self.index, q, k, v)
         else:
             if cache is not None:                                                     # prefill
-                cache.store_prompts(self.index, rows, k, v)
+                cache.store_prompts(self.index, slots, k, v)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -339,8 +351,8 @@ class Block(nn.Module):
         self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
-    def forward(self, x, rope, cache=None, rows=None):
-        x = x + self.attention(self.attention_norm(x), rope, cache, rows)
+    def forward(self, x, rope, cache=None, slots=None):
+        x = x + self.attention(self.attention_norm(x), rope, cache, slots)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -353,29 +365,31 @@ class Transformer(nn.Module):
         self.recompute_blocks = False             # recompute blocks in backward: less memory, a third more time
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
-        self.register_buffer("lm_head", self.embedding if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight", shape))
-        self.blocks = nn.ModuleList(Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
+        tied = config.tie_word_embeddings
+        self.register_buffer("lm_head", self.embedding if tied else checkpoint.tensor("lm_head.weight", shape))
+        self.blocks = nn.ModuleList(
+            Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
         self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         frequencies, self.rope_factor = rope_frequencies(config)
         self.register_buffer("frequencies", frequencies.to(self.embedding.device))
 
-    def hidden(self, tokens, cache=None, rows=None):
-        """tokens int64 [B, T] -> final hidden states [B, T, d].
+    def hidden(self, tokens, cache=None, slots=None):
+        """tokens int64 [B, T] -> final hidden states [B, T, d], in one of three ways:
 
-        Without a cache: plain causal attention. cache and rows: prefill, row b of `tokens` also fills the cache slots
-        rows[b*G : (b+1)*G]. cache alone: decode, T = 1, one token for each slot at position cache.length.
+        no cache: causal attention over each row, for training and log-probabilities;
+        cache and slots int64 [B*G]: prefill, the same, and row b also fills the cache's slots[b*G : (b+1)*G];
+        cache alone: decode, T = 1, the next token of every slot of the cache, at position cache.length.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if cache is not None and rows is None:
-            positions = cache.length[:, None]
+        decoding = cache is not None and slots is None
+        positions = cache.length[:, None] if decoding else torch.arange(tokens.shape[1], device=tokens.device)[None]
         angles = (positions[..., None] * self.frequencies).repeat(1, 1, 2)[:, None]       # [B or 1, 1, T, head_dim]
         x = F.embedding(tokens, self.embedding)
         rope = ((angles.cos() * self.rope_factor).to(x.dtype), (angles.sin() * self.rope_factor).to(x.dtype))
         for block in self.blocks:
             if self.recompute_blocks and torch.is_grad_enabled():
-                x = recompute(block, x, rope, use_reentrant=False, preserve_rng_state=False)
+                x = recompute(block, x, rope, use_reentrant=False, preserve_rng_state=False)     # training: no cache
             else:
-                x = block(x, rope, cache, rows)
+                x = block(x, rope, cache, slots)
         return self.norm(x)
 
     def forward(self, tokens):
@@ -387,10 +401,11 @@ class Transformer(nn.Module):
 
 
 class Checkpoint:
-    """Hands a model its tensors one layer at a time: reads, checks, quantises, so that no more than one layer is ever
-    in full precision. Subclass it and override `read` and `has` to make a model without files (random weights)."""
+    """Hands a model its tensors one layer at a time, read, checked and quantised, so that of the quantised layers no more
+    than one is ever held in full precision. Override `read` and `has` to make a model without files (random weights)."""
 
-    def __init__(self, folder, weights="nvfp4", lora_rank=0, lora_alpha=None, train_norms=False, device="cpu", dtype=torch.float32):
+    def __init__(self, folder, weights="nvfp4", lora_rank=0, lora_alpha=None, train_norms=False, device="cpu",
+                 dtype=torch.float32):
         self.weights, self.lora_rank, self.lora_alpha, self.train_norms = weights, lora_rank, lora_alpha, train_norms
         self.device, self.dtype = torch.device(device), dtype
         self.files = {}                                                       # tensor name -> open safetensors file
@@ -401,7 +416,9 @@ class Checkpoint:
                 raise UserError(f"{path}: not a readable safetensors file ({e}); fetch it again")
             self.files.update((name, file) for name in file.keys())
         if folder and not self.files:
-            raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, convert them first")
+            raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, "
+                            "convert them first")
+        self.packed = any(name.endswith(".weight_packed") for name in self.files)
 
     def has(self, name):
         return name in self.files
@@ -412,7 +429,8 @@ class Checkpoint:
             raise UserError(f"tensor {name} is missing from the checkpoint; fetch the model again or check its config.json")
         tensor = self.files[name].get_tensor(name)
         if tuple(tensor.shape) != tuple(shape):
-            raise UserError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(shape)}; use the config that belongs to the weights")
+            raise UserError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(shape)}; "
+                            "use the config that belongs to the weights")
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise UserError(f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
@@ -423,35 +441,36 @@ class Checkpoint:
     def norm(self, name, size, eps):
         return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
-    def quantized(self, name, out_features, in_features, weights):
-        """(packed, block_scale, global_scale [out, 1]) of one layer, read as NVFP4 or quantised here."""
-        if in_features % (block := FORMATS[weights][2]):
-            raise UserError(f"layer {name} has {in_features} input features, not divisible by {weights}'s block of {block}; use other --weights")
+    def quantized(self, name, out_features, in_features, format):
+        """(packed, block_scale, global_scale [out, ...]) of one layer, read as NVFP4 or quantised here."""
+        if in_features % (block := FORMATS[format].block):
+            raise UserError(f"layer {name} has {in_features} input features, not divisible by {format}'s block of {block}; "
+                            "use other --weights")
         if self.has(f"{name}.weight_packed"):                                 # compressed-tensors nvfp4-pack-quantized
             parts = (self.read(f"{name}.weight_packed", (out_features, in_features // 2)),
                      self.read(f"{name}.weight_scale", (out_features, in_features // 16)),
                      self.read(f"{name}.weight_global_scale", (1,)))
             if parts[1].dtype != torch.float8_e4m3fn or parts[2] <= 0:
-                raise UserError(f"layer {name}: its scales are not NVFP4's (float8_e4m3fn, and a positive global scale); quantise the model again")
-            if weights == "nvfp4":
+                raise UserError(f"layer {name}: its scales are not NVFP4's (float8_e4m3fn, and a positive global scale); "
+                                "quantise the model again")
+            if format == "nvfp4":
                 return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
             weight = dequantize_nvfp4(*parts, self.dtype)
         else:
             weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
-            weight = weight.to(self.dtype) if weights == "bf16" else weight
-        packed, block_scale, global_scale = FORMATS[weights][0](weight)
+            weight = weight.to(self.dtype) if format == "bf16" else weight
+        packed, block_scale, global_scale = FORMATS[format].quantize(weight)
         return packed, block_scale, global_scale.reshape(-1, global_scale.shape[-1]).expand(out_features, -1)
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
-        """The layers prefix.leaf, stacked along the output, with fresh LoRA."""
+        """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features), with fresh LoRA."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
-        packed_folder = any(name.endswith(".weight_packed") for name in self.files)
         plain = not any(self.has(f"{name}.weight_packed") for name in names)
-        weights = "bf16" if packed_folder and plain else self.weights         # what a packed folder left in 16 bit stays so
-        parts = zip(*(self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)))
+        format = "bf16" if self.packed and plain else self.weights            # what a packed folder left in 16 bit stays so
+        parts = zip(*(self.quantized(name, size, in_features, format) for name, size in zip(names, sizes)))
         weight = [torch.cat(part).contiguous() for part in parts]
         bias = torch.cat([self.tensor(f"{n}.bias", (s,)) for n, s in zip(names, sizes)]) if bias else None
-        return QuantLinear(names, sizes, weight, bias, weights, self.lora_rank, self.lora_alpha)
+        return QuantLinear(names, sizes, in_features, weight, bias, format, self.lora_rank, self.lora_alpha)
 
 
 def model_folder(name):
@@ -478,9 +497,10 @@ def check_config(config):
         raise UserError("sliding-window attention is not supported; set use_sliding_window to false in config.json")
     if config.hidden_act != "silu":
         raise UserError(f"activation {config.hidden_act} is not supported; use a model with silu")
-    method = getattr(config, "quantization_config", None) or {"format": "nvfp4-pack-quantized"}
-    if method.get("format") != "nvfp4-pack-quantized":
-        raise UserError(f"weights quantised as {method.get('format') or method.get('quant_method')} are not supported; use the 16-bit model or an NVFP4A16 one")
+    stored = getattr(config, "quantization_config", None) or {"format": "nvfp4-pack-quantized"}
+    if stored.get("format") != "nvfp4-pack-quantized":
+        raise UserError(f"weights quantised as {stored.get('format') or stored.get('quant_method')} are not supported; "
+                        "use the 16-bit model or an NVFP4A16 one")
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None, train_norms=False):
@@ -488,7 +508,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
 
     weights: nvfp4, mxfp4, nf4 or bf16 (unquantised, in dtype). dtype of activations, embeddings and lm_head: bfloat16 on
     a GPU, float32 on a CPU unless given. lora_alpha defaults to lora_rank. A compressed-tensors NVFP4A16 folder is read
-    as it is. Raises UserError for what the user can mend.
+    as it is with weights="nvfp4", and decoded first for the others. Raises UserError for what the user can mend.
     """
     if weights not in FORMATS:
         raise UserError(f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
@@ -512,7 +532,8 @@ def trainable(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-# An adapter is stored as PEFT stores it, so that any LoRA tool loads it onto the original model.
+# An adapter is stored as PEFT stores it, so that any LoRA tool loads it onto the original model (or, closer to what it was
+# trained on, onto its NVFP4 version).
 
 def adapter_tensors(model):
     """PEFT's names -> float32 tensors; stacked layers are taken apart."""
@@ -553,6 +574,10 @@ def save_adapter(model, folder, base_model):
 @torch.no_grad()
 def load_adapter(model, folder):
     """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
+    with open(f"{folder}/adapter_config.json") as f:
+        alpha = json.load(f)["lora_alpha"]
+    if alpha != (now := next(m.alpha for m in model.modules() if isinstance(m, QuantLinear))):
+        raise UserError(f"{folder}: was trained with lora_alpha {alpha}, the model has {now}; load the model with the adapter's")
     stored, ours = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(model)
     if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
         raise UserError(f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms")
@@ -563,9 +588,9 @@ def load_adapter(model, folder):
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# `slots` sequences are decoded together. A prompt's keys and values are computed once and copied to the slots of its G
-# samples; when a slot's sequence ends, the next waits for it. Everything a decode step needs lives in tensors of fixed
-# shape on the device, so that on a GPU the step is one recorded CUDA graph and the host never waits for a token.
+# `slots` sequences are decoded together. A prompt enters once G slots are idle: its keys and values are computed once and
+# copied to all of them. Everything a decode step needs lives in tensors of fixed shape on the device, so that on a GPU the
+# model's part of the step is one recorded CUDA graph, and the host looks at the slots only every 8 tokens.
 
 class KVCache:
     """Keys and values [layers, slots, kv_heads, max_len, head_dim]; length int64 [slots] is how many are filled."""
@@ -578,11 +603,11 @@ class KVCache:
         self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
         self.slots = torch.arange(slots, device=model.device)
 
-    def store_prompts(self, layer, rows, k, v):
-        """k, v [P, kv_heads, T, head_dim] of P prompts into slots rows [P*G]; padding behind a prompt is overwritten later."""
-        group = len(rows) // len(k)
-        self.k[layer, rows, :, :k.shape[2]] = k.repeat_interleave(group, 0)
-        self.v[layer, rows, :, :k.shape[2]] = v.repeat_interleave(group, 0)
+    def store_prompts(self, layer, slots, k, v):
+        """k, v [P, kv_heads, T, head_dim] of P prompts into slots [P*G]; padding lies behind `length`, where nothing looks."""
+        group = len(slots) // len(k)
+        self.k[layer, slots, :, :k.shape[2]] = k.repeat_interleave(group, 0)
+        self.v[layer, slots, :, :k.shape[2]] = v.repeat_interleave(group, 0)
 
     def attend(self, layer, q, k, v):
         """Append one token's k, v [slots, kv_heads, 1, head_dim] at `length`; attend q [slots, heads, 1, head_dim]."""
@@ -607,10 +632,15 @@ class Rollout:
     @property
     def mask(self):
         """bool [N, C], True at sampled tokens (the EOS included)."""
-        return torch.arange(self.tokens.shape[1], device=self.length.device) < self.length[:, None]
+        return length_mask(self.length, self.tokens.shape[1])
 
     def __getitem__(self, rows):
         return Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def length_mask(length, longest):
+    """length int64 [N] -> bool [N, longest], True at the first `length` places of each row."""
+    return torch.arange(longest, device=length.device) < length[:, None]
 
 
 def join_rollouts(rollouts):
@@ -631,10 +661,11 @@ def nucleus(probs, top_p):
 
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
-    """logits [B, V] -> token int64 [B], its log-probability and the policy's entropy, float32 [B]. temperature 0: greedy.
+    """logits [B, V] -> token int64 [B], its log-probability and the policy's entropy, float32 [B] in nats.
 
-    Both are of softmax(logits/temperature), before top_p cuts it. For exponential E_i, argmax p_i/E_i is a draw from p:
-    no sort, no sum, no host.
+    Log-probability and entropy are of softmax(logits/temperature), before top_p cuts it. temperature 0 takes the likeliest
+    token, with both as at temperature 1. Sampling is the Gumbel-max trick in its exponential form: for E_i ~ Exp(1),
+    argmax p_i/E_i is a draw from p, normalised or not, without a sort and without waiting for the device.
     """
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
@@ -648,7 +679,10 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def record_graph(step):
-    """Run step() as one CUDA graph: record its kernels once, replay them with one launch. Returns step's replacement."""
+    """Run step() as one CUDA graph: record its kernels once, replay them with one launch. Returns step's replacement.
+
+    A replay reads and writes the very tensors of the recording; whoever feeds it must change them in place.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -665,19 +699,22 @@ def record_graph(step):
 
 
 class Sampler:
-    """The state of one `generate` call: which sequence each slot decodes, and the sequences so far."""
+    """The state of one `generate` call: the n completions so far, and for each slot which of them it continues.
 
-    def __init__(self, model, count, slots, max_len, max_new_tokens):
+    Made anew for each call, and with it the CUDA graph, which has the call's cache and noisy norms in it.
+    """
+
+    def __init__(self, model, n, slots, max_len, max_new_tokens):
         device = model.device
-        self.model, self.count, self.cache = model, count, KVCache(model, slots, max_len)
-        self.sequence = torch.full((slots,), count, device=device)         # row of the outputs; count = idle slot
-        self.token = torch.zeros(slots, dtype=torch.long, device=device)   # next input of each slot
-        self.step_in_sequence = torch.zeros_like(self.token)
-        shape = (count + 1, max_new_tokens)                                # idle slots write into the last row
+        self.model, self.n, self.cache = model, n, KVCache(model, slots, max_len)
+        self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n: idle
+        self.column = torch.zeros_like(self.row)                           # and its next token's place in it
+        self.token = torch.zeros_like(self.row)                            # next input of each slot
+        shape = (n + 1, max_new_tokens)                                    # idle slots write into row n
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-        self.length = torch.zeros(count + 1, dtype=torch.long, device=device)
-        self.finished = torch.zeros(count + 1, dtype=torch.bool, device=device)
+        self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
+        self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
         if device.type == "cuda":
             self.decode = record_graph(self.decode)
 
@@ -685,40 +722,38 @@ class Sampler:
         """Final hidden states [slots, d] of the slots' current tokens."""
         return self.model.hidden(self.token[:, None], self.cache)[:, 0]
 
-    def admit(self, prompts, rows, sequences):
-        """Give idle slots rows [P*G] to the sequences [P*G] of `prompts` (P lists of token ids).
+    def admit(self, prompts, slots, rows):
+        """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
 
         All but the last token of a prompt are prefilled; the last is the slot's first decode input.
         """
-        device, group = self.model.device, len(rows) // len(prompts)
+        device, group = self.model.device, len(slots) // len(prompts)
         longest = max(len(p) for p in prompts)
         padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
         if longest > 1:
-            self.model.hidden(padded[:, :-1], self.cache, rows)
+            self.model.hidden(padded[:, :-1], self.cache, slots)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-        self.cache.length[rows] = last.repeat_interleave(group)
-        self.token[rows] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
-        self.sequence[rows] = sequences
-        self.step_in_sequence[rows] = 0
+        self.cache.length[slots] = last.repeat_interleave(group)
+        self.token[slots] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
+        self.row[slots], self.column[slots] = rows, 0
 
     def step(self, temperature, top_p, eos, generator):
         """One token for every slot; nothing here waits for the device."""
         hidden = self.decode()
         token, logprob, entropy = sample(F.linear(hidden, self.model.lm_head), temperature, top_p, generator)
-        at = (self.sequence, self.step_in_sequence)
+        at = (self.row, self.column)
         self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
         ended = torch.isin(token, eos)
-        self.finished[self.sequence] = ended
-        self.length[self.sequence] = self.step_in_sequence + 1
-        stop = ended | (self.step_in_sequence + 1 == self.tokens.shape[1]) | (self.sequence == self.count)
-        self.sequence.masked_fill_(stop, self.count)
+        self.finished[self.row], self.length[self.row] = ended, self.column + 1
+        stop = ended | (self.column + 1 == self.tokens.shape[1]) | (self.row == self.n)
+        self.row.masked_fill_(stop, self.n)
+        self.column.add_(1).masked_fill_(stop, 0)
         self.token.copy_(token)
-        self.step_in_sequence.add_(1).masked_fill_(stop, 0)
         self.cache.length.add_(1).masked_fill_(stop, 0)
 
     def rollout(self):
-        """The finished sequences, without the row that idle slots wrote into, cut to the longest."""
-        n, longest = self.count, int(self.length[:self.count].max())
+        """The completions, without the row that idle slots wrote into, cut to the longest."""
+        n, longest = self.n, int(self.length[:self.n].max())
         return Rollout(self.tokens[:n, :longest], self.logprobs[:n, :longest], self.entropy[:n, :longest],
                        self.length[:n], self.finished[:n])
 
@@ -729,20 +764,20 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     prompts: lists of token ids, of any lengths; eos: token ids that end a completion; slots: sequences decoded at once
     (memory grows with it); generator: on model.device. temperature 0 is greedy.
     """
-    count = len(prompts) * group_size
-    slots = max(group_size, min(slots, count))
+    n = len(prompts) * group_size
+    slots = max(group_size, min(slots, n))
     max_len = max(len(p) for p in prompts) + max_new_tokens
     eos = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     check_every = 8 if model.device.type == "cuda" else 1       # looking at the slots makes the host wait for the GPU
     waiting = 0                                                 # first prompt that has no slots yet
     with torch.no_grad():
-        sampler = Sampler(model, count, slots, max_len, max_new_tokens)
+        sampler = Sampler(model, n, slots, max_len, max_new_tokens)
         while True:
-            idle = (sampler.sequence == count).nonzero()[:, 0]
+            idle = (sampler.row == n).nonzero()[:, 0]
             admitted = min(len(idle) // group_size, len(prompts) - waiting)
             if admitted:
-                sequences = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
-                sampler.admit(prompts[waiting:waiting + admitted], idle[:len(sequences)], sequences)
+                rows = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
+                sampler.admit(prompts[waiting:waiting + admitted], idle[:len(rows)], rows)
                 waiting += admitted
             elif len(idle) == slots:
                 return sampler.rollout()
@@ -753,41 +788,52 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. Objectives
 #
-#    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                                          (Eq. 4)
-#    J   = E[ min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) - β KL(π_θ || π_ref) ],    ρ = π_θ / π_θ_old per token       (Eq. 3)
+#    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                                   (Eq. 4)
+#    J   = E[ min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) - β KL(π_θ || π_ref) ],  ρ = π_θ / π_old per token   (Eq. 3)
+#
+# Four policies: π_θ is trained; π_old is π_θ before this batch's updates; π_rollout sampled the batch: π_old with AQN,
+# in the decoding kernels' arithmetic; π_ref is π_θ without adapters. Algorithm 1 names the noisy π_rollout π_old; as in
+# the paper's code, ρ divides by the π_old without noise. What lies between the two is logged as `mismatch`, and may be
+# corrected by `truncated_importance`. ε_high > ε_low is DAPO's "clip higher"; Eq. 3 has them equal.
+
+def has_signal(rewards):
+    """rewards [P, G] -> bool [P]: do a group's rewards differ? If not, it teaches nothing."""
+    return (rewards != rewards[:, :1]).any(1)
+
 
 def group_advantages(rewards, eps=1e-4):
-    """rewards [P, G] -> advantages [P, G], zero where a group's rewards are all equal (Eq. 4; std is unbiased)."""
-    std = rewards.std(1, keepdim=True)
-    return torch.where(std > 0, (rewards - rewards.mean(1, keepdim=True)) / (std + eps), 0.0)
+    """rewards [P, G] -> advantages [P, G], zero in groups without signal (Eq. 4; sample std over G - 1, eps as in TRL)."""
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+    return advantages * has_signal(rewards)[:, None]
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
     """log π(token) of completions int64 [B, C] with lengths [B] after their prompts (B lists) -> float32 [B, C], 0 at padding.
 
-    Sequences stand left-aligned, so causal attention alone hides the padding. The output layer runs on `chunk` tokens
-    at a time and again in backward: [tokens, V] logits never exist whole.
+    Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on `chunk` tokens at
+    a time and again in backward: [tokens, V] logits never exist whole.
     """
     device = completions.device
     rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                                        # (B, T)
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                              # (B, T)
     start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
-    target = torch.arange(1, tokens.shape[1], device=device)                                          # position predicted
-    selected = (target >= start) & (target < start + length[:, None])                                 # (B, T-1)
-    hidden, targets = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]                 # (n, d), (n)
+    position = torch.arange(1, tokens.shape[1], device=device)                              # hidden state t predicts t + 1
+    selected = (position >= start) & (position < start + length[:, None])                   # (B, T-1)
+    hidden, next_tokens = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]   # (n, d), (n)
 
-    def logprobs(h, t):
+    def head(h, t):
         return -F.cross_entropy(F.linear(h, model.lm_head).float() / temperature, t, reduction="none")
 
-    pieces = [recompute(logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in zip(hidden.split(chunk), targets.split(chunk))]
-    mask = torch.arange(completions.shape[1], device=device) < length[:, None]
+    pieces = [recompute(head, h, t, use_reentrant=False, preserve_rng_state=False)
+              for h, t in zip(hidden.split(chunk), next_tokens.split(chunk))]
+    mask = length_mask(length, completions.shape[1])                                        # row by row, as `selected` is
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(pieces))
 
 
 def token_weights(mask, algorithm="grpo"):
-    """What each token counts in the mean, bool [N, C] -> float [N, C] summing to 1 over the whole (mini)batch.
+    """The weight of each token in the loss: mask bool [N, C] of a whole (mini)batch -> float32 [N, C].
 
-    GRPO: the mean over samples of the mean over a sample's tokens (Eq. 3). DAPO: the mean over all tokens.
+    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: the mean over all tokens.
     """
     mask = mask.float()
     if algorithm == "grpo":
@@ -800,7 +846,7 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     """-J of Eq. 3 for sequences [B, C], advantages [B], weights of token_weights -> (loss, mean KL to the reference).
 
     Losses of micro-batches add up to the batch's, because weights are of the batch. KL is Schulman's unbiased estimate
-    e^d - d - 1 with d = log π_ref - log π_θ. importance [B, C]: see truncated_importance.
+    e^d - d - 1 with d = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see truncated_importance.
     """
     ratio = (logprobs - old_logprobs).exp()
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip_low, 1 + clip_high) * advantages[:, None])
@@ -814,7 +860,7 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
 
 def mismatch(old_logprobs, rollout_logprobs, mask):
-    """How far the training policy is from the one that sampled: (KL(rollout || training) in nats a token, max ratio).
+    """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats per token, largest ratio of the two either way).
 
     With AQN the noise is part of it; without, only rounding is (decoding and training add in different orders).
     """
@@ -823,5 +869,5 @@ def mismatch(old_logprobs, rollout_logprobs, mask):
 
 
 def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
-    """min(π_old / π_rollout, cap) per token: corrects the mismatch without letting one token dominate (TIS)."""
+    """min(π_old / π_rollout, cap), float32 [N, C]: corrects the mismatch without letting one token dominate (TIS; FlashRL)."""
     return (old_logprobs - rollout_logprobs).exp().clamp(max=cap)

@@ -203,7 +203,7 @@ def test_linear_and_its_gradients(weights):
     sizes, dense = [48, 16], [torch.randn(48, 128), torch.randn(16, 128)]
     quantize, dequantize, _ = qerl.FORMATS[weights]
     parts = [(p, s, g.expand(len(w), -1).reshape(len(w), -1)) for w in dense for p, s, g in [quantize(w)]]
-    layer = qerl.QuantLinear(["a", "b"], sizes, [torch.cat(p) for p in zip(*parts)], torch.randn(64), weights, lora_rank=4, lora_alpha=8)
+    layer = qerl.QuantLinear(["a", "b"], sizes, 128, [torch.cat(p) for p in zip(*parts)], torch.randn(64), weights, lora_rank=4, lora_alpha=8)
     frozen = torch.cat([dequantize(*quantize(w), torch.float32) for w in dense])
     x = torch.randn(3, 5, 128, requires_grad=True)
     torch.testing.assert_close(layer(x), F.linear(x, frozen, layer.bias))                # B starts at zero
@@ -221,7 +221,7 @@ def test_linear_and_its_gradients(weights):
 
 def test_no_dequantised_weight_is_kept_for_backward():
     weight = torch.randn(96, 64)
-    layer = qerl.QuantLinear(["a"], [96], qerl.quantize_nvfp4(weight), None, lora_rank=2)
+    layer = qerl.QuantLinear(["a"], [96], 64, qerl.quantize_nvfp4(weight), None, lora_rank=2)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         layer(torch.randn(3, 64, requires_grad=True)).sum().backward()
@@ -235,19 +235,19 @@ def test_noise_equals_multiplicative_noise_on_weights(qwen):
     model = qerl.load_model(qwen[0], weights="bf16")
     norm, qkv = model.blocks[0].attention_norm, model.blocks[0].attention.qkv
     x = torch.randn(4, 128)
-    with qerl.quantization_noise(model, 0.1, torch.Generator().manual_seed(3)):
+    with qerl.adaptive_quantization_noise(model, 0.1, torch.Generator().manual_seed(3)):
         noisy = qkv(norm(x))
-        z = norm.noisy - norm.weight
+        z = norm.noisy_weight - norm.weight
     row_noise = 1 + z / norm.weight
     torch.testing.assert_close(noisy, F.linear(norm(x), qkv.packed * row_noise, qkv.bias), rtol=1e-4, atol=1e-4)
-    assert 0.05 < z.std() < 0.2 and norm.noisy is None
+    assert 0.05 < z.std() < 0.2 and norm.noisy_weight is None
 
 
 def test_noise_is_drawn_anew_and_only_inside(qwen):
     model, tokens = qerl.load_model(qwen[0]), torch.arange(20)[None]
     clean, generator, draws = model(tokens), torch.Generator().manual_seed(0), []
     for sigma in (0.0, 0.05, 0.05):
-        with qerl.quantization_noise(model, sigma, generator):
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
             draws.append(model(tokens))
     assert torch.equal(draws[0], clean) and torch.equal(model(tokens), clean)
     assert not torch.equal(draws[1], clean) and not torch.equal(draws[1], draws[2])
@@ -438,7 +438,7 @@ def test_training_logprobs_equal_the_samplers(qwen):
 
 def test_noise_shows_as_mismatch(qwen):
     model = with_lora(qwen[0])
-    with qerl.quantization_noise(model, 0.05, torch.Generator().manual_seed(0)):
+    with qerl.adaptive_quantization_noise(model, 0.05, torch.Generator().manual_seed(0)):
         rollout = qerl.generate(model, PROMPTS, 16, 2, generator=torch.Generator().manual_seed(1))
     logprobs = qerl.token_logprobs(model, [p for p in PROMPTS for _ in range(2)], rollout.tokens, rollout.length).detach()
     kl, ratio = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
@@ -507,6 +507,7 @@ def test_advantages_are_group_relative():
     expected = (rewards - rewards.mean(1, keepdim=True)) / (torch.tensor([[r.std()] for r in rewards]) + 1e-4)
     torch.testing.assert_close(advantages, expected)
     assert (advantages[1] == 0).all()
+    assert (qerl.group_advantages(torch.full((1, 8), 0.2)) == 0).all()                   # whatever the mean rounds to
 
 
 def test_micro_batches_add_up_to_the_batch(qwen):

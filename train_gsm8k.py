@@ -51,10 +51,11 @@ SYSTEM = ("Please reason step by step, and put your final answer within \\boxed{
           "</think> and the boxed answer between <answer> and </answer>.")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings. With --model: the paper's Table 4 (GSM8K). Without: what a small policy learns from within minutes.
+# Settings. With --model: prompts to sigma_end are the paper's Table 4 (GSM8K), beta (below) and ADAM its public code's, the
+# rest ours. Without: what a small policy learns from within minutes.
 
-PAPER = dict(prompts=128, group=8, updates=4, lr=None, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4, steps=200,
-             max_new_tokens=4096, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
+PAPER = dict(prompts=128, group=8, updates=4, lr=None, max_new_tokens=4096, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4,
+             steps=200, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
 SMALL = dict(prompts=16, group=8, updates=4, lr=3e-3, lora_rank=16, sigma_start=1e-2, sigma_end=5e-4, steps=50,
              max_new_tokens=64, eval_questions=256, micro_tokens=16384, slots=256, save_every=5)
 ADAM = dict(betas=(0.9, 0.99), weight_decay=0.1)       # the paper's code; likewise the warm-up and clipping below
@@ -182,7 +183,8 @@ def made_up_problems(careless=0.0):
 def read_jsonl(folder, pattern):
     problems, paths = [], sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
     if not paths:
-        raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's repository has them")
+        raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's "
+                        "repository has them")
     for path in paths:
         with open(path, "rb") as f:
             for number, line in enumerate(f, 1):
@@ -191,7 +193,8 @@ def read_jsonl(folder, pattern):
                     if not (isinstance(problem["question"], str) and parse_number(problem["answer"].split("####")[1]) is not None):
                         raise ValueError
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-                    raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; mend or remove it')
+                    raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+                                    "mend or remove it")
                 problems.append(problem)
     if not problems:
         raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
@@ -209,7 +212,8 @@ def gsm8k(folder):
                 try:
                     qerl.atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
                 except OSError as e:
-                    raise UserError(f"GSM8K could not be downloaded from {url} ({e}); pass --data FOLDER with train.jsonl and test.jsonl")
+                    raise UserError(f"GSM8K could not be downloaded from {url} ({e}); "
+                                    "pass --data FOLDER with train.jsonl and test.jsonl")
     return read_jsonl(folder, "train*.jsonl"), read_jsonl(folder, "test*.jsonl")
 
 
@@ -316,8 +320,8 @@ def reward(completion, number):
 
 def warm_start(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
     """A Hugging Face folder with the small policy; made in under a minute the first time, then cached."""
-    key = hashlib.sha256("".join(inspect.getsource(f) for f in (warm_start, word_problem, word_problems, made_up_problems)).encode()).hexdigest()[:12]
-    folder = os.path.join(CACHE, f"warm-start-{key}")
+    sources = [inspect.getsource(f) for f in (warm_start, word_problem, word_problems, made_up_problems, ByteText)]
+    folder = os.path.join(CACHE, f"warm-start-{hashlib.sha256(''.join(sources).encode()).hexdigest()[:12]}")
     if os.path.exists(folder):
         return folder
     text, (problems, _) = ByteText(), made_up_problems(careless)
@@ -402,11 +406,11 @@ def sample_groups(model, text, problems, args, rng, clock):
 def dynamic_sampling(draws, draw, prompts, attempts=4):
     """DAPO's: append to `draws` until `prompts` groups have rewards that differ; -> the Batch of these. Groups that are all
     right or all wrong teach nothing; after `attempts` draws the rest of the batch is filled up with such groups."""
-    while len(draws) < attempts and sum((b.rewards.std(1) > 0).sum() for b in draws) < prompts:
+    while len(draws) < attempts and sum(qerl.has_signal(b.rewards).sum() for b in draws) < prompts:
         draws.append(draw())
     rewards, correct = torch.cat([b.rewards for b in draws]), torch.cat([b.correct for b in draws])
     group = rewards.shape[1]
-    keep = (rewards.std(1) == 0).int().argsort(stable=True)[:prompts].tolist()
+    keep = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:prompts].tolist()
     rows = [k * group + g for k in keep for g in range(group)]
     problems, texts = [p for b in draws for p in b.problems], [t for b in draws for t in b.texts]
     return Batch([problems[k] for k in keep], qerl.join_rollouts([b.rollout for b in draws])[rows],
@@ -450,7 +454,8 @@ def policy_update(model, optimizer, batch, rows, advantages, old_logprobs, ref_l
         total_loss, total_kl = total_loss + loss.item(), total_kl + kl.item()
     norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), GRADIENT_CLIP)
     if not math.isfinite(total_loss) or not math.isfinite(norm):
-        raise UserError(f"loss {total_loss}, gradient norm {norm}: stopped before the update, the last checkpoint is kept; start again with a lower --lr")
+        raise UserError(f"loss {total_loss}, gradient norm {norm}: stopped before the update, the last checkpoint is kept; "
+                        "start again with a lower --lr")
     optimizer.step()
     optimizer.zero_grad()
     return total_kl
@@ -614,7 +619,8 @@ def peak_memory_gb(device):
 
 def environment(device):
     cuda = torch.device(device).type == "cuda"
-    return {"hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {"hardware": torch.cuda.get_device_name() if cuda else cpu,
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -629,7 +635,8 @@ def load_all(args):
     if torch.device(args.device).type == "cuda":
         torch.cuda.set_device(torch.device(args.device).index or 0)
     torch.manual_seed(args.seed)                                            # LoRA's A
-    model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha, train_norms=args.train_norms)
+    model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha,
+                            train_norms=args.train_norms)
     model.recompute_blocks = model.device.type == "cuda"
     limit = model.config.max_position_embeddings - args.max_new_tokens
     held_out = held_out[:args.eval_questions or None]
@@ -647,7 +654,9 @@ def train(args):
     parameters = qerl.trainable(model).values()
     optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]},
                                    {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}], args.lr, **ADAM)
-    rngs = sampling_rng, noise_rng = torch.Generator(model.device).manual_seed(args.seed), torch.Generator().manual_seed(args.seed + 1)
+    sampling_rng = torch.Generator(model.device).manual_seed(args.seed)
+    noise_rng = torch.Generator().manual_seed(args.seed + 1)
+    rngs = [sampling_rng, noise_rng]
     state, metrics = start_or_resume(model, text, held_out, optimizer, rngs, args)
     started, clock = time.time() - state["seconds"], Clock(model.device)
 
@@ -662,18 +671,21 @@ def train(args):
 
         # sample and score: the noisy policy π_θ + N(0, σ²) draws the completions
         sigma = qerl.noise_sigma(step, args.steps, args.stages, args.sigma_start, args.sigma_end, args.schedule)
-        with qerl.quantization_noise(model, sigma, noise_rng):
+        with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
             draws = [draw()]
             batch = dynamic_sampling(draws, draw, args.prompts) if args.algo == "dapo" else draws[0]
 
         # advantage
         rollout = batch.rollout
         advantages = qerl.group_advantages(batch.rewards).flatten()                                       # (N,)
-        mask = rollout.mask & rollout.finished[:, None] if args.algo == "dapo" else rollout.mask          # (N, C)
+        mask = rollout.mask                                                                               # (N, C)
+        if args.algo == "dapo":
+            mask = mask & rollout.finished[:, None]           # truncated completions give no gradient
 
         # log-probabilities of the policy before the update, and of the reference: the same model, adapters off
         with clock("logprobs"):
-            old_logprobs, ref_logprobs = all_logprobs(model, batch, args), None
+            old_logprobs = all_logprobs(model, batch, args)
+            ref_logprobs = None
             if args.beta:
                 with qerl.adapters_off(model):
                     ref_logprobs = all_logprobs(model, batch, args)
@@ -735,8 +747,9 @@ def finish(state, metrics, held_out_questions, seconds, args):
                "settings": settings_of(args), **environment(args.device)}
     qerl.atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
     plot(metrics, f"{args.out}/curve.png", summary["accuracy_before"], summary["accuracy_after"])
-    print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, greedy {summary['greedy_before']:.1%} -> "
-          f"{summary['greedy_after']:.1%}, in {seconds:.0f} s; curve, metrics, samples and adapter are in {args.out}/")
+    print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, "
+          f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}, in {seconds:.0f} s; "
+          f"curve, metrics, samples and adapter are in {args.out}/")
 
 
 def evaluate_only(args):
@@ -780,7 +793,8 @@ def main():
     except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        sys.exit(fail("out of memory; lower --slots and --max-new-tokens (rollout) or --micro-tokens (update), then add --resume"))
+        sys.exit(fail("out of memory; lower --slots (rollout) or --micro-tokens (update) and add --resume, "
+                      "or start again with a lower --max-new-tokens"))
     except KeyboardInterrupt:
         print(f"\nstopped; go on with --resume --out {args.out}", file=sys.stderr)
         sys.exit(130)
