@@ -590,7 +590,7 @@ def plot(metrics, path, before, after):
     import matplotlib.pyplot as plt
     step = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
-    panels = [("accuracy", "training accuracy (sampled, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
+    panels = [("accuracy", "training accuracy (temperature 1, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
               ("entropy", "policy entropy and AQN sigma", "nats a token"), ("length", "completion length", "tokens")]
     for axis, (key, title, label) in zip(axes.flat, panels):
         axis.plot(step, [m[key] for m in metrics], color="tab:blue", linewidth=1.2)
