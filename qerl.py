@@ -82,7 +82,7 @@ def quantize_nvfp4(weight):
     blocks = weight.unflatten(1, (-1, 16))                                                # [out, in/16, 16]
     amax = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
     global_scale = (E4M3_MAX * E2M1_MAX / amax).float()                                   # the largest block scale becomes 448
-    global_scale = global_scale.nan_to_num(posinf=1.0).reshape(1)                         # a tensor of zeros
+    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)                # posinf: a tensor of zeros
     scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX)       # a block's largest weight becomes 6
     scale = scale.to(torch.float8_e4m3fn).float()
     block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: its choice for empty blocks
@@ -271,17 +271,17 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
     Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end`; the other three are Figure 9's.
-    Raises KeyError for another schedule.
+    Raises KeyError for another schedule; an exponential needs start and end positive, or both 0.
     """
     stage = step * stages // steps
     if stage == 0 or start == end:
         return start if stage else 0.0
     t = (stage - 1) / max(stages - 2, 1)                                        # 0 in the first noisy stage, 1 in the last
-    fall = {"exponential": lambda: ((end / start) ** t * start - start) / (end - start),
-            "linear": lambda: t,
-            "cosine": lambda: (1 - math.cos(math.pi * t)) / 2,
-            "logarithmic": lambda: math.log(stage) / math.log(max(stages - 1, 2))}
-    return start + (end - start) * fall[schedule]()
+    if schedule == "exponential":
+        return start * (end / start) ** t
+    fall = {"linear": t, "cosine": (1 - math.cos(math.pi * t)) / 2,
+            "logarithmic": math.log(stage) / math.log(max(stages - 1, 2))}
+    return start + (end - start) * fall[schedule]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -620,7 +620,7 @@ def peak_memory_gb(device):
 def environment(device):
     cuda = torch.device(device).type == "cuda"
     cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"hardware": torch.cuda.get_device_name() if cuda else cpu,
+    return {"date": time.strftime("%Y-%m-%d"), "hardware": torch.cuda.get_device_name() if cuda else cpu,
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
