@@ -29,7 +29,6 @@ CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 runs_kernels = pytest.mark.skipif(not (CUDA or fp4_kernels.INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
-torch.set_num_threads(2)
 
 SIZES = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=262, max_position_embeddings=512, eos_token_id=256, bos_token_id=257, pad_token_id=256)
