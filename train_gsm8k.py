@@ -511,7 +511,7 @@ def save_checkpoint(folder, model, optimizer, rngs, state, args):
         tensors.update({f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()})
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     metadata = {"state": json.dumps(state), "settings": json.dumps(settings_of(args))}
-    qerl.save_adapter(model, f"{folder}/adapter", args.model or warm_start())
+    qerl.save_adapter(model, f"{folder}/adapter", model.name_or_path)
     qerl.atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
 
 
@@ -637,6 +637,7 @@ def load_all(args):
     torch.manual_seed(args.seed)                                            # LoRA's A
     model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha,
                             train_norms=args.train_norms)
+    model.name_or_path = args.model or folder                               # what the adapter says it belongs to
     model.recompute_blocks = model.device.type == "cuda"
     limit = model.config.max_position_embeddings - args.max_new_tokens
     held_out = held_out[:args.eval_questions or None]
