@@ -476,6 +476,8 @@ class Checkpoint:
 def model_folder(name):
     """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
     if os.path.isdir(name):
+        if not os.path.exists(f"{name}/config.json"):
+            raise UserError(f"model {name}: no config.json in this folder; give a Hugging Face model's folder")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"model {name}: no such folder")
@@ -483,7 +485,7 @@ def model_folder(name):
         return huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as e:
         reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
-        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it ({reason})")
+        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it ({reason}); check the name and the connection")
 
 
 def check_config(config):

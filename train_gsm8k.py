@@ -125,7 +125,7 @@ def check_arguments(args):
     require(0 <= args.clip_low < 1, "clip_low", "must be in [0, 1)")
     require(args.clip_high >= 0, "clip_high", "must not be negative")
     require(args.group >= 2, "group", "advantages compare samples of one prompt, use at least 2")
-    require(args.prompts % args.updates == 0, "prompts", f"is not divisible by --updates {args.updates}")
+    require(args.prompts % args.updates == 0, "prompts", f"is not divisible by --updates {args.updates}; change one of them")
     require(args.schedule != "exponential" or (args.sigma_start > 0) == (args.sigma_end > 0), "sigma_end",
             "an exponential schedule needs both sigmas positive (or both 0: no noise)")
     try:
@@ -181,6 +181,8 @@ def made_up_problems(careless=0.0):
 
 
 def read_jsonl(folder, pattern):
+    if not os.path.isdir(folder):
+        raise UserError(f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl")
     problems, paths = [], sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
     if not paths:
         raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's "
@@ -319,7 +321,7 @@ def reward(completion, number):
 # anywhere may be. It can do the format and the arithmetic; which operation a problem needs, the reward has to teach.
 
 def warm_start(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
-    """A Hugging Face folder with the small policy; made in under a minute the first time, then cached."""
+    """A Hugging Face folder with the small policy; made in about a minute the first time, then cached."""
     sources = [inspect.getsource(f) for f in (warm_start, word_problem, word_problems, made_up_problems, ByteText)]
     folder = os.path.join(CACHE, f"warm-start-{hashlib.sha256(''.join(sources).encode()).hexdigest()[:12]}")
     if os.path.exists(folder):
@@ -347,6 +349,7 @@ def warm_start(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
             optimizer.zero_grad()
     os.makedirs(CACHE, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=CACHE)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(temporary)
     try:
         os.rename(temporary, folder)
@@ -629,9 +632,9 @@ def environment(device):
 
 def load_all(args):
     """(model, text, training problems, held-out problems) of the command line."""
+    problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
     folder = qerl.model_folder(args.model) if args.model else warm_start()
     text = ChatText(folder) if args.model else ByteText()
-    problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
     if torch.device(args.device).type == "cuda":
         torch.cuda.set_device(torch.device(args.device).index or 0)
     torch.manual_seed(args.seed)                                            # LoRA's A
@@ -651,6 +654,7 @@ def evaluate_both(model, text, held_out, args, when):
 
 
 def train(args):
+    saved = read_checkpoint(args.out, args) if args.resume else None
     model, text, problems, held_out = load_all(args)
     parameters = qerl.trainable(model).values()
     optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]},
@@ -658,7 +662,7 @@ def train(args):
     sampling_rng = torch.Generator(model.device).manual_seed(args.seed)
     noise_rng = torch.Generator().manual_seed(args.seed + 1)
     rngs = [sampling_rng, noise_rng]
-    state, metrics = start_or_resume(model, text, held_out, optimizer, rngs, args)
+    state, metrics = start_or_resume(saved, model, text, held_out, optimizer, rngs, args)
     started, clock = time.time() - state["seconds"], Clock(model.device)
 
     def draw():
@@ -709,9 +713,8 @@ def train(args):
     finish(state, metrics, len(held_out), time.time() - started, args)
 
 
-def start_or_resume(model, text, held_out, optimizer, rngs, args):
-    """(state, metrics so far): of the last checkpoint with --resume, else fresh, with the accuracy before training."""
-    saved = read_checkpoint(args.out, args) if args.resume else None
+def start_or_resume(saved, model, text, held_out, optimizer, rngs, args):
+    """(state, metrics so far): of the saved checkpoint, else fresh, with the accuracy before training."""
     if saved:
         state, tensors = saved
         restore(tensors, model, optimizer, rngs)
@@ -755,11 +758,12 @@ def finish(state, metrics, held_out_questions, seconds, args):
 
 def evaluate_only(args):
     """Measure the model, or with --resume the run's policy; with --out the figures are also kept in eval.json."""
-    model, text, _, held_out = load_all(args)
     saved = read_checkpoint(args.out, args) if args.resume else None
     if args.resume and not saved:
         raise UserError(f"--resume: {args.out} has no checkpoint to evaluate")
+    model, text, _, held_out = load_all(args)
     if saved:
+        print(f"evaluating {args.out} after step {saved[0]['step']}")
         restore(saved[1], model)
     result = evaluate_both(model, text, held_out, args, "now")
     if args.out:
@@ -778,6 +782,7 @@ def log_step(m, batch, bar, args):
 
 
 def main():
+    args = lock = None
     try:
         args = arguments()
         lock = open_run(args) if args.out or args.resume or not args.eval_only else None
@@ -785,9 +790,9 @@ def main():
             evaluate_only(args)
         else:
             train(args)
-        if lock:
-            lock.close()
     except UserError as e:
+        if lock and os.listdir(args.out) == ["lock"]:  # nothing came of this run
+            shutil.rmtree(args.out)
         sys.exit(fail(str(e)))
     except (OSError, safetensors.SafetensorError) as e:
         sys.exit(fail(f"{e}; mend or remove what it names"))
@@ -797,7 +802,8 @@ def main():
         sys.exit(fail("out of memory; lower --slots (rollout) or --micro-tokens (update) and add --resume, "
                       "or start again with a lower --max-new-tokens"))
     except KeyboardInterrupt:
-        print(f"\nstopped; go on with --resume --out {args.out}", file=sys.stderr)
+        again = f"; go on with --resume --out {args.out}" if args and args.out else ""
+        print(f"\nstopped{again}", file=sys.stderr)
         sys.exit(130)
 
 
