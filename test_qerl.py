@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -557,7 +558,7 @@ def test_word_problems_are_gsm8k_shaped_and_disjoint():
     train, held_out = train_gsm8k.made_up_problems()
     assert not {p["question"] for p in train} & {p["question"] for p in held_out}
     for problem in train[:300]:
-        for left, right in (c.split("=") for c in __import__("re").findall(r"<<(.*?)>>", problem["answer"])):
+        for left, right in (c.split("=") for c in re.findall(r"<<(.*?)>>", problem["answer"])):
             assert eval(left) == int(right)
         assert problem["answer"].endswith(f"#### {right}")
     careless = train_gsm8k.made_up_problems(careless=1.0)[0]

@@ -192,7 +192,7 @@ def read_jsonl(folder, pattern):
             for number, line in enumerate(f, 1):
                 try:
                     problem = json.loads(line)
-                    if not (isinstance(problem["question"], str) and parse_number(problem["answer"].split("####")[1]) is not None):
+                    if not (isinstance(problem["question"], str) and final_number(problem) is not None):
                         raise ValueError
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError):
                     raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
@@ -271,7 +271,7 @@ class ChatText:
 def with_prompts(problems, text, limit):
     """Add "prompt" (token ids) and "number"; problems whose prompt is longer than `limit` tokens are counted and left out."""
     for problem in problems:
-        problem["prompt"], problem["number"] = text.prompt(problem["question"]), parse_number(problem["answer"].split("####")[1])
+        problem["prompt"], problem["number"] = text.prompt(problem["question"]), final_number(problem)
     kept = [p for p in problems if len(p["prompt"]) <= limit]
     if len(kept) < len(problems):
         print(f"{len(problems) - len(kept)} of {len(problems)} prompts are longer than {limit} tokens and are skipped")
@@ -296,6 +296,11 @@ def parse_number(text):
     if last is None or re.search(r"\d\s*/\s*$|\\frac\{[^{}]*\}\{$", text[:last.start()]):
         return None
     return Decimal(last.group().replace("$", "").replace(",", ""))
+
+
+def final_number(problem):
+    """The right answer of a problem, behind "####"."""
+    return parse_number(problem["answer"].split("####")[1])
 
 
 def answered_number(completion):
@@ -394,13 +399,18 @@ class Batch:
         return [p["prompt"] for p in self.problems for _ in range(self.rewards.shape[1])]
 
 
+def decode_all(text, rollout):
+    """The texts of a Rollout's completions."""
+    return [text.decode(row[:n].tolist()) for row, n in zip(rollout.tokens.cpu(), rollout.length.tolist())]
+
+
 def sample_groups(model, text, problems, args, rng, clock):
     """Sample args.group completions of each problem and score them."""
     with clock("rollout"):
         rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, args.group, eos=text.eos,
                                 slots=args.slots, generator=rng)
     with clock("reward"):
-        texts = [text.decode(row[:n].tolist()) for row, n in zip(rollout.tokens.cpu(), rollout.length.tolist())]
+        texts = decode_all(text, rollout)
         scores = [reward(t, problems[i // args.group]["number"]) for i, t in enumerate(texts)]
         scores = torch.tensor(scores, device=model.device).view(len(problems), args.group, 2)
     return Batch(problems, rollout, texts, scores[..., 0], scores[..., 1])
@@ -469,7 +479,7 @@ def evaluate(model, text, problems, args, temperature, top_p, desc):
     rng = torch.Generator(model.device).manual_seed(args.seed)
     rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, temperature=temperature,
                             top_p=top_p, eos=text.eos, slots=args.slots, generator=rng)
-    texts = [text.decode(row[:n].tolist()) for row, n in zip(rollout.tokens.cpu(), rollout.length.tolist())]
+    texts = decode_all(text, rollout)
     accuracy = sum(stated_number(t) == p["number"] for t, p in zip(texts, problems)) / len(problems)
     print(f"{desc}: {accuracy:.1%} of {len(problems)} held-out questions, {rollout.length.float().mean():.0f} tokens on average")
     return accuracy
@@ -587,7 +597,7 @@ def read_metrics(folder, last_step):
 
 
 def plot(metrics, path, before, after):
-    """Reward and accuracy, entropy and noise, length, mismatch over the steps, as a picture."""
+    """Accuracy, reward, entropy with the noise, and completion length over the steps, as a picture."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
