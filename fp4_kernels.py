@@ -2,9 +2,14 @@
 
 The twins are the specification: they step in a debugger, and the tests hold the kernels to them, on a GPU and in
 Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+
+    1. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
+    2. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
+    3. decode         what a decode step does between its linear layers                rms_norm, silu_mul, decode_attention
 """
 import functools
 import os
+from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ import torch.nn.functional as F
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
@@ -24,8 +30,25 @@ def use_triton(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decode 4-bit codes                                        w[n, k] = table[code[n, k]] · scale[n, k // block]
-# Bound by memory: half a byte of codes, 4/block bytes of float32 scale in, two bytes out for each weight.
+# 1. 4-bit tiles
+#
+# Hopper's tensor cores (wgmma) take 64 rows x 16 columns of W from the registers of 128 threads: thread (warp, g, t), g < 8,
+# t < 4, holds columns 2t, 2t+1, 2t+8, 2t+9 of the rows 16 warp + g and 16 warp + g + 8. So that no code has to move between
+# threads, a model's codes are put into that order when it is loaded: a tile is 64 rows x 64 columns, four such steps, and
+# each thread finds its 32 codes in 16 consecutive bytes.
+#
+# A product may sum over columns in any order. What thread t takes for its 16 columns of the four steps is therefore block t
+# of the tile, 16 neighbours that share a scale: one scale a thread and row. Activations have to come in the same order
+# (`interleave`); the kernels before a linear layer write them so. A 32-bit word holds 8 codes, two neighbours 16 bits apart:
+#
+#   E2M1   Their bits stand where a shift and an AND make them the sign, the last two exponent bits and the first mantissa
+#          bit of a bfloat16, that is 2^-126 times the code: code pair 0 at bits 15, 8-6; 1 three lower; 2 six lower; the
+#          last where there is room, 14, 13, 11-10. The scale is stored as 5 exponent bits, below the row's largest, and 3
+#          mantissa bits: one multiplication and addition make it a pair of bfloat16. All of it is exact.
+#   NF4    Code i stands at bit 4i. PRMT looks four 3-bit codes up in a table of eight bytes; NF4 as bfloat16 takes four.
+
+Tiled = namedtuple("Tiled", "words scales out_scale")     # int32 [out/64, in/64, 512], uint8 or bfloat16, float32 [out]
+
 
 @functools.lru_cache
 def table_on(table, device):
@@ -33,87 +56,513 @@ def table_on(table, device):
     return table.to(device)
 
 
-def decode_nibbles_torch(packed, table, scale, dtype):
-    table = table_on(table, packed.device)
-    values = torch.stack([table[(packed & 15).int()], table[(packed >> 4).int()]], dim=-1)     # [out, in/2, 2]
-    return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
+def interleave(x):
+    """x [..., in] -> its columns in the order of the tiles."""
+    return x.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2).flatten(-4)
 
 
-def decode_nibbles(packed, table, scale, dtype):
-    """packed uint8 [out, in/2], even index in the low nibble; table float32 [16]; scale float32 [out, in/block];
-    -> [out, in] in dtype."""
-    if not use_triton(packed):
-        return decode_nibbles_torch(packed, table, scale, dtype)
-    out_features, half = packed.shape
-    weight = torch.empty(out_features, 2 * half, dtype=dtype, device=packed.device)
-    grid = (triton.cdiv(packed.numel(), 1024),)
-    decode_nibbles_kernel[grid](packed, table_on(table, packed.device), scale, weight, packed.numel(),
-                                HALF_BLOCK=half // scale.shape[1], BYTES=1024, num_warps=4)
+def tile(packed, scale, row_scale, nf4=False):
+    """packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16], NF4 [out, in/64]; row_scale
+    float32, broadcast to [out]; out and in divisible by 64 -> Tiled, whose weight is code * scale * row_scale.
+
+    Exact for scales of four significant bits (E4M3, E8M0) less than 2^31 below their row's largest. NF4's become bfloat16.
+    """
+    out, columns = packed.shape[0], 2 * packed.shape[1]
+    codes = torch.stack([packed & 15, packed >> 4], -1)
+    codes = codes.view(out // 64, 4, 2, 8, columns // 64, 4, 2, 8).permute(0, 4, 1, 3, 5, 2, 6, 7)      # (.., 8 in a word)
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=packed.device)
+    for i, code in enumerate(codes.unbind(-1)):
+        code = code.int()
+        pair, half = i // 2, i % 2
+        if nf4:
+            words |= code << 4 * i
+        elif pair < 3:
+            words |= (code >> 3 << 15 - 3 * pair | (code & 7) << 6 - 3 * pair) << 16 * half
+        else:
+            words |= (code >> 3 << 14 | (code >> 2 & 1) << 13 | (code & 3) << 10) << 16 * half
+    words = words.reshape(out // 64, columns // 64, 512)
+    mantissa, exponent = torch.frexp(scale)                                 # scale = mantissa * 2^exponent, 0.5 <= mantissa < 1
+    top = exponent.amax(1)
+    stored = (exponent - top[:, None] + 31) * 8 + (mantissa * 16 - 8)
+    stored = scale.bfloat16() if nf4 else torch.where((stored >= 0) & (scale > 0), stored, 0).to(torch.uint8)
+    stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2).contiguous()  # (.., warp, g, t, row half)
+    return Tiled(words, stored, row_scale.reshape(-1).expand(out) * (1.0 if nf4 else torch.exp2(top - 2.0)))
+
+
+def untile_torch(tiled, table, dtype=torch.bfloat16):
+    words, scales, out_scale = tiled
+    nf4 = scales.dtype == torch.bfloat16
+    w = words.view(*words.shape[:2], 4, 8, 4, 2, 2)
+    halves = [w & 0xFFFF, w >> 16 & 0xFFFF]
+    if nf4:
+        codes = [w >> 4 * i & 15 for i in range(8)]
+        scale = scales.float() * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
+    else:
+        codes = [(h >> 12 - 3 * p & 8 | h >> 6 - 3 * p & 7) if p < 3 else (h >> 11 & 8 | h >> 11 & 4 | h >> 10 & 3)
+                 for p in range(4) for h in halves]
+        scale = torch.exp2((scales >> 3).float() - 30) * (1 + (scales & 7) / 8)
+        scale = scale * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
+    weight = table_on(table, words.device)[torch.stack(codes, -1).long()] * scale[..., None, None]             # (.., t, row half, 2, 8)
+    return weight.permute(0, 2, 5, 3, 1, 4, 6, 7).reshape(len(out_scale), -1).to(dtype)
+
+
+def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
+    """Tiled -> weight [out, in] in dtype, in > 64. table: float32 [16], the value of each code."""
+    words, scales, out_scale = tiled
+    if not use_triton(words) or words.shape[1] % 2:
+        weight = untile_torch(tiled, table, dtype)
+        return interleave(weight) if interleaved else weight
+    weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
+    untile_kernel[(words.shape[0], words.shape[1] // 2)](words, scales, out_scale, table_on(table, words.device), weight, words.shape[1],
+                                                         NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)
     return weight
 
 
 if triton is not None:
+    PLAIN = tl.constexpr(INTERPRETED)                          # the interpreter has neither inline PTX nor bfloat16 products
+
     @triton.jit
-    def decode_nibbles_kernel(packed, table, scale, weight, n_bytes, HALF_BLOCK: tl.constexpr, BYTES: tl.constexpr):
-        first = tl.program_id(0).to(tl.int64) * BYTES                 # rows are whole blocks, so one flat index serves all
-        i, j, b = tl.arange(0, BYTES), tl.arange(0, 2 * BYTES), tl.arange(0, BYTES // HALF_BLOCK)
-        code = tl.load(packed + first + i, mask=first + i < n_bytes, other=0).to(tl.int32)
-        s = tl.load(scale + first // HALF_BLOCK + b, mask=first + b * HALF_BLOCK < n_bytes, other=0.0)
-        s = tl.broadcast_to(s[:, None], (BYTES // HALF_BLOCK, HALF_BLOCK)).reshape(BYTES)
-        low = tl.load(table + (code & 15)) * s
-        high = tl.load(table + (code >> 4)) * s
-        tl.store(weight + 2 * first + j, tl.interleave(low, high).to(weight.dtype.element_ty), mask=2 * first + j < 2 * n_bytes)
+    def e2m1_pairs(word, scale):
+        """Eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16, in the order of the columns."""
+        if PLAIN:
+            a, b, c = word & -0x7E3F7E40, word << 3 & -0x7E3F7E40, word << 6 & -0x7E3F7E40       # 0x81C081C0
+            d = word << 1 & -0x7FFF8000 | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
+            s = (scale << 16).to(tl.float32, bitcast=True)
+            return ((a << 16).to(tl.float32, bitcast=True) * s, (a & -65536).to(tl.float32, bitcast=True) * s,
+                    (b << 16).to(tl.float32, bitcast=True) * s, (b & -65536).to(tl.float32, bitcast=True) * s,
+                    (c << 16).to(tl.float32, bitcast=True) * s, (c & -65536).to(tl.float32, bitcast=True) * s,
+                    (d << 16).to(tl.float32, bitcast=True) * s, (d & -65536).to(tl.float32, bitcast=True) * s)
+        return tl.inline_asm_elementwise("""{
+            .reg .b32 a, b, c, d, t;
+            and.b32 a, $8, 0x81C081C0;
+            shl.b32 t, $8, 3;  and.b32 b, t, 0x81C081C0;
+            shl.b32 t, $8, 6;  and.b32 c, t, 0x81C081C0;
+            shl.b32 t, $8, 1;  and.b32 d, t, 0x80008000;
+            shr.b32 t, $8, 5;  lop3.b32 d, t, 0x01000100, d, 0xEA;      // (t & mask) | d
+            shr.b32 t, $8, 4;  lop3.b32 d, t, 0x00C000C0, d, 0xEA;
+            mul.rn.bf16x2 a, a, $9;  mul.rn.bf16x2 b, b, $9;  mul.rn.bf16x2 c, c, $9;  mul.rn.bf16x2 d, d, $9;
+            mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
+            }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
+
+    @triton.jit
+    def nf4_pairs(word, scale, table):
+        """As e2m1_pairs. The lookup tables are the high and the low bytes of NF4 in bfloat16, codes 0-7 and 8-15."""
+        if PLAIN:
+            s = (scale << 16).to(tl.float32, bitcast=True)
+            return (tl.load(table + (word & 15)) * s, tl.load(table + (word >> 4 & 15)) * s,
+                    tl.load(table + (word >> 8 & 15)) * s, tl.load(table + (word >> 12 & 15)) * s,
+                    tl.load(table + (word >> 16 & 15)) * s, tl.load(table + (word >> 20 & 15)) * s,
+                    tl.load(table + (word >> 24 & 15)) * s, tl.load(table + (word >> 28 & 15)) * s)
+        return tl.inline_asm_elementwise("""{
+            .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d;
+            and.b32 i, $8, 0x77777777;  shr.b32 j, i, 16;  shl.b32 u, $8, 4;
+            prmt.b32 m, $8, u, 0x9D8C;                                                   // FF where a code is 8 or more
+            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;  lop3.b32 h, m, g, h, 0xCA;
+            prmt.b32 l, 0xCA063280, 0x00BA3D92, i;  prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;  lop3.b32 l, m, k, l, 0xCA;
+            prmt.b32 a, l, h, 0x5140;  prmt.b32 b, l, h, 0x7362;
+            prmt.b32 m, $8, u, 0xBFAE;
+            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;  lop3.b32 h, m, g, h, 0xCA;
+            prmt.b32 l, 0xCA063280, 0x00BA3D92, j;  prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;  lop3.b32 l, m, k, l, 0xCA;
+            prmt.b32 c, l, h, 0x5140;  prmt.b32 d, l, h, 0x7362;
+            mul.rn.bf16x2 a, a, $9;  mul.rn.bf16x2 b, b, $9;  mul.rn.bf16x2 c, c, $9;  mul.rn.bf16x2 d, d, $9;
+            mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
+            }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
+
+    @triton.jit
+    def decode_tiles(words, scales, table, chunks, R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+        """R x C tiles from the pointers to their first word and scale, `chunks` tiles lying in a row of them ->
+        [R, C, warp 4, g 8, t 4, row half 2, word 2, step 2, column half 2, neighbour 2], in bfloat16."""
+        T: tl.constexpr = 1 if NF4 else 4
+        r = tl.arange(0, R)[:, None] * chunks
+        word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None]).reshape(R, C, 4, 8, 4, 2, 2)
+        scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+        if NF4:
+            pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
+        else:
+            pair = scale.to(tl.int32) * 0x00100010 + 0x6F806F80        # exponent and mantissa into place, 2^96
+        pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
+        if NF4:
+            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
+        else:
+            v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
+        return tl.join(tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7)))
+
+    @triton.jit
+    def untile_kernel(words, scales, out_scale, table, weight, chunks, NF4: tl.constexpr, INTERLEAVED: tl.constexpr):
+        row, c = tl.program_id(0), tl.program_id(1) * 2
+        at = (row * chunks + c).to(tl.int64)
+        v = decode_tiles(words + at * 512, scales + at * (64 if NF4 else 256), table, chunks, 1, 2, NF4)
+        if INTERLEAVED:
+            v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
+        else:
+            v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
+        n = row * 64 + tl.arange(0, 64)[:, None]
+        w = v.to(tl.float32) * tl.load(out_scale + n)
+        tl.store(weight + n.to(tl.int64) * (chunks * 64) + c * 64 + tl.arange(0, 128)[None], w.to(weight.dtype.element_ty))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decode attention                                          y[b, h] = softmax(q[b, h] · K[b, :length[b]]ᵀ / √D) · V
-# One query a row against a cache of fixed size. Bound by memory: the keys and values that are there are read once, for
-# all query heads that share them (GQA); what lies behind `length` is not touched.
+# 2. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual             in one launch
+#
+# The transposed product Ŵ xᵀ: weights are decoded in the registers from which the tensor cores take them. For few rows it is
+# bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
+#
+# Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
+# wherever that cuts a tile. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so
+# adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ (up to 64 rows; above, a matrix product before)
+# is cut along the input, too, over the first few programs; when they are done, `ready` says so, and tiles are finished with
+# their share of B. Programs start in order, so that who waits, waits for a program that runs.
 
-def decode_attention_torch(q, k, v, length):
-    k, v = k[:, :, :length.max()], v[:, :, :length.max()]
-    mask = torch.arange(k.shape[2], device=q.device) < length[:, None, None, None]             # (B, 1, 1, T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
+SHAPES = [(Shape(16, 2, 2, 4, 4, 3, False, 168),) * 2,                    # for layers of less and of more than 2^25 weights
+          (Shape(32, 1, 4, 4, 3, 3, False, 160),) * 2,
+          (Shape(64, 1, 2, 4, 3, 3, True, 168), Shape(64, 2, 2, 4, 3, 2, True, 255)),
+          (Shape(128, 1, 2, 4, 3, 1, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
+          (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
+Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
 
-def decode_attention(q, k, v, length):
-    """q [B, heads, 1, D], k and v [B, kv_heads, max_len, D] of the same strides, rows contiguous, length int64 [B] >= 1
-    -> [B, heads, 1, D]."""
-    if not use_triton(q):
-        return decode_attention_torch(q, k, v, length)
-    B, heads, _, D = q.shape
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
-    share = heads // k.shape[1]
-    decode_attention_kernel[(B, k.shape[1])](
-        q.contiguous(), k, v, length, y, k.stride(0), k.stride(1), D ** -0.5 * LOG2E, SHARE=share,
-        HEADS=max(16, triton.next_power_of_2(share)), D=D, BLOCK=64, D_PAD=triton.next_power_of_2(D), num_warps=4)
+def lora_for_tiles(A, B, sizes, scaling, tiled):
+    """LoRA of layers stacked along out, A float32 [pieces * r, in] and B [out, r], as `linear` takes it: a rank that is a
+    power of two, at least 16; bounds are where the second and third piece begin in out."""
+    rank = B.shape[1]
+    padded = max(16, 1 << (rank - 1).bit_length())
+    A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
+    B = F.pad(scaling * B / tiled.out_scale[:, None], (0, padded - rank))
+    bounds = [sum(sizes[:1]), sum(sizes[:2])][:len(sizes) - 1]
+    return Lora(interleave(A).bfloat16().contiguous(), B.bfloat16().contiguous(), (*bounds, sum(sizes), sum(sizes))[:2])
+
+
+def add_lora(y, x, tiled, lora):
+    """y + (x Aᵀ) Bᵀ, piece by piece."""
+    if lora is None:
+        return y
+    B, h = lora.B * tiled.out_scale[:, None].to(x.dtype), F.linear(x, lora.A).split(lora.B.shape[1], -1)
+    first, second = lora.bounds
+    return y + torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, (B[:first], B[first:second], B[second:]))], -1)
+
+
+def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
+    y = F.linear(x, interleave(untile_torch(tiled, table, x.dtype)), bias if bias is None else bias.to(x.dtype))
+    return add_lora(y if residual is None else y + residual, x, tiled, lora)
+
+
+@functools.lru_cache
+def scratch(device):
+    """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    partial = max(2 * s.programs * sms * 64 * s.R * s.rows for pair in SHAPES for s in pair)
+    return sms, torch.empty(partial, device=device), torch.empty(2 ** 20, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+
+
+def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
+    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias float32 [out], residual [M, out]."""
+    words, scales, out_scale = tiled
+    (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
+    if M > 512 and N * columns <= 2 ** 25 and shape is None:                  # too few tiles to cut evenly: decode first
+        y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
+        return add_lora(y if residual is None else y + residual, x, tiled, lora)
+    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 2 ** 25]
+    C = s.C if chunks % s.C == 0 else 2
+    sms, partial, lora_partial, counters = scratch(x.device)
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    A, B, (bound1, bound2) = lora or (None, None, (N, N))
+    ranks, parts = 0 if lora is None else len(A), min(16, chunks // 2)
+    lora_programs = triton.cdiv(ranks, 64) * parts if M <= 64 else 0
+    h = torch.empty(M, ranks, dtype=x.dtype, device=x.device) if lora_programs or not ranks else F.linear(x, A)
+    programs = min(s.programs * sms - lora_programs, N // (64 * s.R) * triton.cdiv(M, s.rows) * (chunks // C))
+    linear_kernel[(lora_programs + programs,)](
+        TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
+        table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
+        bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
+        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs)
     return y
 
 
 if triton is not None:
     @triton.jit
-    def decode_attention_kernel(q, k, v, length, y, stride_b, stride_h, scale_log2e, SHARE: tl.constexpr, HEADS: tl.constexpr,
-                                D: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr):
-        b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    def product(a, b, acc):
+        """acc + a b; the interpreter multiplies float32 only."""
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
+
+    @triton.jit
+    def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+        """acc + parts[first] + ... + parts[last - 1], some loads at once."""
+        for q in range(first, last, AT_ONCE):
+            for u in tl.static_range(AT_ONCE):
+                there = tl.full([1, 1], q + u, tl.int32) < last
+                acc += tl.load(parts + (q + u) * STRIDE, mask=there, other=0.0, cache_modifier=".cg")
+        return acc
+
+    @triton.jit
+    def lora_down(x, lora_A, h, partial, arrived, ready, M, columns, ranks, parts, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+        """h = x Aᵀ: this program's 64 ranks and its part of the columns; the last part to arrive adds them up."""
+        tiles, m_tiles = tl.cdiv(ranks, 64), tl.cdiv(M, ROWS)
+        tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+        j = tile * 64 + tl.arange(0, 64)
+        for m_tile in range(m_tiles):
+            m = m_tile * ROWS + tl.arange(0, ROWS)
+            acc = tl.zeros([64, ROWS], tl.float32)
+            for chunk in range(part * (columns // 64) // parts, (part + 1) * (columns // 64) // parts):
+                k = chunk * 64 + tl.arange(0, 64)
+                a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
+                b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
+                acc = product(a, b.T, acc)
+            here = partial + (tile * m_tiles + m_tile) * parts * (64 * ROWS) + tl.arange(0, 64)[:, None] * ROWS + tl.arange(0, ROWS)[None]
+            tl.store(here + part * (64 * ROWS), acc)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + tile * m_tiles + m_tile, 1) == parts - 1:
+                tl.store(arrived + tile * m_tiles + m_tile, 0)
+                acc = add_parts(tl.zeros([64, ROWS], tl.float32), here, 0, parts, 64 * ROWS, AT_ONCE)
+                tl.store(h + m[None] * ranks + j[:, None], acc.to(h.dtype.element_ty), mask=(m[None] < M) & (j[:, None] < ranks))
+                tl.debug_barrier()
+                tl.atomic_add(ready, 1)
+
+    @triton.jit
+    def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
+                      counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
+                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):
+        SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
+        AT_ONCE: tl.constexpr = min(8, max(1, 4096 * WARPS // SIZE))    # as many as the registers hold
+        ready, used, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
+        p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs
+        steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)
+        tiles = N // (64 * R) * m_tiles
+        total = tiles * steps
+        at, end = p * total // P, (p + 1) * total // P
+        if RANK > 0:
+            if p < 0:
+                lora_down(x, lora_A, h, lora_partial, lora_arrived, ready, M, chunks * 64, ranks, parts, ROWS, AT_ONCE)
+                at = end
+        while at < end:
+            tile, first = at // steps, at % steps
+            last = tl.minimum(steps, first + end - at)
+            at += last - first
+            n = tile // m_tiles * (64 * R) + tl.arange(0, 64 * R)
+            m = tile % m_tiles * ROWS + tl.arange(0, ROWS)
+            row = (tile // m_tiles * R * chunks).to(tl.int64)
+            acc = tl.zeros([64 * R, ROWS], tl.float32)
+            for step in tl.range(first, last, num_stages=STAGES):
+                w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * (64 if NF4 else 256), table, chunks, R, C, NF4)
+                w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64 * R, 64 * C)      # as the tensor cores count the columns
+                if x_tma is not None:
+                    b = x_tma.load([tile % m_tiles * ROWS, step * C * 64])
+                else:
+                    k = step * C * 64 + tl.arange(0, 64 * C)
+                    b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
+                acc = product(w, b.T, acc)
+            whole = last - first == steps
+            if not whole:                                            # leave it; whoever is last finishes the tile
+                here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
+                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
+                tl.debug_barrier()
+                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
+                whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
+                if whole:
+                    tl.store(arrived + tile, 0)
+                    acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+                    acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+            if whole:
+                if RANK > 0:
+                    r, n0 = tl.arange(0, RANK), tile // m_tiles * (64 * R)
+                    B = tl.load(lora_B + n[:, None] * RANK + r[None])
+                    piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+                    while tl.atomic_add(ready, 0) < lora_programs // parts * m_tiles:
+                        pass
+                    H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+                    acc = product(B, H.T, acc)
+                    tl.debug_barrier()
+                    if tl.atomic_add(used, 1) == tiles - 1:          # no one waits any more
+                        tl.store(used, 0)
+                        tl.store(ready, 0)
+                out = acc * tl.load(out_scale + n)[:, None]
+                if bias is not None:
+                    out += tl.load(bias + n)[:, None]
+                at_y = m[None].to(tl.int64) * N + n[:, None]
+                if residual is not None:
+                    out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+                tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
+# `tiled` says that the next layer takes its input interleaved.
+
+def rms_norm_torch(x, weight, eps, tiled=False):
+    y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+    return interleave(y) if tiled else y
+
+
+def rms_norm(x, weight, eps, tiled=False):
+    """x [M, d], weight float32 [d] -> [M, d] in x's dtype; computed in float32."""
+    if not use_triton(x):
+        return rms_norm_torch(x, weight, eps, tiled)
+    y = torch.empty_like(x)
+    rms_norm_kernel[(x.shape[0],)](x, weight, y, x.shape[1], eps, TILED=tiled, SIZE=triton.next_power_of_2(x.shape[1]), num_warps=8)
+    return y
+
+
+def silu_mul_torch(gate_up, tiled=False):
+    gate, up = gate_up.chunk(2, -1)
+    y = F.silu(gate) * up
+    return interleave(y) if tiled else y
+
+
+def silu_mul(gate_up, tiled=False):
+    """gate_up [M, 2n] -> silu(gate) * up [M, n]."""
+    if not use_triton(gate_up):
+        return silu_mul_torch(gate_up, tiled)
+    M, n = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(M, n, dtype=gate_up.dtype, device=gate_up.device)
+    silu_mul_kernel[(triton.cdiv(n, 1024), M)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4)
+    return y
+
+
+if triton is not None:
+    @triton.jit
+    def interleaved(k):
+        """Where column k goes."""
+        return k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
+
+    @triton.jit
+    def rms_norm_kernel(x, weight, y, d, eps, TILED: tl.constexpr, SIZE: tl.constexpr):
+        row, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
+        tl.store(y + row * d + (interleaved(k) if TILED else k), v.to(y.dtype.element_ty), mask=k < d)
+
+    @triton.jit
+    def silu_mul_kernel(gate_up, y, n, TILED: tl.constexpr, SIZE: tl.constexpr):
+        k, row = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1).to(tl.int64)
+        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+        silu = (gate / (1 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
+        tl.store(y + row * n + (interleaved(k) if TILED else k), (silu * up).to(y.dtype.element_ty), mask=k < n)
+
+
+# Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
+#                                                           y[b, h] = softmax(q[b, h] · K[b, :length[b]+1]ᵀ / √D) · V
+# Bound by memory: the keys and values that are there are read once for all query heads that share them (GQA); what lies
+# behind `length` is not touched. Long rows are cut into parts of SPLIT tokens for different programs; the last to finish
+# puts the parts together.
+
+SPLIT = 256
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x [..., D]; cos, sin broadcast to it."""
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
+    B, kv_heads, _, D = k_cache.shape
+    q, k, v = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * kv_heads, kv_heads, kv_heads], 1)           # (B, heads, D)
+    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    rows = torch.arange(B, device=qkv.device)
+    k_cache[rows, :, length], v_cache[rows, :, length] = k, v
+    k, v = k_cache[:, :, :length.max() + 1], v_cache[:, :, :length.max() + 1]
+    mask = torch.arange(k.shape[2], device=k.device) <= length[:, None, None, None]                          # (B, 1, 1, T)
+    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, enable_gqa=True).reshape(B, -1)
+    return interleave(y) if tiled else y
+
+
+def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
+    """qkv [B, (heads + 2 kv_heads) * D]; cos, sin [B, D] of each row's position; caches [B, kv_heads, max_len, D], whose
+    place `length` int64 [B] is filled in -> [B, heads * D]."""
+    if not use_triton(qkv):
+        return decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled)
+    B, kv_heads, max_len, D = k_cache.shape
+    heads = qkv.shape[1] // D - 2 * kv_heads
+    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
+    parts, share = triton.cdiv(max_len, SPLIT), heads // kv_heads
+    HEADS = max(16, triton.next_power_of_2(share))
+    D_PAD = triton.next_power_of_2(D)
+    out, stats, arrived = attention_scratch(B * kv_heads, parts, HEADS, D_PAD, qkv.device)
+    decode_attention_kernel[(parts, B * kv_heads)](
+        qkv, cos, sin, k_cache, v_cache, length, y, out, stats, arrived, kv_heads, k_cache.stride(0), k_cache.stride(1),
+        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=SPLIT, num_warps=4)
+    return y
+
+
+@functools.lru_cache(maxsize=4)
+def attention_scratch(rows, parts, heads, D, device):
+    """(unnormalised outputs, (maximum, sum) of each part, how many parts have arrived: zero between calls)."""
+    return (torch.empty(rows, parts, heads, D, device=device), torch.empty(rows, parts, 2, heads, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device))
+
+
+if triton is not None:
+    @triton.jit
+    def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
+        """The rotary embedding of what `at` points at."""
+        half = tl.where(d < D // 2, d + D // 2, d - D // 2)
+        v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+        return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
+
+    @triton.jit
+    def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, length, y, outs, stats, arrived, kv_heads, stride_b, stride_h,
+                                scale_log2e, TILED: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+                                D_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+        part, row = tl.program_id(0), tl.program_id(1)
+        b, g = (row // kv_heads).to(tl.int64), row % kv_heads
         n = tl.load(length + b).to(tl.int32)
-        head, d = tl.arange(0, HEADS), tl.arange(0, D_PAD)             # the query heads of one kv head, padded for tl.dot
-        at = ((b * tl.num_programs(1) + g) * SHARE + head[:, None]) * D + d[None]
-        inside = (head[:, None] < SHARE) & (d[None] < D)
-        Q = tl.load(q + at, mask=inside, other=0.0)
-        top = tl.full([HEADS], -float("inf"), tl.float32)              # online softmax: running maximum, sum and output
-        total = tl.zeros([HEADS], tl.float32)
-        out = tl.zeros([HEADS, D_PAD], tl.float32)
-        for start in range(0, n, BLOCK):
-            t = start + tl.arange(0, BLOCK)
-            kv = b * stride_b + g * stride_h + t[:, None] * D + d[None]
-            there = (t[:, None] < n) & (d[None] < D)
-            K = tl.load(k + kv, mask=there, other=0.0)
-            V = tl.load(v + kv, mask=there, other=0.0)
-            score = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2e       # (HEADS, BLOCK)
-            score = tl.where(t[None] < n, score, -float("inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            p, shrink = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, 1)
-            out = out * shrink[:, None] + tl.dot(p.to(V.dtype), V, input_precision="ieee")
-            top = new_top
-        tl.store(y + at, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+        if part * SPLIT <= n:
+            head, d = tl.arange(0, HEADS), tl.arange(0, D_PAD)         # the query heads of one kv head, padded for tl.dot
+            inside = (head[:, None] < SHARE) & (d[None] < D)
+            c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
+            s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
+            at = b * (kv_heads * (SHARE + 2)) * D
+            Q = rotated(qkv, at + (g * SHARE + head[:, None]) * D, d[None], c[None], s[None], inside, D)
+            top = tl.full([HEADS], -float("inf"), tl.float32)          # online softmax: running maximum, sum and output
+            total = tl.zeros([HEADS], tl.float32)
+            out = tl.zeros([HEADS, D_PAD], tl.float32)
+            cached = b * stride_b + g * stride_h
+            if n < (part + 1) * SPLIT:                                 # this part has the new token: begin with it
+                k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
+                v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
+                tl.store(k_cache + cached + n * D + d, k, mask=d < D)
+                tl.store(v_cache + cached + n * D + d, v, mask=d < D)
+                top = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
+                total += 1.0
+                out += v.to(tl.float32)[None]
+            for start in range(part * SPLIT, tl.minimum(n, (part + 1) * SPLIT), BLOCK):
+                t = start + tl.arange(0, BLOCK)
+                there = (t[:, None] < n) & (d[None] < D)
+                K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+                V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+                score = (tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32)) if PLAIN else tl.dot(Q, tl.trans(K), input_precision="ieee"))
+                score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))                  # (HEADS, BLOCK)
+                new_top = tl.maximum(top, tl.max(score, 1))
+                w, shrink = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
+                total = total * shrink + tl.sum(w, 1)
+                V = V.to(tl.float32) if PLAIN else V
+                out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
+                top = new_top
+            parts, done = n // SPLIT + 1, n < SPLIT
+            if not done:
+                slot = row.to(tl.int64) * tl.num_programs(0)
+                i = head[:, None] * D_PAD + d[None]
+                tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
+                tl.store(stats + (slot + part) * (2 * HEADS) + head, top)
+                tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
+                tl.debug_barrier()
+                done = tl.atomic_add(arrived + row, 1) == parts - 1
+                if done:
+                    tl.store(arrived + row, 0)
+                    top = tl.full([HEADS], -float("inf"), tl.float32)
+                    total = tl.zeros([HEADS], tl.float32)
+                    out = tl.zeros([HEADS, D_PAD], tl.float32)
+                    for q in range(0, parts):
+                        part_top = tl.load(stats + (slot + q) * (2 * HEADS) + head, cache_modifier=".cg")
+                        part_total = tl.load(stats + (slot + q) * (2 * HEADS) + HEADS + head, cache_modifier=".cg")
+                        new_top = tl.maximum(top, part_top)
+                        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+                        part_out = tl.load(outs + (slot + q) * (HEADS * D_PAD) + i, cache_modifier=".cg")
+                        total, out = total * old + part_total * new, out * old[:, None] + part_out * new[:, None]
+                        top = new_top
+            if done:
+                o = (g * SHARE + head[:, None]) * D + d[None]
+                o = b * (kv_heads * SHARE * D) + (interleaved(o) if TILED else o)
+                tl.store(y + o, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)

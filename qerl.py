@@ -32,6 +32,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import fp4_kernels
+from fp4_kernels import rotate
 
 
 class UserError(Exception):
@@ -73,6 +74,12 @@ def e2m1_codes(x):
     return (torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * (x < 0)).to(torch.uint8)
 
 
+def decode_nibbles(packed, table, scale, dtype):
+    """The inverse of pack_nibbles and the lookup: table float32 [16], scale float32 [out, in/block] -> [out, in]."""
+    values = table.to(packed.device)[torch.stack([packed & 15, packed >> 4], dim=-1).int()]             # [out, in/2, 2]
+    return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
+
+
 def quantize_nvfp4(weight):
     """Round to nearest NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
@@ -92,7 +99,7 @@ def quantize_nvfp4(weight):
 
 def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Eq. 6; shapes as quantize_nvfp4 returns them -> weight [out, in] in dtype."""
-    return fp4_kernels.decode_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
+    return decode_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
 
 
 def quantize_mxfp4(weight):
@@ -110,7 +117,7 @@ def quantize_mxfp4(weight):
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Shapes as quantize_mxfp4 returns them -> weight [out, in] in dtype."""
-    return fp4_kernels.decode_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
+    return decode_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
 
 
 def quantize_nf4(weight, double_quant=False):
@@ -136,7 +143,7 @@ def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Shapes as quantize_nf4 returns them -> weight [out, in] in dtype."""
     if block_scale.dtype == torch.float8_e4m3fn:
         block_scale = block_scale.float() * global_scale[:, 1:] + global_scale[:, :1]
-    return fp4_kernels.decode_nibbles(packed, NF4, block_scale, dtype)
+    return decode_nibbles(packed, NF4, block_scale, dtype)
 
 
 def quantize_bf16(weight):
@@ -148,11 +155,15 @@ def dequantize_bf16(packed, block_scale, global_scale, dtype=torch.bfloat16):
     return packed.to(dtype)
 
 
-Format = namedtuple("Format", "quantize dequantize block")                # block: input features that share a scale
-FORMATS = {"nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16),
-           "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32),
-           "nf4": Format(quantize_nf4, dequantize_nf4, 64),
-           "bf16": Format(quantize_bf16, dequantize_bf16, 1)}
+# block: input features that share a scale. For the GPU's kernels, table: the value of each code, and tile: the weight in the
+# order in which tensor cores take it, exact but for NF4's scales, which become bfloat16 (fp4_kernels.py, 1).
+Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
+FORMATS = {
+    "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
+    "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32, E2M1,
+                    lambda p, s, g: fp4_kernels.tile(p, torch.exp2(s.float() - 127).repeat_interleave(2, 1), g)),
+    "nf4": Format(quantize_nf4, dequantize_nf4, 64, NF4, lambda p, s, g: fp4_kernels.tile(p, s, g, nf4=True)),
+    "bf16": Format(quantize_bf16, dequantize_bf16, 1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,42 +174,51 @@ FORMATS = {"nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16),
 # packed weight instead of three, each piece with its own A, B and global scale.
 
 class FrozenLinear(torch.autograd.Function):
-    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again, so that no dequantised weight is kept for it."""
+    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again, unless the layer keeps what forward decoded."""
 
     @staticmethod
     def forward(ctx, x, layer):
-        ctx.layer = layer
-        return F.linear(x, layer.dequantize(x.dtype))
+        weight = layer.dequantize(x.dtype)
+        ctx.layer, ctx.weight = layer, weight if layer.keep_decoded else None
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ ctx.layer.dequantize(grad.dtype), None
+        return grad @ (ctx.layer.dequantize(grad.dtype) if ctx.weight is None else ctx.weight), None
 
 
 class QuantLinear(nn.Module):
     """One or several linear layers over one input, frozen in one of FORMATS, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale) of
-    all, stacked along out; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r] are float32 whatever the
-    activations are; lora_alpha defaults to the rank.
+    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r] are float32
+    whatever the activations are; lora_alpha defaults to the rank.
     """
 
     def __init__(self, names, sizes, in_features, weight, bias, format="nvfp4", lora_rank=0, lora_alpha=None):
         super().__init__()
         self.names, self.sizes, self.format = names, sizes, format
+        self.tiled = isinstance(weight, fp4_kernels.Tiled)
         for key, tensor in zip(("packed", "block_scale", "global_scale"), weight):
             self.register_buffer(key, tensor)
         self.register_buffer("bias", bias)
         self.rank, self.use_adapter = lora_rank, lora_rank > 0
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
+        self.keep_decoded = False                                            # see Transformer.recompute_in_backward
         if lora_rank:
             device, bound = weight[0].device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
             self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound).to(device))
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
 
+    @property
+    def weight(self):
+        parts = self.packed, self.block_scale, self.global_scale
+        return fp4_kernels.Tiled(*parts) if self.tiled else parts
+
     def dequantize(self, dtype):
         """The whole weight [out, in], a temporary."""
-        return FORMATS[self.format].dequantize(self.packed, self.block_scale, self.global_scale, dtype)
+        format = FORMATS[self.format]
+        return fp4_kernels.untile(self.weight, format.table, dtype) if self.tiled else format.dequantize(*self.weight, dtype)
 
     def forward(self, x):
         y = FrozenLinear.apply(x, self)
@@ -209,6 +229,23 @@ class QuantLinear(nn.Module):
             B = self.lora_B.to(x.dtype).split(self.sizes)
             y = y + self.alpha / self.rank * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
         return y
+
+    def prepare_decoding(self, dtype):
+        """Cast LoRA for `decode`, once a rollout; the pieces of B become the blocks of one block-diagonal matrix."""
+        self.decode_lora, scaling = None, self.alpha / max(self.rank, 1)
+        if self.use_adapter and self.tiled:
+            self.decode_lora = fp4_kernels.lora_for_tiles(self.lora_A, self.lora_B, self.sizes, scaling, self.weight)
+        elif self.use_adapter:
+            self.decode_lora = self.lora_A.to(dtype), (scaling * torch.block_diag(*self.lora_B.split(self.sizes))).to(dtype)
+
+    def decode(self, x, residual=None):
+        """forward(x) + residual without gradient, for x [slots, in], in the order of the tiles if self.tiled."""
+        if self.tiled:
+            return fp4_kernels.linear(x, self.weight, FORMATS[self.format].table, self.bias, residual, self.decode_lora)
+        weight = self.dequantize(x.dtype)
+        y = F.linear(x, weight, self.bias) if residual is None else torch.addmm(residual, x, weight.T)
+        y = y + self.bias if residual is not None and self.bias is not None else y
+        return torch.addmm(y, F.linear(x, self.decode_lora[0]), self.decode_lora[1].T) if self.decode_lora else y
 
 
 @contextlib.contextmanager
@@ -245,9 +282,16 @@ class RMSNorm(nn.Module):
         self.noisy_weight = None
 
     def forward(self, x):
+        return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
+
+    def decode(self, x, tiled=False):
+        """forward without gradient for x [slots, size]; tiled: in the order in which the next layer's kernel takes it."""
+        return fp4_kernels.rms_norm(x, self.scale, self.eps, tiled)
+
+    @property
+    def scale(self):
         weight = self.weight if self.use_adapter else self.reference_weight
-        weight = weight if self.noisy_weight is None else self.noisy_weight
-        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+        return weight if self.noisy_weight is None else self.noisy_weight
 
 
 @contextlib.contextmanager
@@ -296,15 +340,8 @@ def rope_frequencies(config):
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
-def rotate(x, rope):
-    """Rotary embedding of x [B, heads, T, head_dim]; rope = (cos, sin), each [B or 1, 1, T, head_dim]."""
-    cos, sin = rope
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
-
-
 class Attention(nn.Module):
-    """Grouped-query attention; cache and slots as in Transformer.hidden."""
+    """Grouped-query attention; cache and slots as in Transformer.hidden, rope = (cos, sin) [T, head_dim]."""
 
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
@@ -321,14 +358,18 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None, slots=None):
         B, T, _ = x.shape
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(x).split(self.qkv.sizes, -1))
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)             # (B, heads, T, head_dim)
-        if cache is not None and slots is None:                                       # decode: one new token per slot
-            y = cache.attend(self.index, q, k, v)
-        else:
-            if cache is not None:                                                     # prefill
-                cache.store_prompts(self.index, slots, k, v)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)           # (B, heads, T, head_dim)
+        if cache is not None:
+            cache.store_prompts(self.index, slots, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+    def decode(self, qkv, rope, cache):
+        """One new token for each slot, qkv [slots, q + k + v] -> [slots, q]; its k and v are appended to the cache."""
+        if isinstance(self.q_norm, RMSNorm):
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split(self.qkv.sizes, -1))
+            qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
+        return fp4_kernels.decode_attention(qkv, *rope, cache.k[self.index], cache.v[self.index], cache.length, self.o.tiled)
 
 
 class MLP(nn.Module):
@@ -355,6 +396,14 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), rope, cache, slots)
         return x + self.mlp(self.mlp_norm(x))
 
+    def decode(self, x, rope, cache):
+        """forward for one new token of each slot, x [slots, d], in eight kernels."""
+        qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+        y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
+        x = o.decode(y, residual=x)
+        y = gate_up.decode(self.mlp_norm.decode(x, gate_up.tiled))
+        return down.decode(fp4_kernels.silu_mul(y, down.tiled), residual=x)
+
 
 class Transformer(nn.Module):
     """model(tokens [B, T]) -> logits [B, T, V]. config is transformers'; checkpoint hands out the layers (see Checkpoint)."""
@@ -362,7 +411,7 @@ class Transformer(nn.Module):
     def __init__(self, config, checkpoint):
         super().__init__()
         self.config = config
-        self.recompute_blocks = False             # recompute blocks in backward: less memory, a third more time
+        self.recompute_blocks = False
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
         tied = config.tie_word_embeddings
@@ -373,24 +422,41 @@ class Transformer(nn.Module):
         frequencies, self.rope_factor = rope_frequencies(config)
         self.register_buffer("frequencies", frequencies.to(self.embedding.device))
 
-    def hidden(self, tokens, cache=None, slots=None):
-        """tokens int64 [B, T] -> final hidden states [B, T, d], in one of three ways:
+    def rope(self, positions, dtype):
+        """cos and sin of int64 positions [...], each [..., head_dim]."""
+        angles = positions[..., None] * self.frequencies
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
 
-        no cache: causal attention over each row, for training and log-probabilities;
-        cache and slots int64 [B*G]: prefill, the same, and row b also fills the cache's slots[b*G : (b+1)*G];
-        cache alone: decode, T = 1, the next token of every slot of the cache, at position cache.length.
-        """
-        decoding = cache is not None and slots is None
-        positions = cache.length[:, None] if decoding else torch.arange(tokens.shape[1], device=tokens.device)[None]
-        angles = (positions[..., None] * self.frequencies).repeat(1, 1, 2)[:, None]       # [B or 1, 1, T, head_dim]
+    def hidden(self, tokens, cache=None, slots=None):
+        """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
+        int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]."""
         x = F.embedding(tokens, self.embedding)
-        rope = ((angles.cos() * self.rope_factor).to(x.dtype), (angles.sin() * self.rope_factor).to(x.dtype))
+        rope = self.rope(torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
         for block in self.blocks:
             if self.recompute_blocks and torch.is_grad_enabled():
                 x = recompute(block, x, rope, use_reentrant=False, preserve_rng_state=False)     # training: no cache
             else:
                 x = block(x, rope, cache, slots)
         return self.norm(x)
+
+    def decode(self, tokens, cache):
+        """The next token of every slot of the cache, int64 [slots], at position cache.length -> hidden states [slots, d]."""
+        x = F.embedding(tokens, self.embedding)
+        rope = self.rope(cache.length, x.dtype)
+        for block in self.blocks:
+            x = block.decode(x, rope, cache)
+        return self.norm.decode(x)
+
+    def recompute_in_backward(self):
+        """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory, a
+        third more time. A block's decoded weights then live until it is done, so that each is decoded once a pass."""
+        self.recompute_blocks = True
+        for layer in self.quantized_layers():
+            layer.keep_decoded = True
+
+    def quantized_layers(self):
+        return [m for m in self.modules() if isinstance(m, QuantLinear)]
 
     def forward(self, tokens):
         return F.linear(self.hidden(tokens), self.lm_head)
@@ -469,6 +535,9 @@ class Checkpoint:
         format = "bf16" if self.packed and plain else self.weights            # what a packed folder left in 16 bit stays so
         parts = zip(*(self.quantized(name, size, in_features, format) for name, size in zip(names, sizes)))
         weight = [torch.cat(part).contiguous() for part in parts]
+        if self.device.type == "cuda" and self.dtype == torch.bfloat16 and format != "bf16":
+            if in_features % 128 == 0 and all(size % 128 == 0 for size in sizes):         # what the kernels take
+                weight = FORMATS[format].tile(*weight)
         bias = torch.cat([self.tensor(f"{n}.bias", (s,)) for n, s in zip(names, sizes)]) if bias else None
         return QuantLinear(names, sizes, in_features, weight, bias, format, self.lora_rank, self.lora_alpha)
 
@@ -603,19 +672,12 @@ class KVCache:
         self.k = torch.zeros(shape, dtype=model.embedding.dtype, device=model.device)
         self.v = torch.zeros_like(self.k)
         self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
-        self.slots = torch.arange(slots, device=model.device)
 
     def store_prompts(self, layer, slots, k, v):
         """k, v [P, kv_heads, T, head_dim] of P prompts into slots [P*G]; padding lies behind `length`, where nothing looks."""
         group = len(slots) // len(k)
         self.k[layer, slots, :, :k.shape[2]] = k.repeat_interleave(group, 0)
         self.v[layer, slots, :, :k.shape[2]] = v.repeat_interleave(group, 0)
-
-    def attend(self, layer, q, k, v):
-        """Append one token's k, v [slots, kv_heads, 1, head_dim] at `length`; attend q [slots, heads, 1, head_dim]."""
-        self.k[layer, self.slots, :, self.length] = k[:, :, 0]
-        self.v[layer, self.slots, :, self.length] = v[:, :, 0]
-        return fp4_kernels.decode_attention(q, self.k[layer], self.v[layer], self.length + 1)
 
 
 @dataclass
@@ -680,10 +742,11 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
-def record_graph(step):
+def record_graph(step, generator=None):
     """Run step() as one CUDA graph: record its kernels once, replay them with one launch. Returns step's replacement.
 
-    A replay reads and writes the very tensors of the recording; whoever feeds it must change them in place.
+    A replay reads and writes the very tensors of the recording; whoever feeds it must change them in place. generator: what
+    step draws from, if not the default.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -691,13 +754,11 @@ def record_graph(step):
         step()                                                 # warm up: compiles kernels, allocates workspaces
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        output = step()
-
-    def replay():
-        graph.replay()
-        return output
-    return replay
+        step()
+    return graph.replay
 
 
 class Sampler:
@@ -706,9 +767,11 @@ class Sampler:
     Made anew for each call, and with it the CUDA graph, which has the call's cache and noisy norms in it.
     """
 
-    def __init__(self, model, n, slots, max_len, max_new_tokens):
+    def __init__(self, model, n, slots, max_len, max_new_tokens, temperature, top_p, eos, generator):
         device = model.device
         self.model, self.n, self.cache = model, n, KVCache(model, slots, max_len)
+        self.temperature, self.top_p, self.generator = temperature, top_p, generator
+        self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
         self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n: idle
         self.column = torch.zeros_like(self.row)                           # and its next token's place in it
         self.token = torch.zeros_like(self.row)                            # next input of each slot
@@ -717,35 +780,35 @@ class Sampler:
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
+        for layer in model.quantized_layers():
+            layer.prepare_decoding(model.embedding.dtype)
         if device.type == "cuda":
-            self.decode = record_graph(self.decode)
+            self.step = record_graph(self.step, generator)                 # all slots are idle: recording changes nothing
 
-    def decode(self):
-        """Final hidden states [slots, d] of the slots' current tokens."""
-        return self.model.hidden(self.token[:, None], self.cache)[:, 0]
-
-    def admit(self, prompts, slots, rows):
+    def admit(self, prompts, slots, rows, prefill_tokens=32768):
         """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
 
-        All but the last token of a prompt are prefilled; the last is the slot's first decode input.
+        All but the last token of a prompt are prefilled, prefill_tokens at a time; the last is the slot's first decode input.
         """
         device, group = self.model.device, len(slots) // len(prompts)
         longest = max(len(p) for p in prompts)
         padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
-        if longest > 1:
-            self.model.hidden(padded[:, :-1], self.cache, slots)
+        for i in range(0, len(prompts), at_once := max(1, prefill_tokens // longest)):
+            if longest > 1:
+                self.model.hidden(padded[i:i + at_once, :-1], self.cache, slots[i * group:(i + at_once) * group])
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         self.cache.length[slots] = last.repeat_interleave(group)
         self.token[slots] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
         self.row[slots], self.column[slots] = rows, 0
 
-    def step(self, temperature, top_p, eos, generator):
+    def step(self):
         """One token for every slot; nothing here waits for the device."""
-        hidden = self.decode()
-        token, logprob, entropy = sample(F.linear(hidden, self.model.lm_head), temperature, top_p, generator)
+        hidden = self.model.decode(self.token, self.cache)
+        logits = F.linear(hidden, self.model.lm_head)
+        token, logprob, entropy = sample(logits, self.temperature, self.top_p, self.generator)
         at = (self.row, self.column)
         self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
-        ended = torch.isin(token, eos)
+        ended = (token[:, None] == self.eos).any(1)
         self.finished[self.row], self.length[self.row] = ended, self.column + 1
         stop = ended | (self.column + 1 == self.tokens.shape[1]) | (self.row == self.n)
         self.row.masked_fill_(stop, self.n)
@@ -769,11 +832,10 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     n = len(prompts) * group_size
     slots = max(group_size, min(slots, n))
     max_len = max(len(p) for p in prompts) + max_new_tokens
-    eos = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     check_every = 8 if model.device.type == "cuda" else 1       # looking at the slots makes the host wait for the GPU
     waiting = 0                                                 # first prompt that has no slots yet
     with torch.no_grad():
-        sampler = Sampler(model, n, slots, max_len, max_new_tokens)
+        sampler = Sampler(model, n, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
         while True:
             idle = (sampler.row == n).nonzero()[:, 0]
             admitted = min(len(idle) // group_size, len(prompts) - waiting)
@@ -784,7 +846,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
             elif len(idle) == slots:
                 return sampler.rollout()
             for _ in range(check_every):
-                sampler.step(temperature, top_p, eos, generator)
+                sampler.step()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_e2m1_rounds_to_nearest_even():
 def test_packing_puts_even_indices_low():
     codes = torch.arange(16, dtype=torch.uint8)[None]
     assert qerl.pack_nibbles(codes)[0].tolist() == [low | high << 4 for low, high in zip(range(0, 16, 2), range(1, 16, 2))]
-    decoded = fp4_kernels.decode_nibbles_torch(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
+    decoded = qerl.decode_nibbles(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
     assert torch.equal(decoded[0], qerl.E2M1)
 
 
@@ -184,7 +184,7 @@ def test_nf4_codes_equal_bitsandbytes(kind):
 def test_relative_error_on_gaussian_weights(name, low, high):
     torch.manual_seed(0)
     weight = torch.randn(256, 512)
-    quantize, dequantize, _ = qerl.FORMATS[name]
+    quantize, dequantize, *_ = qerl.FORMATS[name]
     assert low <= relative(dequantize(*quantize(weight), torch.float32), weight) <= high
 
 
@@ -201,7 +201,7 @@ def test_nf4_double_quantisation_costs_little():
 def test_linear_and_its_gradients(weights):
     torch.manual_seed(0)
     sizes, dense = [48, 16], [torch.randn(48, 128), torch.randn(16, 128)]
-    quantize, dequantize, _ = qerl.FORMATS[weights]
+    quantize, dequantize, *_ = qerl.FORMATS[weights]
     parts = [(p, s, g.expand(len(w), -1).reshape(len(w), -1)) for w in dense for p, s, g in [quantize(w)]]
     layer = qerl.QuantLinear(["a", "b"], sizes, 128, [torch.cat(p) for p in zip(*parts)], torch.randn(64), weights, lora_rank=4, lora_alpha=8)
     frozen = torch.cat([dequantize(*quantize(w), torch.float32) for w in dense])
@@ -280,7 +280,7 @@ def test_logits_equal_transformers(family):
 def test_quantised_model_equals_transformers_with_the_decoded_weights(qwen, weights):
     folder, theirs = qwen
     ours, state = qerl.load_model(folder, weights=weights), {k: v.clone() for k, v in theirs.state_dict().items()}
-    quantize, dequantize, _ = qerl.FORMATS[weights]
+    quantize, dequantize, *_ = qerl.FORMATS[weights]
     for name, tensor in state.items():
         if name.endswith("_proj.weight"):
             tensor.copy_(dequantize(*quantize(tensor), torch.float32))
@@ -526,7 +526,9 @@ def test_micro_batches_add_up_to_the_batch(qwen):
 
 def test_recomputed_blocks_give_the_same_gradient(qwen):
     model, gradients = with_lora(qwen[0]), []
-    for model.recompute_blocks in (False, True):
+    for recompute in (False, True):
+        if recompute:
+            model.recompute_in_backward()
         model.zero_grad()
         model(torch.arange(60).view(2, 30)).square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in qerl.trainable(model).values()]))
@@ -738,30 +740,93 @@ def test_the_interpreter_runs_the_kernels():
     assert result.returncode == 0 and "skipped" not in result.stdout.splitlines()[-1], result.stdout[-2000:]
 
 
-@runs_kernels
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
-@pytest.mark.parametrize("shape", [(1, 64), (37, 192), (130, 576)])
-def test_kernel_decode_nibbles(name, shape):
-    torch.manual_seed(0)
-    quantize, dequantize, _ = qerl.FORMATS[name]
-    parts = [t.to(KERNEL_DEVICE) for t in quantize(torch.randn(shape))]
-    kernel = dequantize(*parts, torch.float32)
-    scale = {"nvfp4": lambda p, s, g: s.float() / g, "mxfp4": lambda p, s, g: torch.exp2(s.float() - 127), "nf4": lambda p, s, g: s}[name](*parts)
-    twin = fp4_kernels.decode_nibbles_torch(parts[0], qerl.NF4 if name == "nf4" else qerl.E2M1, scale, torch.float32)
-    assert torch.equal(kernel, twin)
+TILED_FORMATS = [name for name, format in qerl.FORMATS.items() if format.tile]
+
+
+def tiled_weight(name, out_features, in_features, seed=0):
+    """(Tiled, table, its weight float64): random, with rows of very different size and stacked global scales."""
+    torch.manual_seed(seed)
+    format = qerl.FORMATS[name]
+    weight = torch.randn(out_features, in_features) * torch.exp2(torch.randint(-6, 7, (out_features, 1)).float())
+    parts = [torch.cat(p) for p in zip(*((p, s, g.view(1, -1).expand(len(p), -1)) for p, s, g in map(format.quantize, weight.split(128))))]
+    dense = format.dequantize(*parts, torch.float64)
+    if name == "nf4":                                                                     # its scales become bfloat16
+        dense = format.dequantize(parts[0], parts[1].bfloat16().float(), parts[2], torch.float64)
+    return fp4_kernels.Tiled(*(t.to(KERNEL_DEVICE) for t in format.tile(*parts))), format.table, dense
+
+
+@pytest.mark.parametrize("name", TILED_FORMATS)
+def test_tiles_hold_the_weight_exactly(name):
+    tiled, table, dense = tiled_weight(name, 256, 192)
+    torch.testing.assert_close(fp4_kernels.untile_torch(tiled, table, torch.float64).cpu(), dense, rtol=1e-6, atol=0)
+
+
+def test_interleave_puts_a_threads_columns_side_by_side():
+    """Columns 2t, 2t+1, 2t+8, 2t+9 of four steps of 16, as a tensor core counts them, are the 16 of block t."""
+    order = fp4_kernels.interleave(torch.arange(128))
+    for tile in order.view(2, 4, 16):
+        for t in range(4):
+            block = tile[:, [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9]].flatten().tolist()
+            assert block == list(range(block[0], block[0] + 16)) and block[0] % 64 == 16 * t
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads,kv_heads,dim", [(6, 2, 48), (4, 4, 64), (7, 1, 128)])
-def test_kernel_decode_attention(heads, kv_heads, dim):
+@pytest.mark.parametrize("name", TILED_FORMATS)
+def test_kernel_untile(name):
+    tiled, table, dense = tiled_weight(name, 192, 384)
+    assert relative(fp4_kernels.untile(tiled, table, torch.float32).cpu().double(), dense) < (2e-3 if name == "nf4" and CUDA else 1e-6)
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", TILED_FORMATS)
+@pytest.mark.parametrize("rows", [1, 21, 70, 130, 300])
+def test_kernel_linear(name, rows):
+    """Against float64 of the dequantised weight, twice: the counters have to be zero again after each call."""
+    tiled, table, dense = tiled_weight(name, 384, 256)
+    x, residual = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
+    bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, 256) / 16, torch.randn(384, 8) * 8
+    h = (x.double() @ A.double().T).split(8, -1)
+    update = torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split([128, 256, 0]))], -1)
+    plain = x.double() @ dense.T
+    inputs = [t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual)]
+    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128, 256, 0], 2.0, tiled)
+    for shape in {None, *fp4_kernels.SHAPES[0], fp4_kernels.SHAPES[2][1]}:
+        for _ in range(2):
+            y = fp4_kernels.linear(inputs[0], tiled, table, shape=shape)
+            assert relative(y.cpu().double(), plain) < 5e-3
+            y = fp4_kernels.linear(inputs[0], tiled, table, inputs[1], inputs[2], lora, shape)
+            assert relative(y.cpu().double(), plain + bias + residual + 2 * update) < 5e-3
+    twin = fp4_kernels.linear_torch(inputs[0], tiled, table, inputs[1], inputs[2], lora)
+    assert relative(twin.cpu().double(), plain + bias + residual + 2 * update) < 5e-3
+
+
+@runs_kernels
+@pytest.mark.parametrize("tiled", [False, True])
+def test_kernel_norm_and_silu(tiled):
     torch.manual_seed(0)
-    length = torch.tensor([1, 64, 65, 150, 7])
-    q, k, v = torch.randn(5, heads, 1, dim), torch.randn(5, kv_heads, 150, dim), torch.randn(5, kv_heads, 150, dim)
-    for b, n in enumerate(length):                                                       # what lies behind must not matter
+    x, weight = torch.randn(5, 2 * 192).to(KERNEL_DEVICE), torch.randn(2 * 192).to(KERNEL_DEVICE)
+    torch.testing.assert_close(fp4_kernels.rms_norm(x, weight, 1e-6, tiled), fp4_kernels.rms_norm_torch(x, weight, 1e-6, tiled))
+    torch.testing.assert_close(fp4_kernels.silu_mul(x, tiled), fp4_kernels.silu_mul_torch(x, tiled))
+
+
+@runs_kernels
+@pytest.mark.parametrize("heads,kv_heads,dim,tiled", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
+def test_kernel_decode_attention(heads, kv_heads, dim, tiled):
+    torch.manual_seed(0)
+    longest = 2 * fp4_kernels.SPLIT + 9
+    length = torch.tensor([0, 64, 65, longest - 1, 7, fp4_kernels.SPLIT - 1, fp4_kernels.SPLIT])
+    heads = heads if not tiled else 7 * 2                                                 # whole tiles of columns
+    kv_heads = kv_heads if not tiled else 2
+    qkv, cos, sin = torch.randn(7, (heads + 2 * kv_heads) * dim), torch.randn(7, dim), torch.randn(7, dim)
+    k, v = torch.randn(2, 7, kv_heads, longest, dim)
+    for b, n in enumerate(length):                                                        # what lies behind must not matter
         k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (q, k, v, length)))
-    twin = fp4_kernels.decode_attention_torch(q.double(), k.nan_to_num().double(), v.nan_to_num().double(), length)
+    k_kernel, v_kernel = k.clone().to(KERNEL_DEVICE), v.clone().to(KERNEL_DEVICE)
+    k_twin, v_twin = k.nan_to_num().double(), v.nan_to_num().double()
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), k_kernel, v_kernel, length.to(KERNEL_DEVICE), tiled)
+    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), k_twin, v_twin, length, tiled)
     assert relative(kernel.cpu().double(), twin) < 1e-5
+    assert relative(k_kernel.cpu().nan_to_num().double(), k_twin) < 1e-6 and relative(v_kernel.cpu().nan_to_num().double(), v_twin) < 1e-6
 
 
 @gpu

@@ -651,7 +651,8 @@ def load_all(args):
     model = qerl.load_model(folder, args.weights, args.lora_rank, args.device, lora_alpha=args.lora_alpha,
                             train_norms=args.train_norms)
     model.name_or_path = args.model or folder                               # what the adapter says it belongs to
-    model.recompute_blocks = model.device.type == "cuda"
+    if model.device.type == "cuda":
+        model.recompute_in_backward()
     limit = model.config.max_position_embeddings - args.max_new_tokens
     held_out = held_out[:args.eval_questions or None]
     return model, text, with_prompts(problems, text, limit), with_prompts(held_out, text, limit)
