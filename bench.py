@@ -1,19 +1,44 @@
-"""Measure this project. Each command prints its table and writes it as JSON.
+"""Measure this project. Each command prints its tables and writes them, with pictures, under results/<gpu>/.
 
-    python bench.py formats [--model FOLDER_OR_NAME] [--out results]     relative error of each 4-bit format
+    python bench.py formats [--model FOLDER_OR_NAME]     relative error of each 4-bit format
+    python bench.py kernels [--model Qwen2.5-7B ...]     one linear layer, by rows of x: NVFP4 and NF4 against cuBLAS BF16
+    python bench.py rollout [--model Qwen2.5-7B ...]     decoded tokens per second with LoRA, by sequences decoded at once
+    python bench.py step [--model Qwen2.5-7B ...]        an RL step: rollout, reward, log-probabilities, update
+
+The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
+through them; its times mean nothing.
 """
 import argparse
+import io
 import json
+import math
 import os
 import sys
+import time
+import types
 
 import torch
+import torch.nn.functional as F
+import transformers
 
+import fp4_kernels
 import qerl
+import train_gsm8k
 from train_gsm8k import environment, fail, warm_start
 
+# hidden size, intermediate size, layers, heads, kv heads, vocabulary
+SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
+          "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936), "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064),
+          "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064), "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064),
+          "tiny": (256, 512, 2, 4, 2, 512)}
 LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
-FORMATS = {**{name: (quantize, dequantize) for name, (quantize, dequantize, _) in qerl.FORMATS.items()},
+COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Relative error of the formats
+
+FORMATS = {**{name: (format.quantize, format.dequantize) for name, format in qerl.FORMATS.items()},
            "nf4 double": (lambda weight: qerl.quantize_nf4(weight, double_quant=True), qerl.dequantize_nf4)}
 
 
@@ -45,30 +70,406 @@ def relative_errors(layers, device):
 
 
 def bench_formats(args):
-    folder = qerl.model_folder(args.model) if args.model else warm_start()
-    label = os.path.basename(os.path.normpath(args.model)) if args.model else "the built-in policy"
+    model = args.model[0] if args.model else None
+    folder = qerl.model_folder(model) if model else warm_start()
+    label = os.path.basename(os.path.normpath(model)) if model else "the built-in policy"
     gaussian, real = relative_errors(gaussian_layers(), args.device), relative_errors(model_layers(folder), args.device)
     rows = [{"format": name, "bits": gaussian[name][1], "gaussian": gaussian[name][0], "model": real[name][0]} for name in LABELS]
     print(f"| format | bits a weight | Gaussian | {label} |\n|---|---|---|---|")
     for row in rows:
         print(f"| {LABELS[row['format']]} | {row['bits']:.2f} | {row['gaussian']:.4f} | {row['model']:.4f} |")
-    command = f"python bench.py formats --model {label}" if args.model else "python bench.py formats"
+    command = f"python bench.py formats --model {label}" if model else "python bench.py formats"
     return {"what": "relative error of quantised weights", "command": command, "model": label, "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random models
+
+class RandomWeights(qerl.Checkpoint):
+    """Normal weights of any shape. Layers of one kind hold the same values, each in its own memory."""
+
+    def __init__(self, weights, lora_rank, device):
+        super().__init__(None, weights, lora_rank, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        self.first = {}
+
+    def has(self, name):
+        return name.endswith((".weight", ".bias"))
+
+    def read(self, name, shape):
+        scale = 0.02 if len(shape) > 1 else 0.1
+        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale + name.endswith("norm.weight")
+
+    def linear(self, prefix, leaves, sizes, in_features, bias):
+        if leaves[0] not in self.first:
+            self.first[leaves[0]] = super().linear(prefix, leaves, sizes, in_features, bias)
+        layer = self.first[leaves[0]]
+        weight = [t.clone() for t in layer.weight]
+        copy = qerl.QuantLinear([f"{prefix}.{leaf}" for leaf in leaves], sizes, in_features,
+                                fp4_kernels.Tiled(*weight) if layer.tiled else weight, layer.bias, layer.format, layer.rank)
+        if layer.rank:
+            copy.lora_B.data.normal_(std=0.01)
+        return copy
+
+
+def config_of(name):
+    d, inner, layers, heads, kv_heads, vocabulary = SHAPES[name]
+    return transformers.Qwen2Config(hidden_size=d, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+                                    num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=False)
+
+
+def random_model(name, weights, lora_rank, device):
+    torch.manual_seed(0)
+    return qerl.build_model(config_of(name), RandomWeights(weights, lora_rank, device))
+
+
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One linear layer
+
+def replay_times(contenders, device, rounds=9):
+    """{name: seconds a call}, medians over `rounds`, in each of which every contender runs its list of calls once: as one CUDA
+    graph, in turn, so that all of them meet the GPU in the same state."""
+    runs = {}
+    for name, calls in contenders.items():
+        if device == "cuda":
+            runs[name] = qerl.record_graph(lambda calls=calls: [call() for call in calls])
+        else:
+            runs[name] = lambda calls=calls: [call() for call in calls]
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            if device == "cuda":
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                run()                                                         # the same state for all: just after itself
+                start.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end) / 1e3 / len(contenders[name]))
+            else:
+                began = time.perf_counter()
+                run()
+                times[name].append((time.perf_counter() - began) / len(contenders[name]))
+    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+
+
+def ceilings(device):
+    """(bytes per second of a device-to-device copy, read + written; BF16 FLOP per second of a large matrix product)."""
+    n, side = (2 ** 31, 8192) if device == "cuda" else (2 ** 24, 256)
+    a = torch.empty(n, dtype=torch.uint8, device=device)
+    b, m = torch.empty_like(a), torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    times = replay_times({"copy": [lambda: b.copy_(a)] * 3, "product": [lambda: m @ m] * 3}, device)
+    return 2 * n / times["copy"], 2 * side ** 3 / times["product"]
+
+
+def layers_of(name):
+    """{layer: (out_features, in_features)} of the four stacked linear layers of a block."""
+    d, inner, _, heads, kv_heads, _ = SHAPES[name]
+    head_dim = d // heads
+    return {"qkv": ((heads + 2 * kv_heads) * head_dim, d), "o": (d, heads * head_dim), "gate_up": (2 * inner, d), "down": (d, inner)}
+
+
+def marlin_times():
+    return {(r["model"], r["layer"], r["M"]): r["us"] * 1e-6 for r in peers()["marlin_us"]}
+
+
+def peers():
+    """What other programs reached on an H200; empty elsewhere."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results/h200/peers.json")
+    with open(path) as f:
+        return json.load(f)
+
+
+def bitsandbytes_call(weight, x):
+    """bitsandbytes' NF4 linear, or None where it cannot be imported."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        return None
+    packed, state = bitsandbytes.functional.quantize_nf4(weight, blocksize=64)
+    return lambda: bitsandbytes.matmul_4bit(x, packed.t(), state)
+
+
+def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
+    """One line of the table for each number of rows."""
+    out, columns = shape
+    cuda = device == "cuda"
+    copies = max(2, math.ceil(2e8 / (out * columns * 9 / 16))) if cuda else 2          # together well beyond the L2 cache
+    dtype = torch.bfloat16 if cuda else torch.float32
+    dense = [torch.randn(out, columns, device=device, dtype=dtype) * 0.02 for _ in range(max(2, math.ceil(2e8 / (2 * out * columns))) if cuda else 2)]
+    tiled = {}
+    for name in ("nvfp4", "nf4"):
+        format = qerl.FORMATS[name]
+        first = format.tile(*format.quantize(dense[0]))
+        tiled[name] = [fp4_kernels.Tiled(*(t.clone() for t in first)) for _ in range(copies)]
+    linear = fp4_kernels.linear if fp4_kernels.use_triton(dense[0]) else fp4_kernels.linear_torch
+    for M in rows:
+        x = torch.randn(M, columns, device=device, dtype=dtype)
+        contenders = {"bf16": [lambda w=w: F.linear(x, w) for w in dense]}
+        for name, weights in tiled.items():
+            table = qerl.FORMATS[name].table
+            if M < 4096:
+                contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
+            else:                                                             # as training does it
+                contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
+        if call := bitsandbytes_call(dense[0], x):
+            contenders["bitsandbytes"] = [call] * copies
+        times = replay_times(contenders, device)
+        floor = max(out * columns * 9 / 16 / bandwidth, 2 * M * out * columns / flops)
+        yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, "floor": floor, **times}
+
+
+def bench_kernels(args):
+    cuda = args.device == "cuda"
+    bandwidth, flops = ceilings(args.device)
+    print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s copied, {flops / 1e12:.0f} TFLOP/s")
+    rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
+    results = []
+    for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
+        for layer, shape in layers_of(model).items():
+            for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
+                if cuda and (model, layer, r["M"]) in marlin:
+                    r["marlin"] = marlin[model, layer, r["M"]]
+                results.append(r)
+                if cuda:
+                    torch.cuda.empty_cache()
+    names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
+    print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
+    for r in results:
+        cells = [f"{r[n] * 1e6:.1f}" if n in r else "" for n in names]
+        print(f"| {r['model']} {r['layer']} | {r['M']} | " + " | ".join(cells) + f" | {r['floor'] / r['nvfp4']:.0%} |")
+    means = [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])}
+             for model in dict.fromkeys(r["model"] for r in results) for M in rows]
+    print("\n| model | M | NVFP4 over BF16 | over Marlin | over NF4 | of the floor |\n|---|---|---|---|---|---|")
+    for m in means:
+        print(f"| {m['model']} | {m['M']} | {m['bf16']:.2f}x | " + (f"{m['marlin']:.2f}x" if "marlin" in m else "") + f" | {m['nf4']:.2f}x | {m['floor']:.0%} |")
+    return {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2; marlin: see peers.json",
+            "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
+
+
+def geometric_means(rows):
+    """How many times faster NVFP4 is than each other column, geometric mean over the layers."""
+    names = [n for n in ("bf16", "marlin", "nf4", "bitsandbytes", "floor") if all(n in r for r in rows)]
+    return {n: math.exp(sum(math.log(r[n] / r["nvfp4"]) for r in rows) / len(rows)) for n in names}
+
+
+def plot_kernels(result, plt):
+    models = list(dict.fromkeys(m["model"] for m in result["means"]))
+    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4.2), layout="constrained", sharey=True, squeeze=False)
+    for axis, model in zip(axes[0], models):
+        means = [m for m in result["means"] if m["model"] == model]
+        axis.axhline(1, color="gray", linewidth=1)
+        for name, label in (("bf16", "over cuBLAS BF16"), ("marlin", "over Marlin NVFP4"), ("nf4", "over our NF4")):
+            points = [(m["M"], m[name]) for m in means if name in m]
+            axis.plot(*zip(*points), "o-", label=label) if points else None
+        axis.set(title=f"{model}: speed of NVFP4, mean of four layers", xlabel="rows of x", xscale="log", ylim=(0, None))
+        axis.set_xticks([m["M"] for m in means], [str(m["M"]) for m in means], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("times faster")
+    axes[0][0].legend(frameon=False)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout
+
+RANKS = {"Qwen2.5-7B": 32, "Qwen2.5-14B": 16, "Qwen2.5-32B": 16}             # as vLLM was measured
+
+
+@torch.no_grad()
+def decode_seconds(model, batch, prompt_tokens, new_tokens):
+    """(seconds of prefill, seconds of decoding new_tokens for each of `batch` prompts)."""
+    device = model.device.type
+    sampler = qerl.Sampler(model, batch, batch, prompt_tokens + new_tokens, new_tokens, 1.0, 1.0, set(), None)
+    prompts = torch.randint(0, model.config.vocab_size, (batch, prompt_tokens)).tolist()
+    wait(device)
+    began = time.perf_counter()
+    sampler.admit(prompts, torch.arange(batch, device=device), torch.arange(batch, device=device))
+    wait(device)
+    prefilled = time.perf_counter()
+    for _ in range(new_tokens):
+        sampler.step()
+    wait(device)
+    assert sampler.length[:batch].eq(new_tokens).all()
+    return prefilled - began, time.perf_counter() - prefilled
+
+
+def bench_rollout(args):
+    cuda = args.device == "cuda"
+    batches, tokens = ((1, 2, 4, 8, 32, 128), 256) if cuda else ((1, 4), 8)
+    vllm = {(r["model"], r["weights"], r["batch"]): r["tokens_per_s"] for r in peers()["vllm_tokens_per_s"]} if cuda else {}
+    results = []
+    print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
+    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"]):
+        for rank in (RANKS.get(name, 32), *args.ranks):
+            for weights in args.weights:
+                if rank in args.ranks and weights != "nvfp4":
+                    continue
+                model = random_model(name, weights, rank, args.device)
+                for batch in batches:
+                    prefill, seconds = decode_seconds(model, batch, tokens, tokens)
+                    r = {"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": batch * tokens / seconds,
+                         "step_ms": seconds / tokens * 1e3, "prefill_s": prefill}
+                    best = max((vllm.get((name, w, batch), 0) for w in ("nvfp4", "bf16")), default=0)
+                    if best and rank == RANKS.get(name):
+                        r["vllm"] = best
+                    results.append(r)
+                    ratio = f"{r['tokens_per_s'] / best:.2f}x" if "vllm" in r else ""
+                    print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
+                del model
+                if cuda:
+                    torch.cuda.empty_cache()
+    return {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
+            "sampling included, prefill not; vllm: its best of NVFP4 and BF16, see peers.json", "rows": results}
+
+
+def plot_rollout(result, plt):
+    models = list(dict.fromkeys(r["model"] for r in result["rows"]))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), layout="constrained", squeeze=False)
+    for axis, model in zip(axes[0], models):
+        rows = [r for r in result["rows"] if r["model"] == model and r["rank"] == RANKS.get(model, 32)]
+        for weights in COLORS:
+            points = [(r["batch"], r["tokens_per_s"]) for r in rows if r["weights"] == weights]
+            axis.plot(*zip(*points), "o-", color=COLORS[weights], label=LABELS[weights]) if points else None
+        points = [(r["batch"], r["vllm"]) for r in rows if "vllm" in r and r["weights"] == "nvfp4"]
+        axis.plot(*zip(*points), "k*", markersize=9, label="vLLM 0.20.2's best") if points else None
+        axis.set(title=f"{model}, LoRA rank {RANKS.get(model, 32)}", xlabel="sequences decoded at once", xscale="log", yscale="log")
+        axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("decoded tokens per second")
+    axes[0][0].legend(frameon=False)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RL step
+
+class CountedSampler(qerl.Sampler):
+    """Counts its steps, to know how many of the slots were busy."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        CountedSampler.steps, step = 0, self.step
+
+        def counted():
+            CountedSampler.steps += 1
+            step()
+        self.step = counted
+
+
+def step_seconds(model, optimizer, prompts, group, args):
+    """Seconds by phase of one RL step on random prompts, mean length and fraction of busy slots. A token out of 256 ends a
+    completion, so that random weights give lengths of about 220 tokens, widely spread."""
+    vocabulary, clock = model.config.vocab_size, train_gsm8k.Clock(model.device)
+    problems = [{"prompt": torch.randint(0, vocabulary, (args.prompt_tokens,)).tolist(), "number": 1} for _ in range(prompts)]
+    with clock("rollout"), qerl.adaptive_quantization_noise(model, 1e-2):
+        rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, group, eos=range(0, vocabulary, args.eos_every),
+                                slots=args.slots)
+    with clock("reward"):
+        rewards = torch.rand(prompts, group, device=model.device)
+        batch = train_gsm8k.Batch(problems, rollout, None, rewards, None)
+        advantages = qerl.group_advantages(rewards).flatten()
+    with clock("logprobs"):
+        old_logprobs = train_gsm8k.all_logprobs(model, batch, args)
+    with clock("update"):
+        train_gsm8k.policy_update(model, optimizer, batch, list(range(prompts * group)), advantages, old_logprobs, None, rollout.mask, args)
+    slots = max(group, min(args.slots, prompts * group))
+    busy = rollout.length.sum().item() / (CountedSampler.steps * slots)
+    return {**clock.seconds, "step": sum(clock.seconds.values()), "length": rollout.length.float().mean().item(), "busy": busy}
+
+
+def bench_step(args):
+    cuda = args.device == "cuda"
+    qerl.Sampler = CountedSampler
+    settings = types.SimpleNamespace(algo="grpo", micro_tokens=16384, tis=0.0, clip_low=0.2, clip_high=0.28, beta=0.0, slots=256,
+                                     prompt_tokens=128 if cuda else 8, max_new_tokens=512 if cuda else 12, eos_every=256 if cuda else 16)
+    sizes = [(1, 2), (1, 4), (1, 8), (32, 8), (128, 8)] if cuda else [(1, 2)]
+    results = []
+    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"]):
+        for weights in args.weights:
+            model = random_model(name, weights, 32, args.device)
+            if cuda:
+                model.recompute_in_backward()
+            optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
+            for prompts, group in sizes:
+                torch.manual_seed(0)
+                runs = []
+                for _ in range(2 if prompts * group < 1000 else 1):           # the first compiles and warms up
+                    runs.append(step_seconds(model, optimizer, prompts, group, settings))
+                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **runs[-1],
+                                "peak_memory_gb": train_gsm8k.peak_memory_gb(args.device)})
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
+            del model, optimizer
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    print("\n| model | completions | " + " | ".join(f"{LABELS[w]}, s" for w in args.weights) + " | NVFP4 over BF16 | over NF4 | busy slots |\n|" + "---|" * (len(args.weights) + 5))
+    for name in dict.fromkeys(r["model"] for r in results):
+        for prompts, group in sizes:
+            by = {r["weights"]: r for r in results if (r["model"], r["prompts"], r["group"]) == (name, prompts, group)}
+            per_token = {w: r["step"] / r["length"] for w, r in by.items()}   # lengths differ a little: seconds by token
+            ratios = [f"{per_token[w] / per_token['nvfp4']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
+            cells = " | ".join(f"{by[w]['step']:.2f}" if w in by else "" for w in args.weights)
+            print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {by['nvfp4']['busy'] if 'nvfp4' in by else 0:.0%} |")
+    return {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
+
+
+def plot_step(result, plt):
+    rows = [r for r in result["rows"] if (r["prompts"], r["group"]) in ((1, 8), (32, 8))] or result["rows"]
+    figure, axis = plt.subplots(figsize=(1.2 + 0.9 * len(rows), 4.2), layout="constrained")
+    bottom = [0.0] * len(rows)
+    for phase in ("rollout", "reward", "logprobs", "update"):
+        share = [r[phase] / r["length"] for r in rows]
+        axis.bar(range(len(rows)), share, bottom=bottom, label=phase)
+        bottom = [b + s for b, s in zip(bottom, share)]
+    axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{r['prompts']}x{r['group']}\n{LABELS[r['weights']]}" for r in rows], fontsize=8)
+    axis.set(ylabel="seconds of a step / mean length of its completions", title="Where an RL step's time goes")
+    axis.legend(frameon=False)
+    return figure
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["formats"])
-    p.add_argument("--model")
+    p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
+    p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
+    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], default=["nvfp4", "bf16", "nf4"])
+    p.add_argument("--ranks", nargs="+", type=int, default=[], help="rollout: more LoRA ranks to measure NVFP4 with")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="results")
     args = p.parse_args()
     try:
-        result = {**bench_formats(args), **environment(args.device)}
-        os.makedirs(args.out, exist_ok=True)
-        qerl.atomic_write(f"{args.out}/{args.what}.json", json.dumps(result, indent=1))
+        for name in args.model or []:
+            if args.what != "formats" and name not in SHAPES:
+                raise qerl.UserError(f"--model {name}: no such shape; choose from {', '.join(SHAPES)}")
+        bench = {"formats": bench_formats, "kernels": bench_kernels, "rollout": bench_rollout, "step": bench_step}[args.what]
+        if args.what != "formats" and args.device != "cuda":
+            print("on a CPU, a tiny shape: these times mean nothing")
+        result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **bench(args), **environment(args.device)}
+        folder = args.out
+        if args.what != "formats":
+            folder = f"{args.out}/{torch.cuda.get_device_name().split()[-1].lower() if args.device == 'cuda' else 'cpu'}"
+        os.makedirs(folder, exist_ok=True)
+        qerl.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
+        if args.what != "formats":
+            save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
     except qerl.UserError as e:
         sys.exit(fail(str(e)))
+
+
+def save_figure(path, draw, result):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    picture = io.BytesIO()
+    draw(result, plt).savefig(picture, format="png", dpi=110)
+    plt.close("all")
+    qerl.atomic_write(path, picture.getvalue())
 
 
 if __name__ == "__main__":
