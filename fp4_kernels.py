@@ -6,6 +6,7 @@ Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
     1. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
     2. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
     3. decode         what a decode step does between its linear layers                rms_norm, silu_mul, decode_attention
+    4. sampling       a token, its log-probability and the entropy in one pass         sample
 """
 import functools
 import os
@@ -209,9 +210,9 @@ if triton is not None:
 #
 # Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
 # wherever that cuts a tile. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so
-# adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ (up to 64 rows; above, a matrix product before)
-# is cut along the input, too, over the first few programs; when they are done, `ready` says so, and tiles are finished with
-# their share of B. Programs start in order, so that who waits, waits for a program that runs.
+# adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few
+# programs (for more than 64 rows, over those of a launch before); when they are done, `ready` says so, and tiles are finished
+# with their share of B. Programs start in order, so that who waits, waits for a program that runs.
 
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
 SHAPES = [(Shape(16, 2, 2, 4, 4, 3, False, 168),) * 2,                    # for layers of less and of more than 2^25 weights
@@ -252,7 +253,7 @@ def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
     partial = max(2 * s.programs * sms * 64 * s.R * s.rows for pair in SHAPES for s in pair)
-    return sms, torch.empty(partial, device=device), torch.empty(2 ** 20, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+    return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
@@ -267,9 +268,11 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    ranks, parts = 0 if lora is None else len(A), min(16, chunks // 2)
-    lora_programs = triton.cdiv(ranks, 64) * parts if M <= 64 else 0
-    h = torch.empty(M, ranks, dtype=x.dtype, device=x.device) if lora_programs or not ranks else F.linear(x, A)
+    ranks, parts, J = 0 if lora is None else len(A), min(16, chunks), 64 if M <= min(64, s.rows) else 16
+    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), triton.cdiv(ranks, J) * parts
+    if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
+        lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4)
+        lora_programs = 0
     programs = min(s.programs * sms - lora_programs, N // (64 * s.R) * triton.cdiv(M, s.rows) * (chunks // C))
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
@@ -295,28 +298,31 @@ if triton is not None:
         return acc
 
     @triton.jit
-    def lora_down(x, lora_A, h, partial, arrived, ready, M, columns, ranks, parts, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
-        """h = x Aᵀ: this program's 64 ranks and its part of the columns; the last part to arrive adds them up."""
-        tiles, m_tiles = tl.cdiv(ranks, 64), tl.cdiv(M, ROWS)
-        tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-        j = tile * 64 + tl.arange(0, 64)
-        for m_tile in range(m_tiles):
-            m = m_tile * ROWS + tl.arange(0, ROWS)
-            acc = tl.zeros([64, ROWS], tl.float32)
-            for chunk in range(part * (columns // 64) // parts, (part + 1) * (columns // 64) // parts):
-                k = chunk * 64 + tl.arange(0, 64)
-                a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
-                b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
-                acc = product(a, b.T, acc)
-            here = partial + (tile * m_tiles + m_tile) * parts * (64 * ROWS) + tl.arange(0, 64)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-            tl.store(here + part * (64 * ROWS), acc)
+    def lora_down(x, lora_A, h, partial, arrived, M, m_tile, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
+        """h = x Aᵀ: of this program's J ranks the part of the columns that is its; who comes last adds the parts up: -> 1."""
+        tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        j, m = tile * J + tl.arange(0, J), m_tile * ROWS + tl.arange(0, ROWS)
+        acc = tl.zeros([ROWS, J], tl.float32)
+        for chunk in range(part * (columns // 64) // parts, (part + 1) * (columns // 64) // parts):
+            k = chunk * 64 + tl.arange(0, 64)
+            a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
+            b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
+            acc = product(b, a.T, acc)
+        counter = m_tile * tl.cdiv(ranks, J) + tile
+        here = partial + counter * parts * (ROWS * J) + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+        tl.store(here + part * (ROWS * J), acc)
+        tl.debug_barrier()
+        last = (tl.atomic_add(arrived + counter, 1) == parts - 1).to(tl.int32)
+        if last == 1:
+            tl.store(arrived + counter, 0)
+            acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
+            tl.store(h + m[:, None] * ranks + j[None], acc.to(h.dtype.element_ty), mask=(m[:, None] < M) & (j[None] < ranks))
             tl.debug_barrier()
-            if tl.atomic_add(arrived + tile * m_tiles + m_tile, 1) == parts - 1:
-                tl.store(arrived + tile * m_tiles + m_tile, 0)
-                acc = add_parts(tl.zeros([64, ROWS], tl.float32), here, 0, parts, 64 * ROWS, AT_ONCE)
-                tl.store(h + m[None] * ranks + j[:, None], acc.to(h.dtype.element_ty), mask=(m[None] < M) & (j[:, None] < ranks))
-                tl.debug_barrier()
-                tl.atomic_add(ready, 1)
+        return last
+
+    @triton.jit
+    def lora_kernel(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
+        lora_down(x, lora_A, h, partial, arrived, M, tl.program_id(1), columns, ranks, parts, ROWS, J)
 
     @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
@@ -330,9 +336,9 @@ if triton is not None:
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
         at, end = p * total // P, (p + 1) * total // P
-        if RANK > 0:
+        if RANK > 0 and ROWS <= 64:
             if p < 0:
-                lora_down(x, lora_A, h, lora_partial, lora_arrived, ready, M, chunks * 64, ranks, parts, ROWS, AT_ONCE)
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, 0, chunks * 64, ranks, parts, ROWS, 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
@@ -367,7 +373,7 @@ if triton is not None:
                     r, n0 = tl.arange(0, RANK), tile // m_tiles * (64 * R)
                     B = tl.load(lora_B + n[:, None] * RANK + r[None])
                     piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
-                    while tl.atomic_add(ready, 0) < lora_programs // parts * m_tiles:
+                    while tl.atomic_add(ready, 0) < lora_programs // parts:
                         pass
                     H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
                     acc = product(B, H.T, acc)
@@ -443,11 +449,8 @@ if triton is not None:
 # Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
 #                                                           y[b, h] = softmax(q[b, h] · K[b, :length[b]+1]ᵀ / √D) · V
 # Bound by memory: the keys and values that are there are read once for all query heads that share them (GQA); what lies
-# behind `length` is not touched. Long rows are cut into parts of SPLIT tokens for different programs; the last to finish
-# puts the parts together.
-
-SPLIT = 256
-
+# behind `length` is not touched. Few long rows are cut into parts of `split` tokens for different programs; the last to
+# finish puts the parts together.
 
 def rotate(x, cos, sin):
     """Rotary embedding of x [..., D]; cos, sin broadcast to it."""
@@ -467,7 +470,7 @@ def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False)
     return interleave(y) if tiled else y
 
 
-def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
+def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split=None):
     """qkv [B, (heads + 2 kv_heads) * D]; cos, sin [B, D] of each row's position; caches [B, kv_heads, max_len, D], whose
     place `length` int64 [B] is filled in -> [B, heads * D]."""
     if not use_triton(qkv):
@@ -475,13 +478,14 @@ def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
     B, kv_heads, max_len, D = k_cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
-    parts, share = triton.cdiv(max_len, SPLIT), heads // kv_heads
+    split = split or (512 if B * kv_heads > 256 else 128)
+    parts, share = triton.cdiv(max_len, split), heads // kv_heads
     HEADS = max(16, triton.next_power_of_2(share))
     D_PAD = triton.next_power_of_2(D)
     out, stats, arrived = attention_scratch(B * kv_heads, parts, HEADS, D_PAD, qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, k_cache, v_cache, length, y, out, stats, arrived, kv_heads, k_cache.stride(0), k_cache.stride(1),
-        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=SPLIT, num_warps=4)
+        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4)
     return y
 
 
@@ -566,3 +570,67 @@ if triton is not None:
                 o = (g * SHARE + head[:, None]) * D + d[None]
                 o = b * (kv_heads * SHARE * D) + (interleaved(o) if TILED else o)
                 tl.store(y + o, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
+# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is the
+# first half of qerl.sample, which draws other numbers from the same distribution.
+
+def sample(logits, temperature, seed):
+    """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""
+    B, V = logits.shape
+    blocks = triton.cdiv(V, 4096)
+    parts = torch.empty(B, 5, triton.next_power_of_2(blocks), device=logits.device)
+    index = torch.empty(B, parts.shape[2], dtype=torch.int64, device=logits.device)
+    token, logprob, entropy = torch.empty_like(index[:, 0]), torch.empty_like(parts[:, 0, 0]), torch.empty_like(parts[:, 0, 0])
+    sample_parts_kernel[(blocks, B)](logits, seed, parts, index, V, 1 / temperature, PARTS=parts.shape[2], QUARTER=1024, num_warps=4)
+    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=parts.shape[2], num_warps=1)
+    return token, logprob, entropy
+
+
+if triton is not None:
+    @triton.jit
+    def sample_parts_kernel(logits, seed, parts, index, V, scale, PARTS: tl.constexpr, QUARTER: tl.constexpr):
+        """Of 4 * QUARTER logits: maximum m, Σ e^(z-m), Σ z e^(z-m), and the best z - log E with its z and where it is."""
+        block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        i = block * (4 * QUARTER) + tl.arange(0, QUARTER)
+        u0, u1, u2, u3 = tl.rand4x(tl.load(seed), b * (tl.num_programs(0) * QUARTER) + block * QUARTER + tl.arange(0, QUARTER))
+        m, total, weighted, best, best_z, best_i = -float("inf"), 0.0, 0.0, -float("inf"), 0.0, 0
+        for quarter in tl.static_range(4):
+            u = u0 if quarter == 0 else u1 if quarter == 1 else u2 if quarter == 2 else u3
+            at = i + quarter * QUARTER
+            z = tl.load(logits + b * V + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+            new_m = tl.maximum(m, tl.max(z))
+            e, shrink = tl.exp(z - new_m), tl.exp(m - new_m)
+            total = total * shrink + tl.sum(e)
+            weighted = weighted * shrink + tl.sum(tl.where(at < V, z * e, 0.0))
+            m = new_m
+            noisy = z - tl.log(-tl.log(u))
+            top, where = tl.max(noisy, 0, return_indices=True)
+            if top > best:
+                best, best_i = top, block * (4 * QUARTER) + quarter * QUARTER + where
+                best_z = tl.max(tl.where(tl.arange(0, QUARTER) == where, z, -float("inf")))
+        here = parts + b * (5 * PARTS) + block
+        tl.store(here, m)
+        tl.store(here + PARTS, total)
+        tl.store(here + 2 * PARTS, weighted)
+        tl.store(here + 3 * PARTS, best)
+        tl.store(here + 4 * PARTS, best_z)
+        tl.store(index + b * PARTS + block, best_i)
+
+    @triton.jit
+    def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
+        b, i = tl.program_id(0), tl.arange(0, PARTS)
+        here = parts + b * (5 * PARTS) + i
+        m = tl.load(here, mask=i < blocks, other=-float("inf"))
+        total = tl.load(here + PARTS, mask=i < blocks, other=0.0)
+        weighted = tl.load(here + 2 * PARTS, mask=i < blocks, other=0.0)
+        best, where = tl.max(tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf")), 0, return_indices=True)
+        top = tl.max(m)
+        e = tl.exp(m - top)
+        Z = tl.sum(total * e)
+        log_Z = top + tl.log(Z)
+        tl.store(token + b, tl.load(index + b * PARTS + where))
+        tl.store(logprob + b, tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where) - log_Z)
+        tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)

@@ -731,6 +731,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     token, with both as at temperature 1. Sampling is the Gumbel-max trick in its exponential form: for E_i ~ Exp(1),
     argmax p_i/E_i is a draw from p, normalised or not, without a sort and without waiting for the device.
     """
+    if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
+        return fp4_kernels.sample(logits, temperature, torch.randint(2 ** 62, (1,), device=logits.device, generator=generator))
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum(-1)
