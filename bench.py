@@ -299,17 +299,45 @@ def decode_seconds(model, batch, prompt_tokens, new_tokens):
     return prefilled - began, time.perf_counter() - prefilled
 
 
+class CutSampler(qerl.Sampler):
+    """Cuts completions at lengths like those of GSM8K solutions (random weights never end one), and counts its steps."""
+
+    def __init__(self, model, n, slots, max_len, max_new_tokens, *args):
+        super().__init__(model, n, slots, max_len, max_new_tokens, *args)
+        lengths = torch.randn(n, generator=torch.Generator().manual_seed(0)).mul(0.35).add(5.3).exp().long()      # mean 212
+        self.limit[:n] = lengths.clamp(max=max_new_tokens).to(self.limit.device)
+        CutSampler.steps, step = 0, self.step
+
+        def counted():
+            CutSampler.steps += 1
+            step()
+        self.step = counted
+
+
+def busy_slots(model, slots, prompts, group):
+    """How many of the slots `generate` keeps busy while they are refilled."""
+    qerl.Sampler, sampler = CutSampler, qerl.Sampler
+    tokens = torch.randint(0, model.config.vocab_size, (prompts, 128 if slots > 4 else 8)).tolist()
+    wait(model.device.type)
+    began = time.perf_counter()
+    rollout = qerl.generate(model, tokens, 512 if slots > 4 else 12, group, slots=slots)
+    wait(model.device.type)
+    seconds, total = time.perf_counter() - began, rollout.length.sum().item()
+    qerl.Sampler = sampler
+    return {"completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / (CutSampler.steps * slots),
+            "tokens_per_s": total / seconds}
+
+
 def bench_rollout(args):
     cuda = args.device == "cuda"
     batches, tokens = ((1, 2, 4, 8, 32, 128), 256) if cuda else ((1, 4), 8)
     vllm = {(r["model"], r["weights"], r["batch"]): r["tokens_per_s"] for r in peers()["vllm_tokens_per_s"]} if cuda else {}
-    results = []
+    models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
+    results, busy = [], []
     print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
-    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"]):
-        for rank in (RANKS.get(name, 32), *args.ranks):
-            for weights in args.weights:
-                if rank in args.ranks and weights != "nvfp4":
-                    continue
+    for name in models:
+        for rank in (RANKS.get(name, 32), *(args.ranks if name == models[0] else ())):
+            for weights in args.weights if rank == RANKS.get(name, 32) else ["nvfp4"]:
                 model = random_model(name, weights, rank, args.device)
                 for batch in batches:
                     prefill, seconds = decode_seconds(model, batch, tokens, tokens)
@@ -321,10 +349,15 @@ def bench_rollout(args):
                     results.append(r)
                     ratio = f"{r['tokens_per_s'] / best:.2f}x" if "vllm" in r else ""
                     print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
+                if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32):
+                    busy = [busy_slots(model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
                 del model
                 if cuda:
                     torch.cuda.empty_cache()
-    return {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
+    for r in busy:
+        print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
+              f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
+    return {"busy": busy, "what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
             "sampling included, prefill not; vllm: its best of NVFP4 and BF16, see peers.json", "rows": results}
 
 
@@ -350,27 +383,12 @@ def plot_rollout(result, plt):
 # ---------------------------------------------------------------------------------------------------------------------
 # RL step
 
-class CountedSampler(qerl.Sampler):
-    """Counts its steps, to know how many of the slots were busy."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        CountedSampler.steps, step = 0, self.step
-
-        def counted():
-            CountedSampler.steps += 1
-            step()
-        self.step = counted
-
-
 def step_seconds(model, optimizer, prompts, group, args):
-    """Seconds by phase of one RL step on random prompts, mean length and fraction of busy slots. A token out of 256 ends a
-    completion, so that random weights give lengths of about 220 tokens, widely spread."""
+    """Seconds by phase of one RL step on random prompts, the completions' mean length and the fraction of slots kept busy."""
     vocabulary, clock = model.config.vocab_size, train_gsm8k.Clock(model.device)
     problems = [{"prompt": torch.randint(0, vocabulary, (args.prompt_tokens,)).tolist(), "number": 1} for _ in range(prompts)]
     with clock("rollout"), qerl.adaptive_quantization_noise(model, 1e-2):
-        rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, group, eos=range(0, vocabulary, args.eos_every),
-                                slots=args.slots)
+        rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, group, slots=args.slots)
     with clock("reward"):
         rewards = torch.rand(prompts, group, device=model.device)
         batch = train_gsm8k.Batch(problems, rollout, None, rewards, None)
@@ -380,16 +398,16 @@ def step_seconds(model, optimizer, prompts, group, args):
     with clock("update"):
         train_gsm8k.policy_update(model, optimizer, batch, list(range(prompts * group)), advantages, old_logprobs, None, rollout.mask, args)
     slots = max(group, min(args.slots, prompts * group))
-    busy = rollout.length.sum().item() / (CountedSampler.steps * slots)
+    busy = rollout.length.sum().item() / (CutSampler.steps * slots)
     return {**clock.seconds, "step": sum(clock.seconds.values()), "length": rollout.length.float().mean().item(), "busy": busy}
 
 
 def bench_step(args):
     cuda = args.device == "cuda"
-    qerl.Sampler = CountedSampler
+    qerl.Sampler = CutSampler
     settings = types.SimpleNamespace(algo="grpo", micro_tokens=16384, tis=0.0, clip_low=0.2, clip_high=0.28, beta=0.0, slots=256,
-                                     prompt_tokens=128 if cuda else 8, max_new_tokens=512 if cuda else 12, eos_every=256 if cuda else 16)
-    sizes = [(1, 2), (1, 4), (1, 8), (32, 8), (128, 8)] if cuda else [(1, 2)]
+                                     prompt_tokens=128 if cuda else 8, max_new_tokens=512 if cuda else 12)
+    sizes = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
     results = []
     for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"]):
         for weights in args.weights:
@@ -399,10 +417,10 @@ def bench_step(args):
             optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
             for prompts, group in sizes:
                 torch.manual_seed(0)
-                runs = []
-                for _ in range(2 if prompts * group < 1000 else 1):           # the first compiles and warms up
-                    runs.append(step_seconds(model, optimizer, prompts, group, settings))
-                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **runs[-1],
+                if prompts == 1:                                              # compile and warm up
+                    step_seconds(model, optimizer, prompts, group, settings)
+                result = step_seconds(model, optimizer, prompts, group, settings)
+                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **result,
                                 "peak_memory_gb": train_gsm8k.peak_memory_gb(args.device)})
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
             del model, optimizer
@@ -413,8 +431,7 @@ def bench_step(args):
     for name in dict.fromkeys(r["model"] for r in results):
         for prompts, group in sizes:
             by = {r["weights"]: r for r in results if (r["model"], r["prompts"], r["group"]) == (name, prompts, group)}
-            per_token = {w: r["step"] / r["length"] for w, r in by.items()}   # lengths differ a little: seconds by token
-            ratios = [f"{per_token[w] / per_token['nvfp4']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
+            ratios = [f"{by[w]['step'] / by['nvfp4']['step']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
             cells = " | ".join(f"{by[w]['step']:.2f}" if w in by else "" for w in args.weights)
             print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {by['nvfp4']['busy'] if 'nvfp4' in by else 0:.0%} |")
     return {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
@@ -425,11 +442,11 @@ def plot_step(result, plt):
     figure, axis = plt.subplots(figsize=(1.2 + 0.9 * len(rows), 4.2), layout="constrained")
     bottom = [0.0] * len(rows)
     for phase in ("rollout", "reward", "logprobs", "update"):
-        share = [r[phase] / r["length"] for r in rows]
+        share = [r[phase] for r in rows]
         axis.bar(range(len(rows)), share, bottom=bottom, label=phase)
         bottom = [b + s for b, s in zip(bottom, share)]
     axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{r['prompts']}x{r['group']}\n{LABELS[r['weights']]}" for r in rows], fontsize=8)
-    axis.set(ylabel="seconds of a step / mean length of its completions", title="Where an RL step's time goes")
+    axis.set(ylabel="seconds", title="Where an RL step's time goes")
     axis.legend(frameon=False)
     return figure
 
@@ -439,7 +456,7 @@ def main():
     p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
     p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
     p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], default=["nvfp4", "bf16", "nf4"])
-    p.add_argument("--ranks", nargs="+", type=int, default=[], help="rollout: more LoRA ranks to measure NVFP4 with")
+    p.add_argument("--ranks", nargs="*", type=int, default=[16, 128], help="rollout: other LoRA ranks for the first model, NVFP4")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="results")
     args = p.parse_args()

@@ -215,10 +215,10 @@ if triton is not None:
 # with their share of B. Programs start in order, so that who waits, waits for a program that runs.
 
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
-SHAPES = [(Shape(16, 2, 2, 4, 4, 3, False, 168),) * 2,                    # for layers of less and of more than 2^25 weights
-          (Shape(32, 1, 4, 4, 3, 3, False, 160),) * 2,
-          (Shape(64, 1, 2, 4, 3, 3, True, 168), Shape(64, 2, 2, 4, 3, 2, True, 255)),
-          (Shape(128, 1, 2, 4, 3, 1, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
+          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights, the
+          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),        # fastest of a search on an H200
+          (Shape(128, 1, 2, 4, 3, 2, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
           (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
@@ -263,7 +263,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if M > 512 and N * columns <= 2 ** 25 and shape is None:                  # too few tiles to cut evenly: decode first
         y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
         return add_lora(y if residual is None else y + residual, x, tiled, lora)
-    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 2 ** 25]
+    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8]
     C = s.C if chunks % s.C == 0 else 2
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -273,7 +273,9 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
         lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4)
         lora_programs = 0
-    programs = min(s.programs * sms - lora_programs, N // (64 * s.R) * triton.cdiv(M, s.rows) * (chunks // C))
+    tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), s.programs * sms - lora_programs
+    if programs >= tiles:                                                     # no program with parts of two tiles
+        programs = min(programs // tiles, chunks // C) * tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
@@ -478,14 +480,14 @@ def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split
     B, kv_heads, max_len, D = k_cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
-    split = split or (512 if B * kv_heads > 256 else 128)
+    split = split or (512 if B * kv_heads >= 128 else 128)
     parts, share = triton.cdiv(max_len, split), heads // kv_heads
     HEADS = max(16, triton.next_power_of_2(share))
     D_PAD = triton.next_power_of_2(D)
     out, stats, arrived = attention_scratch(B * kv_heads, parts, HEADS, D_PAD, qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, k_cache, v_cache, length, y, out, stats, arrived, kv_heads, k_cache.stride(0), k_cache.stride(1),
-        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4)
+        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4, num_stages=2)
     return y
 
 

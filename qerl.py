@@ -76,7 +76,7 @@ def e2m1_codes(x):
 
 def decode_nibbles(packed, table, scale, dtype):
     """The inverse of pack_nibbles and the lookup: table float32 [16], scale float32 [out, in/block] -> [out, in]."""
-    values = table.to(packed.device)[torch.stack([packed & 15, packed >> 4], dim=-1).int()]             # [out, in/2, 2]
+    values = fp4_kernels.table_on(table, packed.device)[torch.stack([packed & 15, packed >> 4], dim=-1).int()]             # [out, in/2, 2]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
 
 
@@ -782,6 +782,7 @@ class Sampler:
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
+        self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each completion is cut
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
         if device.type == "cuda":
@@ -812,7 +813,7 @@ class Sampler:
         self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
         ended = (token[:, None] == self.eos).any(1)
         self.finished[self.row], self.length[self.row] = ended, self.column + 1
-        stop = ended | (self.column + 1 == self.tokens.shape[1]) | (self.row == self.n)
+        stop = ended | (self.column + 1 >= self.limit[self.row]) | (self.row == self.n)
         self.row.masked_fill_(stop, self.n)
         self.column.add_(1).masked_fill_(stop, 0)
         self.token.copy_(token)
