@@ -263,7 +263,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if M > 512 and N * columns <= 2 ** 25 and shape is None:                  # too few tiles to cut evenly: decode first
         y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
         return add_lora(y if residual is None else y + residual, x, tiled, lora)
-    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8]
+    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or M > 256]
     C = s.C if chunks % s.C == 0 else 2
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
