@@ -296,26 +296,24 @@ def decode_seconds(model, batch, prompt_tokens, new_tokens):
     sampler.admit(prompts, torch.arange(batch, device=device), torch.arange(batch, device=device))
     wait(device)
     prefilled = time.perf_counter()
-    for _ in range(new_tokens):
-        sampler.step()
+    sampler.steps(new_tokens)
     wait(device)
     assert sampler.length[:batch].eq(new_tokens).all()
     return prefilled - began, time.perf_counter() - prefilled
 
 
 class CutSampler(qerl.Sampler):
-    """Cuts completions at lengths like those of GSM8K solutions (random weights never end one), and counts its steps."""
+    """Cuts completions at lengths like those of GSM8K solutions (random weights never end one), and counts slots x steps."""
 
     def __init__(self, model, n, slots, max_len, max_new_tokens, *args):
         super().__init__(model, n, slots, max_len, max_new_tokens, *args)
         lengths = torch.randn(n, generator=torch.Generator().manual_seed(0)).mul(0.35).add(5.3).exp().long()      # mean 212
         self.limit[:n] = lengths.clamp(max=max_new_tokens).to(self.limit.device)
-        CutSampler.steps, step = 0, self.step
+        CutSampler.slot_steps = 0
 
-        def counted():
-            CutSampler.steps += 1
-            step()
-        self.step = counted
+    def steps(self, count):
+        CutSampler.slot_steps += count * len(self.row)
+        super().steps(count)
 
 
 def busy_slots(model, slots, prompts, group):
@@ -328,7 +326,7 @@ def busy_slots(model, slots, prompts, group):
     wait(model.device.type)
     seconds, total = time.perf_counter() - began, rollout.length.sum().item()
     qerl.Sampler = sampler
-    return {"completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / (CutSampler.steps * slots),
+    return {"completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / CutSampler.slot_steps,
             "tokens_per_s": total / seconds}
 
 
@@ -401,8 +399,7 @@ def step_seconds(model, optimizer, prompts, group, args):
         old_logprobs = train_gsm8k.all_logprobs(model, batch, args)
     with clock("update"):
         train_gsm8k.policy_update(model, optimizer, batch, list(range(prompts * group)), advantages, old_logprobs, None, rollout.mask, args)
-    slots = max(group, min(args.slots, prompts * group))
-    busy = rollout.length.sum().item() / (CutSampler.steps * slots)
+    busy = rollout.length.sum().item() / CutSampler.slot_steps
     return {**clock.seconds, "step": sum(clock.seconds.values()), "length": rollout.length.float().mean().item(), "busy": busy}
 
 
@@ -421,8 +418,9 @@ def bench_step(args):
             optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
             for prompts, group in sizes:
                 torch.manual_seed(0)
-                if prompts == 1:                                              # compile and warm up
-                    step_seconds(model, optimizer, prompts, group, settings)
+                if cuda:                                                      # compile and warm up, with short completions
+                    step_seconds(model, optimizer, prompts, group, types.SimpleNamespace(**{**vars(settings), "max_new_tokens": 24}))
+                    torch.cuda.reset_peak_memory_stats()
                 result = step_seconds(model, optimizer, prompts, group, settings)
                 results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **result,
                                 "peak_memory_gb": train_gsm8k.peak_memory_gb(args.device)})

@@ -179,12 +179,14 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer):
         weight = layer.dequantize(x.dtype)
-        ctx.layer, ctx.weight = layer, weight if layer.keep_decoded else None
+        ctx.layer = layer
+        ctx.save_for_backward(*[weight] * layer.keep_decoded)                # what recompute forgets, and makes again
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ (ctx.layer.dequantize(grad.dtype) if ctx.weight is None else ctx.weight), None
+        weight, = ctx.saved_tensors or [ctx.layer.dequantize(grad.dtype)]
+        return grad @ weight, None
 
 
 class QuantLinear(nn.Module):
@@ -661,7 +663,8 @@ def load_adapter(model, folder):
 #
 # `slots` sequences are decoded together. A prompt enters once G slots are idle: its keys and values are computed once and
 # copied to all of them. Everything a decode step needs lives in tensors of fixed shape on the device, so that on a GPU the
-# model's part of the step is one recorded CUDA graph, and the host looks at the slots only every 8 tokens.
+# whole step is one recorded CUDA graph, and the host looks at the slots only every 8 tokens. Once no prompt waits and half of
+# the slots are idle, the other half goes on alone.
 
 class KVCache:
     """Keys and values [layers, slots, kv_heads, max_len, head_dim]; length int64 [slots] is how many are filled."""
@@ -678,6 +681,11 @@ class KVCache:
         group = len(slots) // len(k)
         self.k[layer, slots, :, :k.shape[2]] = k.repeat_interleave(group, 0)
         self.v[layer, slots, :, :k.shape[2]] = v.repeat_interleave(group, 0)
+
+    def keep(self, slots):
+        """Forget all slots but these, int64 [fewer]."""
+        self.k = self.k[:, slots]
+        self.v, self.length = self.v[:, slots], self.length[slots]
 
 
 @dataclass
@@ -785,8 +793,22 @@ class Sampler:
         self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each completion is cut
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
-        if device.type == "cuda":
-            self.step = record_graph(self.step, generator)                 # all slots are idle: recording changes nothing
+        self.start()
+
+    def start(self):
+        self.run = record_graph(self.step, self.generator) if self.model.device.type == "cuda" else self.step
+
+    def shrink(self):
+        """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
+        keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]
+        self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
+        self.run = None                                                    # gives the old graph's memory back
+        self.cache.keep(keep)
+        self.start()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.run()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
         """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
@@ -846,10 +868,11 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 rows = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
                 sampler.admit(prompts[waiting:waiting + admitted], idle[:len(rows)], rows)
                 waiting += admitted
-            elif len(idle) == slots:
+            elif len(idle) == len(sampler.row):
                 return sampler.rollout()
-            for _ in range(check_every):
-                sampler.step()
+            elif waiting == len(prompts) and len(idle) >= len(sampler.row) // 2 >= 16:
+                sampler.shrink()
+            sampler.steps(check_every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -535,6 +535,40 @@ def test_recomputed_blocks_give_the_same_gradient(qwen):
     assert torch.equal(*gradients)
 
 
+def test_recomputed_blocks_decode_each_weight_once_a_pass(qwen, monkeypatch):
+    """Forward, and the recomputation that backward needs: two times, and what forward decoded is not kept until then."""
+    import weakref
+    model, decoded = with_lora(qwen[0]), []
+    model.recompute_in_backward()
+    dequantize = qerl.QuantLinear.dequantize
+
+    def counted(layer, dtype):
+        weight = dequantize(layer, dtype)
+        decoded.append(weakref.ref(weight))
+        return weight
+    monkeypatch.setattr(qerl.QuantLinear, "dequantize", counted)
+    loss = model(torch.arange(60).view(2, 30)).square().mean()
+    layers = len(model.quantized_layers())
+    assert len(decoded) == layers and not any(ref() is not None for ref in decoded)
+    loss.backward()
+    assert len(decoded) == 2 * layers
+
+
+def test_idle_slots_are_given_up_at_the_end(qwen, monkeypatch):
+    """40 completions of very different length: half of the slots go once they idle, and no token changes."""
+    model, rows = qerl.load_model(qwen[0]), []
+    prompts = [[i, 3, 2 * i + 1] for i in range(40)]
+    eos = set(qerl.generate(model, prompts, 24, temperature=0).tokens[:24, 3].tolist())   # 24 or more end here or before
+    step = qerl.Sampler.step
+    monkeypatch.setattr(qerl.Sampler, "step", lambda self: (rows.append(len(self.row)), step(self)))
+    kept = qerl.generate(model, prompts, 24, temperature=0, eos=eos, slots=4)
+    assert set(rows) == {4}
+    rows.clear()
+    given_up = qerl.generate(model, prompts, 24, temperature=0, eos=eos, slots=40)
+    assert rows[0] == 40 and rows[-1] == 20 and kept.length.max() > 4
+    assert torch.equal(kept.tokens, given_up.tokens) and torch.equal(kept.length, given_up.length)
+
+
 def test_output_layer_runs_in_chunks(qwen):
     """No tensor of more than `chunk` rows of the vocabulary is ever made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
