@@ -307,8 +307,8 @@ class CutSampler(qerl.Sampler):
 
     def __init__(self, model, n, slots, max_len, max_new_tokens, *args):
         super().__init__(model, n, slots, max_len, max_new_tokens, *args)
-        lengths = torch.randn(n, generator=torch.Generator().manual_seed(0)).mul(0.35).add(5.3).exp().long()      # mean 212
-        self.limit[:n] = lengths.clamp(max=max_new_tokens).to(self.limit.device)
+        lengths = torch.randn(n, generator=torch.Generator().manual_seed(0)).mul(0.35).add(5.3).exp()             # mean 212
+        self.limit[:n] = (lengths.clamp(max=512) * max_new_tokens / 512).long().to(self.limit.device)
         CutSampler.slot_steps = 0
 
     def steps(self, count):
@@ -418,8 +418,9 @@ def bench_step(args):
             optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
             for prompts, group in sizes:
                 torch.manual_seed(0)
-                if cuda:                                                      # compile and warm up, with short completions
-                    step_seconds(model, optimizer, prompts, group, types.SimpleNamespace(**{**vars(settings), "max_new_tokens": 24}))
+                if cuda:                                                      # compile and warm up; many completions: short ones
+                    short = types.SimpleNamespace(**{**vars(settings), "max_new_tokens": 512 if prompts == 1 else 128})
+                    step_seconds(model, optimizer, prompts, group, short)
                     torch.cuda.reset_peak_memory_stats()
                 result = step_seconds(model, optimizer, prompts, group, settings)
                 results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **result,
@@ -474,11 +475,23 @@ def main():
         if args.what != "formats":
             folder = f"{args.out}/{torch.cuda.get_device_name().split()[-1].lower() if args.device == 'cuda' else 'cpu'}"
         os.makedirs(folder, exist_ok=True)
+        if args.what != "formats":
+            keep_other_models(f"{folder}/{args.what}.json", result)
         qerl.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
         if args.what != "formats":
             save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
     except qerl.UserError as e:
         sys.exit(fail(str(e)))
+
+
+def keep_other_models(path, result):
+    """Add to a result what an earlier call measured of models that this call did not."""
+    measured = {r["model"] for r in result["rows"]}
+    if os.path.exists(path):
+        with open(path) as f:
+            earlier = json.load(f)
+        for key in ("rows", "means"):
+            result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result.get(key, [])
 
 
 def save_figure(path, draw, result):

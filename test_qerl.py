@@ -881,6 +881,37 @@ def test_kernel_sample():
     assert ((counts - wanted) ** 2 / wanted).sum() < 18.5                                 # 4 degrees of freedom: 1 in 1,000
 
 
+@runs_kernels
+def test_kernel_decode_of_a_layer_is_its_forward():
+    """QuantLinear in tiles: decode (fused, interleaved) against forward (dequantised), with LoRA, bias and residual."""
+    torch.manual_seed(0)
+    format = qerl.FORMATS["nvfp4"]
+    parts = [torch.cat(p) for p in zip(*((a, b, c.view(1, 1).expand(128, 1)) for a, b, c in map(format.quantize, torch.randn(3, 128, 256))))]
+    weight = fp4_kernels.Tiled(*(t.to(KERNEL_DEVICE) for t in format.tile(*parts)))
+    layer = qerl.QuantLinear(["q", "k", "v"], [128] * 3, 256, weight, torch.randn(384).to(KERNEL_DEVICE).bfloat16(), lora_rank=4, lora_alpha=8)
+    layer.lora_B.data.normal_()
+    x, residual = torch.randn(5, 256).to(KERNEL_DEVICE).bfloat16(), torch.randn(5, 384).to(KERNEL_DEVICE).bfloat16()
+    with torch.no_grad():
+        layer.prepare_decoding(torch.bfloat16)
+        y = layer.decode(fp4_kernels.interleave(x).contiguous(), residual)
+        assert relative(y.float(), (layer(x) + residual).float()) < 1e-2
+
+
+@gpu
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, weights):
+    """Log-probabilities from decoding (tiles, fused kernels, CUDA graph) against those of training, with LoRA and refilled slots."""
+    CONFIGS["wide"] = lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, tie_word_embeddings=True)
+    model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
+    assert model.blocks[0].mlp.down.tiled == (weights != "bf16")
+    prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
+    rollout = qerl.generate(model, prompts, 40, 2, slots=70)
+    repeated = [p for p in prompts for _ in range(2)]
+    with torch.no_grad():
+        logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
+
+
 @gpu
 def test_gpu_generates_what_the_cpu_does(qwen):
     rollouts = []
