@@ -270,11 +270,11 @@ def plot_kernels(result, plt):
         for name, label in (("bf16", "over cuBLAS BF16"), ("marlin", "over Marlin NVFP4"), ("nf4", "over our NF4")):
             points = [(m["M"], m[name]) for m in means if name in m]
             axis.plot(*zip(*points), "o-", label=label) if points else None
-        axis.set(title=f"{model}: speed of NVFP4, mean of four layers", xlabel="rows of x", xscale="log", ylim=(0, None))
+        axis.set(title=f"{model}: speed of NVFP4, mean of four layers", xlabel="rows of x", xscale="log")
         axis.set_xticks([m["M"] for m in means], [str(m["M"]) for m in means], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("times faster")
+    axes[0][0].set(ylabel="times faster", ylim=(0, 1.05 * max(m.get(n, 0) for m in result["means"] for n in ("bf16", "marlin", "nf4"))))
     axes[0][0].legend(frameon=False)
     return figure
 
@@ -441,16 +441,18 @@ def bench_step(args):
 
 
 def plot_step(result, plt):
-    rows = [r for r in result["rows"] if (r["prompts"], r["group"]) in ((1, 8), (32, 8))] or result["rows"]
-    figure, axis = plt.subplots(figsize=(1.2 + 0.9 * len(rows), 4.2), layout="constrained")
-    bottom = [0.0] * len(rows)
-    for phase in ("rollout", "reward", "logprobs", "update"):
-        share = [r[phase] for r in rows]
-        axis.bar(range(len(rows)), share, bottom=bottom, label=phase)
-        bottom = [b + s for b, s in zip(bottom, share)]
-    axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{r['prompts']}x{r['group']}\n{LABELS[r['weights']]}" for r in rows], fontsize=8)
-    axis.set(ylabel="seconds", title="Where an RL step's time goes")
-    axis.legend(frameon=False)
+    sizes = list(dict.fromkeys((r["prompts"], r["group"]) for r in result["rows"]))[-2:]
+    figure, axes = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
+    for axis, (prompts, group) in zip(axes[0], sizes):
+        rows = sorted((r for r in result["rows"] if (r["prompts"], r["group"]) == (prompts, group)), key=lambda r: len(r["model"]))
+        bottom = [0.0] * len(rows)
+        for phase in ("rollout", "reward", "logprobs", "update"):
+            axis.bar(range(len(rows)), [r[phase] for r in rows], bottom=bottom, label=phase)
+            bottom = [b + r[phase] for b, r in zip(bottom, rows)]
+        axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows])
+        axis.set_title(f"one RL step: {prompts * group} completions of {rows[0]['length']:.0f} tokens")
+    axes[0][0].set_ylabel("seconds")
+    axes[0][0].legend(frameon=False)
     return figure
 
 

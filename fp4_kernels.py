@@ -134,14 +134,15 @@ if triton is not None:
                     (c << 16).to(tl.float32, bitcast=True) * s, (c & -65536).to(tl.float32, bitcast=True) * s,
                     (d << 16).to(tl.float32, bitcast=True) * s, (d & -65536).to(tl.float32, bitcast=True) * s)
         return tl.inline_asm_elementwise("""{
-            .reg .b32 a, b, c, d, t;
+            .reg .b32 a, b, c, d, t, z;
+            mov.b32 z, 0x80008000;                                      // -0: fma is the product
             and.b32 a, $8, 0x81C081C0;
             shl.b32 t, $8, 3;  and.b32 b, t, 0x81C081C0;
             shl.b32 t, $8, 6;  and.b32 c, t, 0x81C081C0;
             shl.b32 t, $8, 1;  and.b32 d, t, 0x80008000;
             shr.b32 t, $8, 5;  lop3.b32 d, t, 0x01000100, d, 0xEA;      // (t & mask) | d
             shr.b32 t, $8, 4;  lop3.b32 d, t, 0x00C000C0, d, 0xEA;
-            mul.rn.bf16x2 a, a, $9;  mul.rn.bf16x2 b, b, $9;  mul.rn.bf16x2 c, c, $9;  mul.rn.bf16x2 d, d, $9;
+            fma.rn.bf16x2 a, a, $9, z;  fma.rn.bf16x2 b, b, $9, z;  fma.rn.bf16x2 c, c, $9, z;  fma.rn.bf16x2 d, d, $9, z;
             mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
             }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
 
@@ -155,7 +156,8 @@ if triton is not None:
                     tl.load(table + (word >> 16 & 15)) * s, tl.load(table + (word >> 20 & 15)) * s,
                     tl.load(table + (word >> 24 & 15)) * s, tl.load(table + (word >> 28 & 15)) * s)
         return tl.inline_asm_elementwise("""{
-            .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d;
+            .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
+            mov.b32 z, 0x80008000;
             and.b32 i, $8, 0x77777777;  shr.b32 j, i, 16;  shl.b32 u, $8, 4;
             prmt.b32 m, $8, u, 0x9D8C;                                                   // FF where a code is 8 or more
             prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;  lop3.b32 h, m, g, h, 0xCA;
@@ -165,7 +167,7 @@ if triton is not None:
             prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;  lop3.b32 h, m, g, h, 0xCA;
             prmt.b32 l, 0xCA063280, 0x00BA3D92, j;  prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;  lop3.b32 l, m, k, l, 0xCA;
             prmt.b32 c, l, h, 0x5140;  prmt.b32 d, l, h, 0x7362;
-            mul.rn.bf16x2 a, a, $9;  mul.rn.bf16x2 b, b, $9;  mul.rn.bf16x2 c, c, $9;  mul.rn.bf16x2 d, d, $9;
+            fma.rn.bf16x2 a, a, $9, z;  fma.rn.bf16x2 b, b, $9, z;  fma.rn.bf16x2 c, c, $9, z;  fma.rn.bf16x2 d, d, $9, z;
             mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
             }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
 
@@ -249,6 +251,12 @@ def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
 
 
 @functools.lru_cache
+def has_wgmma(device):
+    """Hopper, or the interpreter."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.lru_cache
 def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -260,7 +268,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias float32 [out], residual [M, out]."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
-    if M > 512 and N * columns <= 2 ** 25 and shape is None:                  # too few tiles to cut evenly: decode first
+    # Decode first where the kernel does not pay: many rows and too few tiles to cut evenly, or a GPU it is not made for.
+    if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not has_wgmma(x.device):
         y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
         return add_lora(y if residual is None else y + residual, x, tiled, lora)
     s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or M > 256]

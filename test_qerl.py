@@ -812,8 +812,7 @@ def test_kernel_untile(name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", TILED_FORMATS)
-@pytest.mark.parametrize("rows", [1, 21, 70, 130, 300])
+@pytest.mark.parametrize("name,rows", [("nvfp4", 1), ("nvfp4", 21), ("nvfp4", 70), ("nvfp4", 130), ("nvfp4", 300), ("mxfp4", 21), ("nf4", 21)])
 def test_kernel_linear(name, rows):
     """Against float64 of the dequantised weight, twice: the counters have to be zero again after each call."""
     tiled, table, dense = tiled_weight(name, 384, 256)
@@ -825,9 +824,9 @@ def test_kernel_linear(name, rows):
     inputs = [t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual)]
     lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128, 256, 0], 2.0, tiled)
     for shape in {None, *fp4_kernels.SHAPES[0], fp4_kernels.SHAPES[2][1]}:
+        y = fp4_kernels.linear(inputs[0], tiled, table, shape=shape)
+        assert relative(y.cpu().double(), plain) < 5e-3
         for _ in range(2):
-            y = fp4_kernels.linear(inputs[0], tiled, table, shape=shape)
-            assert relative(y.cpu().double(), plain) < 5e-3
             y = fp4_kernels.linear(inputs[0], tiled, table, inputs[1], inputs[2], lora, shape)
             assert relative(y.cpu().double(), plain + bias + residual + 2 * update) < 5e-3
     twin = fp4_kernels.linear_torch(inputs[0], tiled, table, inputs[1], inputs[2], lora)
