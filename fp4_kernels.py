@@ -272,6 +272,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not has_wgmma(x.device):
         y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
         return add_lora(y if residual is None else y + residual, x, tiled, lora)
+    if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
+        return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
     s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or M > 256]
     C = s.C if chunks % s.C == 0 else 2
     sms, partial, lora_partial, counters = scratch(x.device)
@@ -280,7 +282,10 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     ranks, parts, J = 0 if lora is None else len(A), min(16, chunks), 64 if M <= min(64, s.rows) else 16
     h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), triton.cdiv(ranks, J) * parts
     if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
-        lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4)
+        if M <= 256:
+            lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4)
+        else:
+            h = F.linear(x, A)
         lora_programs = 0
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), s.programs * sms - lora_programs
     if programs >= tiles:                                                     # no program with parts of two tiles

@@ -537,7 +537,7 @@ class Checkpoint:
         format = "bf16" if self.packed and plain else self.weights            # what a packed folder left in 16 bit stays so
         parts = zip(*(self.quantized(name, size, in_features, format) for name, size in zip(names, sizes)))
         weight = [torch.cat(part).contiguous() for part in parts]
-        if self.device.type == "cuda" and self.dtype == torch.bfloat16 and format != "bf16":
+        if fp4_kernels.triton and self.device.type == "cuda" and self.dtype == torch.bfloat16 and format != "bf16":
             if in_features % 128 == 0 and all(size % 128 == 0 for size in sizes):         # what the kernels take
                 weight = FORMATS[format].tile(*weight)
         bias = torch.cat([self.tensor(f"{n}.bias", (s,)) for n, s in zip(names, sizes)]) if bias else None
@@ -796,7 +796,12 @@ class Sampler:
         self.start()
 
     def start(self):
-        self.run = record_graph(self.step, self.generator) if self.model.device.type == "cuda" else self.step
+        self.run = self.step
+        if self.model.device.type == "cuda" and self.top_p == 1:
+            self.run = record_graph(self.step, self.generator)
+        elif self.model.device.type == "cuda":                             # a sort in `sample` stays outside
+            forward = record_graph(self.forward)
+            self.run = lambda: (forward(), self.pick())
 
     def shrink(self):
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
@@ -828,9 +833,15 @@ class Sampler:
 
     def step(self):
         """One token for every slot; nothing here waits for the device."""
-        hidden = self.model.decode(self.token, self.cache)
-        logits = F.linear(hidden, self.model.lm_head)
-        token, logprob, entropy = sample(logits, self.temperature, self.top_p, self.generator)
+        self.forward()
+        self.pick()
+
+    def forward(self):
+        self.logits = F.linear(self.model.decode(self.token, self.cache), self.model.lm_head)             # [slots, V]
+
+    def pick(self):
+        """Draw the tokens, write them down, and let the slots go whose completion ends."""
+        token, logprob, entropy = sample(self.logits, self.temperature, self.top_p, self.generator)
         at = (self.row, self.column)
         self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
         ended = (token[:, None] == self.eos).any(1)
