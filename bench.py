@@ -133,7 +133,8 @@ def wait(device):
 def replay_times(contenders, device, rounds=9):
     """{name: seconds a call}, medians over `rounds`, in each of which every contender runs its list of calls once: as one CUDA
     graph, in turn, so that all of them meet the GPU in the same state."""
-    runs = {}
+    runs, longest = {}, max(map(len, contenders.values()))
+    contenders = {name: [calls[i % len(calls)] for i in range(longest)] for name, calls in contenders.items()}
     for name, calls in contenders.items():
         if device == "cuda":
             runs[name] = qerl.record_graph(lambda calls=calls: [call() for call in calls])
@@ -184,6 +185,8 @@ def marlin_times():
 def peers():
     """What other programs reached on an H200; empty elsewhere."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results/h200/peers.json")
+    if not (torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() and os.path.exists(path)):
+        return {"marlin_us": [], "vllm_tokens_per_s": []}
     with open(path) as f:
         return json.load(f)
 
@@ -220,8 +223,8 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
                 contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
             else:                                                             # as training does it
                 contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
-        if call := bitsandbytes_call(dense[0], x):
-            contenders["bitsandbytes"] = [call] * copies
+        if bitsandbytes_call(dense[0], x):
+            contenders["bitsandbytes"] = [bitsandbytes_call(w, x) for w in dense * 4]        # a quarter of the size
         times = replay_times(contenders, device)
         floor = max(out * columns * 9 / 16 / bandwidth, 2 * M * out * columns / flops)
         yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, "floor": floor, **times}
@@ -338,9 +341,10 @@ def bench_rollout(args):
     results, busy = [], []
     print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
     for name in models:
-        for rank in (RANKS.get(name, 32), *(args.ranks if name == models[0] else ())):
+        for rank in dict.fromkeys((RANKS.get(name, 32), *(args.ranks if name == models[0] else ()))):
             for weights in args.weights if rank == RANKS.get(name, 32) else ["nvfp4"]:
                 model = random_model(name, weights, rank, args.device)
+                decode_seconds(model, 1, tokens, 2)                           # compiles what prefill needs
                 for batch in batches:
                     prefill, seconds = decode_seconds(model, batch, tokens, tokens)
                     r = {"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": batch * tokens / seconds,
@@ -360,7 +364,7 @@ def bench_rollout(args):
         print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
               f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
     return {"busy": busy, "what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
-            "sampling included, prefill not; vllm: its best of NVFP4 and BF16, see peers.json", "rows": results}
+            "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16, see peers.json", "rows": results}
 
 
 def plot_rollout(result, plt):

@@ -265,7 +265,7 @@ def scratch(device):
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
-    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias float32 [out], residual [M, out]."""
+    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows and too few tiles to cut evenly, or a GPU it is not made for.
@@ -279,7 +279,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    ranks, parts, J = 0 if lora is None else len(A), min(16, chunks), 64 if M <= min(64, s.rows) else 16
+    ranks, J = 0 if lora is None else len(A), 64 if M <= s.rows <= 64 else 16
+    parts = max(1, min(16, chunks, s.programs * sms // (2 * triton.cdiv(ranks, J) + 1)))     # at most half of the programs
     h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), triton.cdiv(ranks, J) * parts
     if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
         if M <= 256:
@@ -495,6 +496,7 @@ def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split
     heads = qkv.shape[1] // D - 2 * kv_heads
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
     split = split or (512 if B * kv_heads >= 128 else 128)
+    assert split % 64 == 0
     parts, share = triton.cdiv(max_len, split), heads // kv_heads
     HEADS = max(16, triton.next_power_of_2(share))
     D_PAD = triton.next_power_of_2(D)
@@ -590,8 +592,8 @@ if triton is not None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
-# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is the
-# first half of qerl.sample, which draws other numbers from the same distribution.
+# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is
+# qerl.sample, which draws other numbers from the same distribution.
 
 def sample(logits, temperature, seed):
     """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""

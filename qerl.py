@@ -233,7 +233,7 @@ class QuantLinear(nn.Module):
         return y
 
     def prepare_decoding(self, dtype):
-        """Cast LoRA for `decode`, once a rollout; the pieces of B become the blocks of one block-diagonal matrix."""
+        """Cast LoRA for `decode`, once a rollout; without tiles B's pieces become the blocks of a block-diagonal matrix."""
         self.decode_lora, scaling = None, self.alpha / max(self.rank, 1)
         if self.use_adapter and self.tiled:
             self.decode_lora = fp4_kernels.lora_for_tiles(self.lora_A, self.lora_B, self.sizes, scaling, self.weight)
@@ -399,7 +399,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d], in eight kernels."""
+        """forward for one new token of each slot, x [slots, d]: eight kernels, with more than 64 slots twelve."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
         y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)
@@ -796,24 +796,25 @@ class Sampler:
         self.start()
 
     def start(self):
-        self.run = self.step
-        if self.model.device.type == "cuda" and self.top_p == 1:
-            self.run = record_graph(self.step, self.generator)
-        elif self.model.device.type == "cuda":                             # a sort in `sample` stays outside
-            forward = record_graph(self.forward)
-            self.run = lambda: (forward(), self.pick())
+        """On a GPU, record the step as a graph, or the part of it before `sample` where that has a sort."""
+        self.replay = None
+        if self.model.device.type == "cuda" and fp4_kernels.triton:
+            whole = self.top_p == 1
+            self.replay = record_graph(self.step, self.generator) if whole else record_graph(self.forward)
 
     def shrink(self):
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
         keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
-        self.run = None                                                    # gives the old graph's memory back
+        self.replay = None                                                 # gives the old graph's memory back
         self.cache.keep(keep)
         self.start()
 
     def steps(self, count):
         for _ in range(count):
-            self.run()
+            (self.replay or self.step)()
+            if self.replay and self.top_p < 1:
+                self.pick()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
         """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
@@ -881,7 +882,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 waiting += admitted
             elif len(idle) == len(sampler.row):
                 return sampler.rollout()
-            elif waiting == len(prompts) and len(idle) >= len(sampler.row) // 2 >= 16:
+            elif waiting == len(prompts) and len(sampler.row) >= 32 and 2 * len(idle) >= len(sampler.row):
                 sampler.shrink()
             sampler.steps(check_every)
 

@@ -569,6 +569,18 @@ def test_idle_slots_are_given_up_at_the_end(qwen, monkeypatch):
     assert torch.equal(kept.tokens, given_up.tokens) and torch.equal(kept.length, given_up.length)
 
 
+def test_no_completion_is_lost_with_an_odd_number_of_slots(qwen, monkeypatch):
+    """33 slots, of which 16 idle at once: 17 completions cannot go on in 16."""
+    model, start = qerl.load_model(qwen[0]), qerl.Sampler.__init__
+
+    def cut(self, *args):
+        start(self, *args)
+        self.limit[:16] = 2
+    monkeypatch.setattr(qerl.Sampler, "__init__", cut)
+    rollout = qerl.generate(model, [[i, 3] for i in range(33)], 8, slots=33)
+    assert rollout.length.tolist() == [2] * 16 + [8] * 17
+
+
 def test_output_layer_runs_in_chunks(qwen):
     """No tensor of more than `chunk` rows of the vocabulary is ever made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
