@@ -96,13 +96,12 @@ def untile_torch(tiled, table, dtype=torch.bfloat16):
     w = words.view(*words.shape[:2], 4, 8, 4, 2, 2)
     halves = [w & 0xFFFF, w >> 16 & 0xFFFF]
     if nf4:
-        codes = [w >> 4 * i & 15 for i in range(8)]
-        scale = scales.float() * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
+        codes, scale = [w >> 4 * i & 15 for i in range(8)], scales.float()
     else:
         codes = [(h >> 12 - 3 * p & 8 | h >> 6 - 3 * p & 7) if p < 3 else (h >> 11 & 8 | h >> 11 & 4 | h >> 10 & 3)
                  for p in range(4) for h in halves]
         scale = torch.exp2((scales >> 3).float() - 30) * (1 + (scales & 7) / 8)
-        scale = scale * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
+    scale = scale * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
     weight = table_on(table, words.device)[torch.stack(codes, -1).long()] * scale[..., None, None]             # (.., t, row half, 2, 8)
     return weight.permute(0, 2, 5, 3, 1, 4, 6, 7).reshape(len(out_scale), -1).to(dtype)
 
@@ -236,6 +235,12 @@ def lora_for_tiles(A, B, sizes, scaling, tiled):
     return Lora(interleave(A).bfloat16().contiguous(), B.bfloat16().contiguous(), (*bounds, sum(sizes), sum(sizes))[:2])
 
 
+def dense_linear(x, weight, tiled, bias, residual, lora):
+    """What `linear` computes, from a weight [out, in] that is decoded and interleaved already."""
+    y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
+    return add_lora(y if residual is None else y + residual, x, tiled, lora)
+
+
 def add_lora(y, x, tiled, lora):
     """y + (x Aᵀ) Bᵀ, piece by piece."""
     if lora is None:
@@ -246,8 +251,7 @@ def add_lora(y, x, tiled, lora):
 
 
 def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
-    y = F.linear(x, interleave(untile_torch(tiled, table, x.dtype)), bias if bias is None else bias.to(x.dtype))
-    return add_lora(y if residual is None else y + residual, x, tiled, lora)
+    return dense_linear(x, interleave(untile_torch(tiled, table, x.dtype)), tiled, bias, residual, lora)
 
 
 @functools.lru_cache
@@ -270,8 +274,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows and too few tiles to cut evenly, or a GPU it is not made for.
     if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not has_wgmma(x.device):
-        y = F.linear(x, untile(tiled, table, x.dtype, interleaved=True), None if bias is None else bias.to(x.dtype))
-        return add_lora(y if residual is None else y + residual, x, tiled, lora)
+        return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
     s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or M > 256]

@@ -633,7 +633,7 @@ def atomic_write(path, data):
 def save_adapter(model, folder, base_model):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
     os.makedirs(folder, exist_ok=True)
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    layers = model.quantized_layers()
     norms = [m for m in model.modules() if isinstance(m, RMSNorm) and m.weight.requires_grad]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
               "r": layers[0].rank, "lora_alpha": layers[0].alpha, "lora_dropout": 0.0, "bias": "none",
@@ -649,7 +649,7 @@ def load_adapter(model, folder):
     """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
     with open(f"{folder}/adapter_config.json") as f:
         alpha = json.load(f)["lora_alpha"]
-    if alpha != (now := next(m.alpha for m in model.modules() if isinstance(m, QuantLinear))):
+    if alpha != (now := model.quantized_layers()[0].alpha):
         raise UserError(f"{folder}: was trained with lora_alpha {alpha}, the model has {now}; load the model with the adapter's")
     stored, ours = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(model)
     if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
