@@ -30,6 +30,39 @@ def use_triton(x):
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
+# A decode step is a chain of short kernels. On Hopper each is launched while the one before it still runs ("programmatic
+# dependent launch", OVERLAP below): it lets its own successor start, fetches weights, and waits before it touches anything
+# that an earlier kernel writes or reads.
+
+@functools.lru_cache
+def is_hopper(device):
+    """Hopper, or the interpreter."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+if triton is not None:
+    PLAIN = tl.constexpr(INTERPRETED)                          # the interpreter has neither inline PTX nor bfloat16 products
+
+    @triton.jit
+    def let_next_start():
+        if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_launch_dependents()
+
+    @triton.jit
+    def wait_for_previous():
+        if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
+        """Have the L2 cache fetch the first BYTES, of which `there` exist, of ROWS rows that lie `stride` bytes apart."""
+        if not PLAIN:
+            i = tl.arange(0, ROWS * BYTES // 128)
+            byte = i % (BYTES // 128) * 128
+            at = pointer.to(tl.int64) + i // (BYTES // 128) * stride + tl.where(byte < there, byte, 0)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1];  // $0", "=r,l", [at], tl.int32, is_pure=False, pack=1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. 4-bit tiles
 #
@@ -119,8 +152,6 @@ def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
 
 
 if triton is not None:
-    PLAIN = tl.constexpr(INTERPRETED)                          # the interpreter has neither inline PTX nor bfloat16 products
-
     @triton.jit
     def e2m1_pairs(word, scale):
         """Eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16, in the order of the columns."""
@@ -255,12 +286,6 @@ def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
 
 
 @functools.lru_cache
-def has_wgmma(device):
-    """Hopper, or the interpreter."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
-
-
-@functools.lru_cache
 def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -273,7 +298,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows and too few tiles to cut evenly, or a GPU it is not made for.
-    if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not has_wgmma(x.device):
+    if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not is_hopper(x.device):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
@@ -287,18 +312,19 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), triton.cdiv(ranks, J) * parts
     if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
         if M <= 256:
-            lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4)
+            lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4,
+                                                                      launch_pdl=is_hopper(x.device))
         else:
             h = F.linear(x, A)
         lora_programs = 0
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), s.programs * sms - lora_programs
-    if programs >= tiles:                                                     # no program with parts of two tiles
-        programs = min(programs // tiles, chunks // C) * tiles
+    shares = min(programs // tiles, chunks // C)
+    programs = shares * tiles or programs                                     # no program with parts of two tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs)
+        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, SHARED=shares > 1, num_warps=s.warps, maxnreg=s.regs)
     return y
 
 
@@ -342,73 +368,114 @@ if triton is not None:
 
     @triton.jit
     def lora_kernel(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
         lora_down(x, lora_A, h, partial, arrived, M, tl.program_id(1), columns, ranks, parts, ROWS, J)
+
+    @triton.jit
+    def finish(acc, n0, m0, calls, out_scale, bias, residual, lora_B, h, y, counters, M, N, ranks, bound1, bound2, lora_tiles,
+               RANK: tl.constexpr):
+        """y[m0 + j, n0 + i] from the sums acc[i, j]: LoRA's B, scale, bias, residual. calls: how many there are in a launch."""
+        n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
+        ready, used = counters, counters + 1
+        if RANK > 0:
+            r = tl.arange(0, RANK)
+            B = tl.load(lora_B + n[:, None] * RANK + r[None])
+            piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+            while tl.atomic_add(ready, 0) < lora_tiles:
+                pass
+            H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+            acc = product(B, H.T, acc)
+            tl.debug_barrier()
+            if tl.atomic_add(used, 1) == calls - 1:                  # no one waits any more
+                tl.store(used, 0)
+                tl.store(ready, 0)
+        out = acc * tl.load(out_scale + n)[:, None]
+        if bias is not None:
+            out += tl.load(bias + n)[:, None]
+        at_y = m[None].to(tl.int64) * N + n[:, None]
+        if residual is not None:
+            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
 
     @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):
+                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+                      SHARED: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
+        S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
+        BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
         AT_ONCE: tl.constexpr = min(8, max(1, 4096 * WARPS // SIZE))    # as many as the registers hold
-        ready, used, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
+        arrived, lora_tiles = counters + 1024, lora_programs // parts
         p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs
         steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
         at, end = p * total // P, (p + 1) * total // P
+        let_next_start()
+        if p >= 0:
+            start = (at // steps // m_tiles * R * chunks + at % steps * C).to(tl.int64)
+            there = tl.minimum(end - at, steps - at % steps) * C
+            prefetch(words + start * 512, chunks * 2048, there * 2048, R, 16384 // R)
+            prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 8 * BYTES // R)
+        wait_for_previous()
         if RANK > 0 and ROWS <= 64:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, 0, chunks * 64, ranks, parts, ROWS, 64))
+                tl.atomic_add(counters, lora_down(x, lora_A, h, lora_partial, counters + 2, M, 0, chunks * 64, ranks, parts, ROWS, 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
             last = tl.minimum(steps, first + end - at)
             at += last - first
-            n = tile // m_tiles * (64 * R) + tl.arange(0, 64 * R)
-            m = tile % m_tiles * ROWS + tl.arange(0, ROWS)
+            n0, m0 = tile // m_tiles * (64 * R), tile % m_tiles * ROWS
+            m = m0 + tl.arange(0, ROWS)
             row = (tile // m_tiles * R * chunks).to(tl.int64)
             acc = tl.zeros([64 * R, ROWS], tl.float32)
             for step in tl.range(first, last, num_stages=STAGES):
-                w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * (64 if NF4 else 256), table, chunks, R, C, NF4)
+                w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * S, table, chunks, R, C, NF4)
                 w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64 * R, 64 * C)      # as the tensor cores count the columns
                 if x_tma is not None:
-                    b = x_tma.load([tile % m_tiles * ROWS, step * C * 64])
+                    b = x_tma.load([m0, step * C * 64])
                 else:
                     k = step * C * 64 + tl.arange(0, 64 * C)
                     b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
                 acc = product(w, b.T, acc)
-            whole = last - first == steps
-            if not whole:                                            # leave it; whoever is last finishes the tile
-                here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
+            i = tl.arange(0, 64 * R)[:, None] * ROWS
+            if SHARED:                                               # each program has one part of one tile
+                shares = P // tiles
+                share, sums = p % shares, partial + (p - p % shares).to(tl.int64) * SIZE
+                tl.store(sums + share * SIZE + i + tl.arange(0, ROWS)[None], acc)
                 tl.debug_barrier()
-                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
-                whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
-                if whole:
-                    tl.store(arrived + tile, 0)
-                    acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-                    acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
-            if whole:
-                if RANK > 0:
-                    r, n0 = tl.arange(0, RANK), tile // m_tiles * (64 * R)
-                    B = tl.load(lora_B + n[:, None] * RANK + r[None])
-                    piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
-                    while tl.atomic_add(ready, 0) < lora_programs // parts:
+                tl.atomic_add(arrived + tile, 1)
+                column, stride = share * 16, shares * 16
+                if PLAIN:                                            # there programs run one after another: the last does it all
+                    column, stride = (shares - 1 - share) * ROWS, 16
+                while column < ROWS:                                 # finishes 16 columns and more of the tile's
+                    while tl.atomic_add(arrived + tile, 0) < shares:
                         pass
-                    H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
-                    acc = product(B, H.T, acc)
+                    slice = add_parts(tl.zeros([64 * R, 16], tl.float32), sums + i + column + tl.arange(0, 16)[None], 0, shares, SIZE, 8)
+                    finish(slice, n0, m0 + column, tiles * (ROWS // 16), out_scale, bias, residual, lora_B, h, y, counters, M, N,
+                           ranks, bound1, bound2, lora_tiles, RANK)
+                    column += stride
+                tl.debug_barrier()
+                if tl.atomic_add(arrived + tile, 1) == 2 * shares - 1:
+                    tl.store(arrived + tile, 0)
+            else:
+                whole = last - first == steps
+                if not whole:                                        # leave it; whoever is last finishes the tile
+                    here = partial + i + tl.arange(0, ROWS)[None]
+                    tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
                     tl.debug_barrier()
-                    if tl.atomic_add(used, 1) == tiles - 1:          # no one waits any more
-                        tl.store(used, 0)
-                        tl.store(ready, 0)
-                out = acc * tl.load(out_scale + n)[:, None]
-                if bias is not None:
-                    out += tl.load(bias + n)[:, None]
-                at_y = m[None].to(tl.int64) * N + n[:, None]
-                if residual is not None:
-                    out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-                tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
-
+                    p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
+                    whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
+                    if whole:
+                        tl.store(arrived + tile, 0)
+                        acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+                        acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+                if whole:
+                    finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, counters, M, N, ranks, bound1, bound2,
+                           lora_tiles, RANK)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
@@ -424,7 +491,8 @@ def rms_norm(x, weight, eps, tiled=False):
     if not use_triton(x):
         return rms_norm_torch(x, weight, eps, tiled)
     y = torch.empty_like(x)
-    rms_norm_kernel[(x.shape[0],)](x, weight, y, x.shape[1], eps, TILED=tiled, SIZE=triton.next_power_of_2(x.shape[1]), num_warps=8)
+    rms_norm_kernel[(x.shape[0],)](x, weight, y, x.shape[1], eps, TILED=tiled, SIZE=triton.next_power_of_2(x.shape[1]), num_warps=8,
+                                  launch_pdl=is_hopper(x.device))
     return y
 
 
@@ -440,7 +508,7 @@ def silu_mul(gate_up, tiled=False):
         return silu_mul_torch(gate_up, tiled)
     M, n = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, n, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[(triton.cdiv(n, 1024), M)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4)
+    silu_mul_kernel[(triton.cdiv(n, 1024), M)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4, launch_pdl=is_hopper(y.device))
     return y
 
 
@@ -452,6 +520,8 @@ if triton is not None:
 
     @triton.jit
     def rms_norm_kernel(x, weight, y, d, eps, TILED: tl.constexpr, SIZE: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
         row, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
         v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
         v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
@@ -459,6 +529,8 @@ if triton is not None:
 
     @triton.jit
     def silu_mul_kernel(gate_up, y, n, TILED: tl.constexpr, SIZE: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
         k, row = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1).to(tl.int64)
         gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
@@ -506,7 +578,8 @@ def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split
     out, stats, arrived = attention_scratch(B * kv_heads, parts, HEADS, D_PAD, qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, k_cache, v_cache, length, y, out, stats, arrived, kv_heads, k_cache.stride(0), k_cache.stride(1),
-        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4, num_stages=2)
+        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4, num_stages=2,
+        launch_pdl=is_hopper(y.device))
     return y
 
 
@@ -530,6 +603,8 @@ if triton is not None:
     def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, length, y, outs, stats, arrived, kv_heads, stride_b, stride_h,
                                 scale_log2e, TILED: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
                                 D_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
         part, row = tl.program_id(0), tl.program_id(1)
         b, g = (row // kv_heads).to(tl.int64), row % kv_heads
         n = tl.load(length + b).to(tl.int32)
