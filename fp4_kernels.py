@@ -22,6 +22,7 @@ try:
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
+SP, LP = int(os.environ.get("SP", "4")), int(os.environ.get("LP", "16"))
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -290,7 +291,7 @@ def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
     partial = max(2 * s.programs * sms * 64 * s.R * s.rows for pair in SHAPES for s in pair)
-    return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+    return sms, torch.empty(partial, device=device), torch.empty(2 ** 23, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
@@ -307,24 +308,21 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    ranks, J = 0 if lora is None else len(A), 64 if M <= s.rows <= 64 else 16
-    parts = max(1, min(16, chunks, s.programs * sms // (2 * triton.cdiv(ranks, J) + 1)))     # at most half of the programs
-    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), triton.cdiv(ranks, J) * parts
-    if J == 16 and lora is not None:                                         # many rows: x Aᵀ first
-        if M <= 256:
-            lora_kernel[(lora_programs, triton.cdiv(M, 64))](x, A, h, lora_partial, counters[2:], M, columns, ranks, parts, ROWS=64, J=J, num_warps=4,
-                                                                      launch_pdl=is_hopper(x.device))
-        else:
-            h = F.linear(x, A)
-        lora_programs = 0
-    tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), s.programs * sms - lora_programs
-    shares = min(programs // tiles, chunks // C)
-    programs = shares * tiles or programs                                     # no program with parts of two tiles
+    ranks = 0 if lora is None else len(A)
+    lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, min(s.rows, 64))
+    parts = chunks // LP if N * columns > 10 ** 8 else chunks // SP
+    parts = max(1, min(16, parts, s.programs * sms // (2 * lora_tiles + 1)))     # at most half of the programs
+    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
+    if M > 256 and lora is not None:                                         # many rows: x Aᵀ first
+        h, lora_programs = F.linear(x, A), 0
+    tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
+    if programs >= tiles:                                                     # no program with parts of two tiles
+        programs = min(programs // tiles, chunks // C) * tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, SHARED=shares > 1, num_warps=s.warps, maxnreg=s.regs)
+        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs)
     return y
 
 
@@ -344,70 +342,36 @@ if triton is not None:
         return acc
 
     @triton.jit
-    def lora_down(x, lora_A, h, partial, arrived, M, m_tile, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
-        """h = x Aᵀ: of this program's J ranks the part of the columns that is its; who comes last adds the parts up: -> 1."""
-        tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        j, m = tile * J + tl.arange(0, J), m_tile * ROWS + tl.arange(0, ROWS)
+    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
+        """h = x Aᵀ: of a tile of ROWS x J the part of the columns that is this program's; who is last adds the parts up: -> 1."""
+        tile, part, j_tiles = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.cdiv(ranks, J)
+        j, m = tile % j_tiles * J + tl.arange(0, J), tile // j_tiles * ROWS + tl.arange(0, ROWS)
         acc = tl.zeros([ROWS, J], tl.float32)
         for chunk in range(part * (columns // 64) // parts, (part + 1) * (columns // 64) // parts):
             k = chunk * 64 + tl.arange(0, 64)
             a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
             b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
             acc = product(b, a.T, acc)
-        counter = m_tile * tl.cdiv(ranks, J) + tile
-        here = partial + counter * parts * (ROWS * J) + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+        here = partial + tile * parts * (ROWS * J) + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
         tl.store(here + part * (ROWS * J), acc)
         tl.debug_barrier()
-        last = (tl.atomic_add(arrived + counter, 1) == parts - 1).to(tl.int32)
+        last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
         if last == 1:
-            tl.store(arrived + counter, 0)
+            tl.store(arrived + tile, 0)
             acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
             tl.store(h + m[:, None] * ranks + j[None], acc.to(h.dtype.element_ty), mask=(m[:, None] < M) & (j[None] < ranks))
             tl.debug_barrier()
         return last
 
     @triton.jit
-    def lora_kernel(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
-        let_next_start()
-        wait_for_previous()
-        lora_down(x, lora_A, h, partial, arrived, M, tl.program_id(1), columns, ranks, parts, ROWS, J)
-
-    @triton.jit
-    def finish(acc, n0, m0, calls, out_scale, bias, residual, lora_B, h, y, counters, M, N, ranks, bound1, bound2, lora_tiles,
-               RANK: tl.constexpr):
-        """y[m0 + j, n0 + i] from the sums acc[i, j]: LoRA's B, scale, bias, residual. calls: how many there are in a launch."""
-        n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
-        ready, used = counters, counters + 1
-        if RANK > 0:
-            r = tl.arange(0, RANK)
-            B = tl.load(lora_B + n[:, None] * RANK + r[None])
-            piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
-            while tl.atomic_add(ready, 0) < lora_tiles:
-                pass
-            H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
-            acc = product(B, H.T, acc)
-            tl.debug_barrier()
-            if tl.atomic_add(used, 1) == calls - 1:                  # no one waits any more
-                tl.store(used, 0)
-                tl.store(ready, 0)
-        out = acc * tl.load(out_scale + n)[:, None]
-        if bias is not None:
-            out += tl.load(bias + n)[:, None]
-        at_y = m[None].to(tl.int64) * N + n[:, None]
-        if residual is not None:
-            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
-
-    @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-                      SHARED: tl.constexpr):
+                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
         AT_ONCE: tl.constexpr = min(8, max(1, 4096 * WARPS // SIZE))    # as many as the registers hold
-        arrived, lora_tiles = counters + 1024, lora_programs // parts
+        ready, used, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
         p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs
         steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)
         tiles = N // (64 * R) * m_tiles
@@ -420,62 +384,59 @@ if triton is not None:
             prefetch(words + start * 512, chunks * 2048, there * 2048, R, 16384 // R)
             prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 8 * BYTES // R)
         wait_for_previous()
-        if RANK > 0 and ROWS <= 64:
+        if RANK > 0:
             if p < 0:
-                tl.atomic_add(counters, lora_down(x, lora_A, h, lora_partial, counters + 2, M, 0, chunks * 64, ranks, parts, ROWS, 64))
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, min(ROWS, 64), 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
             last = tl.minimum(steps, first + end - at)
             at += last - first
-            n0, m0 = tile // m_tiles * (64 * R), tile % m_tiles * ROWS
-            m = m0 + tl.arange(0, ROWS)
+            m = tile % m_tiles * ROWS + tl.arange(0, ROWS)
             row = (tile // m_tiles * R * chunks).to(tl.int64)
             acc = tl.zeros([64 * R, ROWS], tl.float32)
             for step in tl.range(first, last, num_stages=STAGES):
                 w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * S, table, chunks, R, C, NF4)
                 w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64 * R, 64 * C)      # as the tensor cores count the columns
                 if x_tma is not None:
-                    b = x_tma.load([m0, step * C * 64])
+                    b = x_tma.load([tile % m_tiles * ROWS, step * C * 64])
                 else:
                     k = step * C * 64 + tl.arange(0, 64 * C)
                     b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
                 acc = product(w, b.T, acc)
-            i = tl.arange(0, 64 * R)[:, None] * ROWS
-            if SHARED:                                               # each program has one part of one tile
-                shares = P // tiles
-                share, sums = p % shares, partial + (p - p % shares).to(tl.int64) * SIZE
-                tl.store(sums + share * SIZE + i + tl.arange(0, ROWS)[None], acc)
+            whole = last - first == steps
+            if not whole:                                            # leave it; whoever is last finishes the tile
+                here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
+                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
                 tl.debug_barrier()
-                tl.atomic_add(arrived + tile, 1)
-                column, stride = share * 16, shares * 16
-                if PLAIN:                                            # there programs run one after another: the last does it all
-                    column, stride = (shares - 1 - share) * ROWS, 16
-                while column < ROWS:                                 # finishes 16 columns and more of the tile's
-                    while tl.atomic_add(arrived + tile, 0) < shares:
-                        pass
-                    slice = add_parts(tl.zeros([64 * R, 16], tl.float32), sums + i + column + tl.arange(0, 16)[None], 0, shares, SIZE, 8)
-                    finish(slice, n0, m0 + column, tiles * (ROWS // 16), out_scale, bias, residual, lora_B, h, y, counters, M, N,
-                           ranks, bound1, bound2, lora_tiles, RANK)
-                    column += stride
-                tl.debug_barrier()
-                if tl.atomic_add(arrived + tile, 1) == 2 * shares - 1:
-                    tl.store(arrived + tile, 0)
-            else:
-                whole = last - first == steps
-                if not whole:                                        # leave it; whoever is last finishes the tile
-                    here = partial + i + tl.arange(0, ROWS)[None]
-                    tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
-                    tl.debug_barrier()
-                    p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
-                    whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
-                    if whole:
-                        tl.store(arrived + tile, 0)
-                        acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-                        acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
+                whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
                 if whole:
-                    finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, counters, M, N, ranks, bound1, bound2,
-                           lora_tiles, RANK)
+                    tl.store(arrived + tile, 0)
+                    acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+                    acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+            if whole:
+                n = tile // m_tiles * (64 * R) + tl.arange(0, 64 * R)
+                at_y = m[None].to(tl.int64) * N + n[:, None]
+                scale = tl.load(out_scale + n)[:, None]
+                shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
+                if RANK > 0:
+                    r, n0 = tl.arange(0, RANK), tile // m_tiles * (64 * R)
+                    B = tl.load(lora_B + n[:, None] * RANK + r[None])
+                    piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+                    while tl.atomic_add(ready, 0) < lora_programs // parts:
+                        pass
+                    H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+                    acc = product(B, H.T, acc)
+                out = acc * scale + shift
+                if residual is not None:
+                    out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+                tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+        if RANK > 0:                                                 # who is last of all sees to it that the next call finds zeros
+            tl.debug_barrier()
+            if tl.atomic_add(used, 1) == tl.num_programs(0) - 1:
+                tl.store(used, 0)
+                tl.store(ready, 0)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
