@@ -22,7 +22,7 @@ try:
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
-SP, LP = int(os.environ.get("SP", "4")), int(os.environ.get("LP", "16"))
+SHCAP = int(os.environ.get("SHCAP", "100000"))
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -244,8 +244,8 @@ if triton is not None:
 # Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
 # wherever that cuts a tile. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so
 # adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few
-# programs (for more than 64 rows, over those of a launch before); when they are done, `ready` says so, and tiles are finished
-# with their share of B. Programs start in order, so that who waits, waits for a program that runs.
+# programs (more than 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their
+# share of B. Programs start in order, so that who waits, waits for a program that runs.
 
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
 SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
@@ -291,7 +291,7 @@ def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
     partial = max(2 * s.programs * sms * 64 * s.R * s.rows for pair in SHAPES for s in pair)
-    return sms, torch.empty(partial, device=device), torch.empty(2 ** 23, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+    return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
@@ -310,14 +310,13 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
     ranks = 0 if lora is None else len(A)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, min(s.rows, 64))
-    parts = chunks // LP if N * columns > 10 ** 8 else chunks // SP
-    parts = max(1, min(16, parts, s.programs * sms // (2 * lora_tiles + 1)))     # at most half of the programs
-    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
-    if M > 256 and lora is not None:                                         # many rows: x Aᵀ first
+    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4), s.programs * sms // (2 * lora_tiles + 1)) or 1     # at most half
+    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts                     # of the programs
+    if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
-    if programs >= tiles:                                                     # no program with parts of two tiles
-        programs = min(programs // tiles, chunks // C) * tiles
+    shares = min(programs // tiles, chunks // C, max(2, SHCAP // s.rows))
+    programs = shares * tiles or programs                                     # no program with parts of two tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
@@ -432,11 +431,11 @@ if triton is not None:
                 if residual is not None:
                     out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
                 tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
-        if RANK > 0:                                                 # who is last of all sees to it that the next call finds zeros
-            tl.debug_barrier()
-            if tl.atomic_add(used, 1) == tl.num_programs(0) - 1:
-                tl.store(used, 0)
-                tl.store(ready, 0)
+                if RANK > 0:
+                    tl.debug_barrier()
+                    if tl.atomic_add(used, 1) == tiles - 1:          # no one waits any more
+                        tl.store(used, 0)
+                        tl.store(ready, 0)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
