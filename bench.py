@@ -483,7 +483,7 @@ def main():
         os.makedirs(folder, exist_ok=True)
         if args.what != "formats":
             keep_other_models(f"{folder}/{args.what}.json", result)
-        qerl.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
+        train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
         if args.what != "formats":
             save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
     except qerl.UserError as e:
@@ -507,7 +507,7 @@ def save_figure(path, draw, result):
     picture = io.BytesIO()
     draw(result, plt).savefig(picture, format="png", dpi=110)
     plt.close("all")
-    qerl.atomic_write(path, picture.getvalue())
+    train_gsm8k.atomic_write(path, picture.getvalue())
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ N = P*G completions, C longest completion.
 """
 import contextlib
 import glob
-import json
 import math
 import os
 from collections import namedtuple
 from dataclasses import dataclass, fields
 
 import huggingface_hub
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -174,19 +172,30 @@ FORMATS = {
 # packed weight instead of three, each piece with its own A, B and global scale.
 
 class FrozenLinear(torch.autograd.Function):
-    """x [..., in] -> x Ŵᵀ [..., out]. Backward decodes the weight again, unless the layer keeps what forward decoded."""
+    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r], or None and None -> x Ŵᵀ + b + h Bᵀ [n, out], layer by layer.
+
+    Ŵ has no gradient, so nothing of it is kept: backward decodes it again, unless the layer keeps what forward decoded.
+    """
 
     @staticmethod
-    def forward(ctx, x, layer):
+    def forward(ctx, x, h, B, layer):
         weight = layer.dequantize(x.dtype)
         ctx.layer = layer
-        ctx.save_for_backward(*[weight] * layer.keep_decoded)                # what recompute forgets, and makes again
-        return F.linear(x, weight)
+        ctx.save_for_backward(h, B, *[weight] * layer.keep_decoded)          # what recompute forgets, and makes again
+        y = F.linear(x, weight, layer.bias)
+        for y_i, h_i, B_i in layer.pieces(y, h, B):
+            y_i.addmm_(h_i, B_i.T)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
-        weight, = ctx.saved_tensors or [ctx.layer.dequantize(grad.dtype)]
-        return grad @ weight, None
+        h, B, *weight = ctx.saved_tensors
+        grad_x = grad @ (weight[0] if weight else ctx.layer.dequantize(grad.dtype))
+        if h is None:
+            return grad_x, None, None, None
+        grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in ctx.layer.pieces(grad, h, B)], -1)
+        grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in ctx.layer.pieces(grad, h, B)])
+        return grad_x, grad_h, grad_B, None
 
 
 class QuantLinear(nn.Module):
@@ -222,15 +231,15 @@ class QuantLinear(nn.Module):
         format = FORMATS[self.format]
         return fp4_kernels.untile(self.weight, format.table, dtype) if self.tiled else format.dequantize(*self.weight, dtype)
 
+    def pieces(self, y, h, B):
+        """The stacked layers' shares of y [n, out], h [n, layers * r] and B [out, r]."""
+        return zip(y.split(self.sizes, -1), h.split(self.rank, -1), B.split(self.sizes)) if h is not None else ()
+
     def forward(self, x):
-        y = FrozenLinear.apply(x, self)
-        if self.bias is not None:
-            y = y + self.bias
+        rows, h, B = x.flatten(0, -2), None, None
         if self.use_adapter:
-            h = F.linear(x, self.lora_A.to(x.dtype)).split(self.rank, -1)     # x Aᵀ, one piece a stacked layer
-            B = self.lora_B.to(x.dtype).split(self.sizes)
-            y = y + self.alpha / self.rank * torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, B)], -1)
-        return y
+            h, B = self.alpha / self.rank * F.linear(rows, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype)
+        return FrozenLinear.apply(rows, h, B, self).unflatten(0, x.shape[:-1])
 
     def prepare_decoding(self, dtype):
         """Cast LoRA for `decode`, once a rollout; without tiles B's pieces become the blocks of a block-diagonal matrix."""
@@ -605,59 +614,6 @@ def trainable(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-# An adapter is stored as PEFT stores it, so that any LoRA tool loads it onto the original model (or, closer to what it was
-# trained on, onto its NVFP4 version).
-
-def adapter_tensors(model):
-    """PEFT's names -> float32 tensors; stacked layers are taken apart."""
-    tensors = {}
-    for module in model.modules():
-        if isinstance(module, QuantLinear) and module.rank:
-            for name, A, B in zip(module.names, module.lora_A.split(module.rank), module.lora_B.split(module.sizes)):
-                tensors[f"base_model.model.{name}.lora_A.weight"] = A
-                tensors[f"base_model.model.{name}.lora_B.weight"] = B
-        elif isinstance(module, RMSNorm) and module.weight.requires_grad:
-            tensors[f"base_model.model.{module.name}.weight"] = module.weight
-    return tensors
-
-
-def atomic_write(path, data):
-    """Write str or bytes beside `path`, then rename: a reader or a kill -9 finds the old file or the new one, never half."""
-    with open(f"{path}.tmp", "wb") as f:
-        f.write(data.encode() if isinstance(data, str) else data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def save_adapter(model, folder, base_model):
-    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
-    os.makedirs(folder, exist_ok=True)
-    layers = model.quantized_layers()
-    norms = [m for m in model.modules() if isinstance(m, RMSNorm) and m.weight.requires_grad]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
-              "r": layers[0].rank, "lora_alpha": layers[0].alpha, "lora_dropout": 0.0, "bias": "none",
-              "target_modules": sorted({name.split(".")[-1] for m in layers for name in m.names}),
-              "modules_to_save": sorted({m.name.split(".")[-1] for m in norms}) or None, "inference_mode": True}
-    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
-    atomic_write(f"{folder}/adapter_model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
-    atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
-
-
-@torch.no_grad()
-def load_adapter(model, folder):
-    """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
-    with open(f"{folder}/adapter_config.json") as f:
-        alpha = json.load(f)["lora_alpha"]
-    if alpha != (now := model.quantized_layers()[0].alpha):
-        raise UserError(f"{folder}: was trained with lora_alpha {alpha}, the model has {now}; load the model with the adapter's")
-    stored, ours = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(model)
-    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
-        raise UserError(f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms")
-    for name, tensor in ours.items():
-        tensor.copy_(stored[name])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
@@ -713,16 +669,6 @@ class Rollout:
 def length_mask(length, longest):
     """length int64 [N] -> bool [N, longest], True at the first `length` places of each row."""
     return torch.arange(longest, device=length.device) < length[:, None]
-
-
-def join_rollouts(rollouts):
-    """Rollouts one below the other, padded to the longest."""
-    longest = max(r.tokens.shape[1] for r in rollouts)
-
-    def stack(name):
-        parts = [getattr(r, name) for r in rollouts]
-        return torch.cat([F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts])
-    return Rollout(*(stack(field.name) for field in fields(Rollout)))
 
 
 def nucleus(probs, top_p):

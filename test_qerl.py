@@ -372,14 +372,14 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
     from peft import PeftModel
     folder, theirs = make_folder(tmp_path / "base", name)
     ours = with_lora(folder, weights="bf16", train_norms=train_norms, lora_alpha=6)
-    qerl.save_adapter(ours, str(tmp_path / "adapter"), folder)
+    train_gsm8k.save_adapter(ours, str(tmp_path / "adapter"), folder)
     tokens = torch.randint(0, 262, (2, 30))
     with torch.no_grad():
         assert relative(ours(tokens), theirs(tokens).logits) > 1e-2
         peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
         assert relative(ours(tokens), peft(tokens).logits) < 1e-4
         again = qerl.load_model(folder, weights="bf16", lora_rank=4, lora_alpha=6, train_norms=train_norms)
-        qerl.load_adapter(again, str(tmp_path / "adapter"))
+        train_gsm8k.load_adapter(again, str(tmp_path / "adapter"))
         assert torch.equal(again(tokens), ours(tokens))
 
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 
 import safetensors.torch
@@ -212,7 +212,7 @@ def gsm8k(folder):
             path, url = f"{folder}/{split}.jsonl", GSM8K_URL.format(split)
             if not os.path.exists(path):
                 try:
-                    qerl.atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
+                    atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
                 except OSError as e:
                     raise UserError(f"GSM8K could not be downloaded from {url} ({e}); "
                                     "pass --data FOLDER with train.jsonl and test.jsonl")
@@ -416,6 +416,16 @@ def sample_groups(model, text, problems, args, rng, clock):
     return Batch(problems, rollout, texts, scores[..., 0], scores[..., 1])
 
 
+def join_rollouts(rollouts):
+    """Rollouts one below the other, padded to the longest."""
+    longest = max(r.tokens.shape[1] for r in rollouts)
+
+    def stack(name):
+        parts = [getattr(r, name) for r in rollouts]
+        return torch.cat([F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts])
+    return qerl.Rollout(*(stack(field.name) for field in fields(qerl.Rollout)))
+
+
 def dynamic_sampling(draws, draw, prompts, attempts=4):
     """DAPO's: append to `draws` until `prompts` groups have rewards that differ; -> the Batch of these. Groups that are all
     right or all wrong teach nothing; after `attempts` draws the rest of the batch is filled up with such groups."""
@@ -426,7 +436,7 @@ def dynamic_sampling(draws, draw, prompts, attempts=4):
     keep = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:prompts].tolist()
     rows = [k * group + g for k in keep for g in range(group)]
     problems, texts = [p for b in draws for p in b.problems], [t for b in draws for t in b.texts]
-    return Batch([problems[k] for k in keep], qerl.join_rollouts([b.rollout for b in draws])[rows],
+    return Batch([problems[k] for k in keep], join_rollouts([b.rollout for b in draws])[rows],
                  [texts[i] for i in rows], rewards[keep], correct[keep])
 
 
@@ -508,6 +518,15 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
+def atomic_write(path, data):
+    """Write str or bytes beside `path`, then rename: a reader or a kill -9 finds the old file or the new one, never half."""
+    with open(f"{path}.tmp", "wb") as f:
+        f.write(data.encode() if isinstance(data, str) else data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
 POLICY = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")       # what an adapter belongs to
 
 
@@ -517,6 +536,50 @@ def settings_of(args):
     return {k: v for k, v in sorted(vars(args).items()) if k not in free}
 
 
+# An adapter is stored as PEFT stores it, so that any LoRA tool loads it onto the original model (or, closer to what it was
+# trained on, onto its NVFP4 version).
+
+def adapter_tensors(model):
+    """PEFT's names -> float32 tensors; stacked layers are taken apart."""
+    tensors = {}
+    for module in model.modules():
+        if isinstance(module, qerl.QuantLinear) and module.rank:
+            for name, A, B in zip(module.names, module.lora_A.split(module.rank), module.lora_B.split(module.sizes)):
+                tensors[f"base_model.model.{name}.lora_A.weight"] = A
+                tensors[f"base_model.model.{name}.lora_B.weight"] = B
+        elif isinstance(module, qerl.RMSNorm) and module.weight.requires_grad:
+            tensors[f"base_model.model.{module.name}.weight"] = module.weight
+    return tensors
+
+
+def save_adapter(model, folder, base_model):
+    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
+    os.makedirs(folder, exist_ok=True)
+    layers = model.quantized_layers()
+    norms = [m for m in model.modules() if isinstance(m, qerl.RMSNorm) and m.weight.requires_grad]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
+              "r": layers[0].rank, "lora_alpha": layers[0].alpha, "lora_dropout": 0.0, "bias": "none",
+              "target_modules": sorted({name.split(".")[-1] for m in layers for name in m.names}),
+              "modules_to_save": sorted({m.name.split(".")[-1] for m in norms}) or None, "inference_mode": True}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
+    atomic_write(f"{folder}/adapter_model.safetensors", safetensors.torch.save(tensors, metadata={"format": "pt"}))
+    atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+
+
+@torch.no_grad()
+def load_adapter(model, folder):
+    """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
+    with open(f"{folder}/adapter_config.json") as f:
+        alpha = json.load(f)["lora_alpha"]
+    if alpha != (now := model.quantized_layers()[0].alpha):
+        raise UserError(f"{folder}: was trained with lora_alpha {alpha}, the model has {now}; load the model with the adapter's")
+    stored, ours = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(model)
+    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
+        raise UserError(f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms")
+    for name, tensor in ours.items():
+        tensor.copy_(stored[name])
+
+
 def save_checkpoint(folder, model, optimizer, rngs, state, args):
     tensors = {f"rng.{i}": rng.get_state() for i, rng in enumerate(rngs)}
     for name, p in qerl.trainable(model).items():
@@ -524,8 +587,8 @@ def save_checkpoint(folder, model, optimizer, rngs, state, args):
         tensors.update({f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()})
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     metadata = {"state": json.dumps(state), "settings": json.dumps(settings_of(args))}
-    qerl.save_adapter(model, f"{folder}/adapter", model.name_or_path)
-    qerl.atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
+    save_adapter(model, f"{folder}/adapter", model.name_or_path)
+    atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
 
 
 def read_checkpoint(folder, args):
@@ -620,7 +683,7 @@ def plot(metrics, path, before, after):
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     plt.close(figure)
-    qerl.atomic_write(path, picture.getvalue())
+    atomic_write(path, picture.getvalue())
 
 
 def peak_memory_gb(device):
@@ -737,8 +800,8 @@ def start_or_resume(saved, model, text, held_out, optimizer, rngs, args):
         save_checkpoint(args.out, model, optimizer, rngs, state, args)
     metrics = read_metrics(args.out, state["step"])
     samples = read_text(f"{args.out}/samples.txt").split(f"--- step {state['step'] + 1},")[0] if saved else ""
-    qerl.atomic_write(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
-    qerl.atomic_write(f"{args.out}/samples.txt", samples)
+    atomic_write(f"{args.out}/metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics))
+    atomic_write(f"{args.out}/samples.txt", samples)
     return state, metrics
 
 
@@ -760,7 +823,7 @@ def finish(state, metrics, held_out_questions, seconds, args):
     accuracies = {k: v for k, v in state.items() if k.endswith(("_before", "_after"))}
     summary = {**accuracies, "held_out_questions": held_out_questions, "steps": args.steps, "seconds": seconds,
                "settings": settings_of(args), **environment(args.device)}
-    qerl.atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
+    atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
     plot(metrics, f"{args.out}/curve.png", summary["accuracy_before"], summary["accuracy_after"])
     print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, "
           f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}, in {seconds:.0f} s; "
@@ -778,7 +841,7 @@ def evaluate_only(args):
         restore(saved[1], model)
     result = evaluate_both(model, text, held_out, args, "now")
     if args.out:
-        qerl.atomic_write(f"{args.out}/eval.json", json.dumps({**result, "settings": settings_of(args)}, indent=1))
+        atomic_write(f"{args.out}/eval.json", json.dumps({**result, "settings": settings_of(args)}, indent=1))
 
 
 def log_step(m, batch, bar, args):
