@@ -3,10 +3,11 @@
 The twins are the specification: they step in a debugger, and the tests hold the kernels to them, on a GPU and in
 Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
 
-    1. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
-    2. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
-    3. decode         what a decode step does between its linear layers                rms_norm, silu_mul, decode_attention
-    4. sampling       a token, its log-probability and the entropy in one pass         sample
+    1. quantising     weights rounded to E2M1                                          encode_e2m1
+    2. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
+    3. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
+    4. decode         what a decode step does between its linear layers                rms_norm, silu_mul, decode_attention
+    5. sampling       a token, its log-probability and the entropy in one pass         sample
 """
 import functools
 import os
@@ -22,7 +23,6 @@ try:
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
-SHCAP = int(os.environ.get("SHCAP", "100000"))
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -31,9 +31,8 @@ def use_triton(x):
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
-# A decode step is a chain of short kernels. On Hopper each is launched while the one before it still runs ("programmatic
-# dependent launch", OVERLAP below): it lets its own successor start, fetches weights, and waits before it touches anything
-# that an earlier kernel writes or reads.
+# A decode step is a chain of short kernels. On Hopper each starts while the one before it still runs (launch_pdl: "programmatic
+# dependent launch"). It lets its own successor start, has weights fetched, and then waits until all before it is done.
 
 @functools.lru_cache
 def is_hopper(device):
@@ -65,7 +64,36 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. 4-bit tiles
+# 1. Quantising to E2M1                           code = round(w / scale)                          twin: qerl.encode_e2m1
+#
+# Bound by memory: a weight is read once and a quarter of it written; in PyTorch it would pass through memory ten times.
+
+def encode_e2m1(weight, scale):
+    """weight [out, in], scale float32 [out, in/block] -> packed uint8 [out, in/2], as qerl.encode_e2m1."""
+    packed = torch.empty(len(weight), weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
+    encode_kernel[(triton.cdiv(packed.numel(), 1024),)](weight.contiguous(), scale, packed, packed.numel(), weight.numel() // scale.numel() // 2, SIZE=1024)
+    return packed
+
+
+if triton is not None:
+    @triton.jit
+    def e2m1_code(w, scale):
+        """The code of w / scale: how many of the halfway points between magnitudes it passes, and the sign; ties to even."""
+        x = tl.div_rn(w.to(tl.float32), scale)
+        a = tl.abs(x)
+        return ((a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)) | (x < 0).to(tl.int32) << 3
+
+    @triton.jit
+    def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
+        i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+        s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
+        low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
+        high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
+        tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. 4-bit tiles
 #
 # Hopper's tensor cores (wgmma) take 64 rows x 16 columns of W from the registers of 128 threads: thread (warp, g, t), g < 8,
 # t < 4, holds columns 2t, 2t+1, 2t+8, 2t+9 of the rows 16 warp + g and 16 warp + g + 8. So that no code has to move between
@@ -236,7 +264,7 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual             in one launch
+# 3. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual             in one launch
 #
 # The transposed product Ŵ xᵀ: weights are decoded in the registers from which the tensor cores take them. For few rows it is
 # bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
@@ -315,13 +343,13 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
-    shares = min(programs // tiles, chunks // C, max(2, SHCAP // s.rows))
+    shares = min(programs // tiles, chunks // C)
     programs = shares * tiles or programs                                     # no program with parts of two tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs)
+        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=is_hopper(x.device))
     return y
 
 
@@ -437,8 +465,9 @@ if triton is not None:
                         tl.store(used, 0)
                         tl.store(ready, 0)
 
+
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
+# 4. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
 # `tiled` says that the next layer takes its input interleaved.
 
 def rms_norm_torch(x, weight, eps, tiled=False):
@@ -629,7 +658,7 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
+# 5. Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
 # log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is
 # qerl.sample, which draws other numbers from the same distribution.
 

@@ -67,9 +67,12 @@ def pack_nibbles(codes):
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def e2m1_codes(x):
-    """Round float32 x to E2M1 codes 0..15 (uint8): nearest, ties to even, saturating at 6."""
-    return (torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * (x < 0)).to(torch.uint8)
+def encode_e2m1(weight, scale):
+    """weight [out, in] / scale float32 [out, in/block], rounded to E2M1 (nearest, ties to even, saturating at 6) and packed."""
+    if fp4_kernels.use_triton(weight):
+        return fp4_kernels.encode_e2m1(weight, scale)
+    x = (weight.view(*scale.shape, -1).float() / scale[..., None]).flatten(1)
+    return pack_nibbles((torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * (x < 0)).to(torch.uint8))
 
 
 def decode_nibbles(packed, table, scale, dtype):
@@ -91,8 +94,7 @@ def quantize_nvfp4(weight):
     scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX)       # a block's largest weight becomes 6
     scale = scale.to(torch.float8_e4m3fn).float()
     block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: its choice for empty blocks
-    codes = e2m1_codes(blocks.float() / (block_scale.float() / global_scale)[..., None])
-    return pack_nibbles(codes.flatten(1)), block_scale, global_scale
+    return encode_e2m1(weight, block_scale.float() / global_scale), block_scale, global_scale
 
 
 def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
@@ -109,8 +111,7 @@ def quantize_mxfp4(weight):
     mantissa, exponent = torch.frexp(blocks.abs().amax(-1))            # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1
     # 2 is the exponent of the largest code, 6 = 1.5 * 2^2; an amax that would round to 8 = 2^3 takes the next power.
     e8m0 = (127 + exponent - 1 - 2 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
-    codes = e2m1_codes(blocks / torch.exp2(e8m0.float() - 127)[..., None])
-    return pack_nibbles(codes.flatten(1)), e8m0, torch.ones(1, device=weight.device)
+    return encode_e2m1(weight, torch.exp2(e8m0.float() - 127)), e8m0, torch.ones(1, device=weight.device)
 
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
@@ -154,7 +155,7 @@ def dequantize_bf16(packed, block_scale, global_scale, dtype=torch.bfloat16):
 
 
 # block: input features that share a scale. For the GPU's kernels, table: the value of each code, and tile: the weight in the
-# order in which tensor cores take it, exact but for NF4's scales, which become bfloat16 (fp4_kernels.py, 1).
+# order in which tensor cores take it, exact but for NF4's scales, which become bfloat16 (fp4_kernels.py, 2).
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
     "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
@@ -408,7 +409,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d]: eight kernels, with more than 64 slots twelve."""
+        """forward for one new token of each slot, x [slots, d]: eight kernels, with more than 128 slots twelve."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
         y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)

@@ -137,8 +137,9 @@ def test_nvfp4_bytes_equal_compressed_tensors(kind, dtype):
 
 def test_e2m1_rounds_to_nearest_even():
     values = qerl.E2M1[:8]
-    x = torch.cat([torch.linspace(-7, 7, 20001), (values[1:] + values[:-1]) / 2, -(values[1:] + values[:-1]) / 2])
-    codes = qerl.e2m1_codes(x).int()
+    x = torch.cat([torch.linspace(-7, 7, 20002), (values[1:] + values[:-1]) / 2, -(values[1:] + values[:-1]) / 2])
+    packed = qerl.encode_e2m1(x[None], torch.ones(1, 1))[0].int()
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten()
     for value, code in zip(x.tolist(), codes.tolist()):
         distance = (values - abs(value)).abs()
         nearest = [c for c in range(8) if distance[c] == distance.min()]
@@ -814,6 +815,20 @@ def test_interleave_puts_a_threads_columns_side_by_side():
         for t in range(4):
             block = tile[:, [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9]].flatten().tolist()
             assert block == list(range(block[0], block[0] + 16)) and block[0] % 64 == 16 * t
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [16, 32])
+def test_kernel_encode(monkeypatch, dtype, block):
+    """Byte for byte as the twin, at ties too, for an odd number of rows."""
+    torch.manual_seed(0)
+    weight = torch.cat([torch.randn(30, 96) * torch.exp2(torch.randint(-9, 9, (30, 1)).float()), torch.randint(-26, 27, (5, 96)) / 4]).to(dtype)
+    scale = weight.float().unflatten(1, (-1, block)).abs().amax(-1).clamp_min(0.1) / 6
+    scale[30:] = 1
+    packed = fp4_kernels.encode_e2m1(weight.to(KERNEL_DEVICE), scale.to(KERNEL_DEVICE)).cpu()
+    monkeypatch.setattr(fp4_kernels, "use_triton", lambda x: False)
+    assert torch.equal(packed, qerl.encode_e2m1(weight, scale))
 
 
 @runs_kernels
