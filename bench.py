@@ -251,9 +251,10 @@ def bench_kernels(args):
         print(f"| {r['model']} {r['layer']} | {r['M']} | " + " | ".join(cells) + f" | {r['floor'] / r['nvfp4']:.0%} |")
     means = [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])}
              for model in dict.fromkeys(r["model"] for r in results) for M in rows]
-    print("\n| model | M | NVFP4 over BF16 | over Marlin | over NF4 | of the floor |\n|---|---|---|---|---|---|")
+    peers_there = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4") if any(n in m for m in means)]
+    print("\n| model | M | " + " | ".join(f"NVFP4 over {n}" for n in peers_there) + " | of the floor |\n|" + "---|" * (len(peers_there) + 3))
     for m in means:
-        print(f"| {m['model']} | {m['M']} | {m['bf16']:.2f}x | " + (f"{m['marlin']:.2f}x" if "marlin" in m else "") + f" | {m['nf4']:.2f}x | {m['floor']:.0%} |")
+        print(f"| {m['model']} | {m['M']} | " + " | ".join(f"{m[n]:.2f}x" if n in m else "" for n in peers_there) + f" | {m['floor']:.0%} |")
     return {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2; marlin: see peers.json",
             "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
 
