@@ -38,8 +38,21 @@ COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue"}
 # ---------------------------------------------------------------------------------------------------------------------
 # Relative error of the formats
 
+def quantize_nf4_double(weight):
+    """NF4 with QLoRA's double quantisation (section 3; here with one second-level block a row): block_scale float8_e4m3fn
+    [out, in/64], global_scale float32 [out, 2] of each row's offset and scale."""
+    packed, absmax, _ = qerl.quantize_nf4(weight)
+    offset = absmax.mean(1, keepdim=True)
+    second = ((absmax - offset).abs().amax(1, keepdim=True) / qerl.E4M3_MAX).clamp_min(1e-38)
+    return packed, ((absmax - offset) / second).to(torch.float8_e4m3fn), torch.cat([offset, second], 1)
+
+
+def dequantize_nf4_double(packed, block_scale, global_scale, dtype=torch.bfloat16):
+    return qerl.dequantize_nf4(packed, block_scale.float() * global_scale[:, 1:] + global_scale[:, :1], None, dtype)
+
+
 FORMATS = {**{name: (format.quantize, format.dequantize) for name, format in qerl.FORMATS.items()},
-           "nf4 double": (lambda weight: qerl.quantize_nf4(weight, double_quant=True), qerl.dequantize_nf4)}
+           "nf4 double": (quantize_nf4_double, dequantize_nf4_double)}
 
 
 def gaussian_layers(count=8, size=2048):
@@ -119,7 +132,7 @@ def config_of(name):
 
 def random_model(name, weights, lora_rank, device):
     torch.manual_seed(0)
-    return qerl.build_model(config_of(name), RandomWeights(weights, lora_rank, device))
+    return qerl.Transformer(config_of(name), RandomWeights(weights, lora_rank, device))
 
 
 def wait(device):

@@ -18,7 +18,7 @@ import glob
 import math
 import os
 from collections import namedtuple
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import huggingface_hub
 import torch
@@ -37,16 +37,21 @@ class UserError(Exception):
     """Something the user can mend. Its text is one line that names the thing and the remedy."""
 
 
+def reason(error):
+    """Another exception's text as one short line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. NVFP4                                                            Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)
 #
 # A weight is 4 bits: sign and one of eight magnitudes (E2M1: 2 exponent bits, 1 mantissa bit). Each 16 neighbours along
 # the input dimension share an FP8 (E4M3) scale, each tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight.
-# A format is a pair of functions; every pair stores even input indices in the low nibble of a byte:
+# A format is a pair of functions; every 4-bit pair stores even input indices in the low nibble of a byte:
 #   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
 #   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
-# global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, without the
-# calibration (AWQ) of the paper's experiments, as in its public checkpoints.
+# global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, as in the paper's
+# public checkpoints; the calibration (AWQ) of its experiments is left out.
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -55,7 +60,7 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
-# QLoRA's NF4 (arXiv 2305.14314, appendix E): quantiles of N(0, 1), 8 below and 8 above an exact 0, over their maximum.
+# QLoRA's NF4 (arXiv 2305.14314, appendix E): quantiles of N(0, 1), 7 below and 8 above an exact 0, over their maximum.
 NF4 = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
                     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
                     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
@@ -71,13 +76,14 @@ def encode_e2m1(weight, scale):
     """weight [out, in] / scale float32 [out, in/block], rounded to E2M1 (nearest, ties to even, saturating at 6) and packed."""
     if fp4_kernels.use_triton(weight):
         return fp4_kernels.encode_e2m1(weight, scale)
-    x = (weight.view(*scale.shape, -1).float() / scale[..., None]).flatten(1)
+    x = (weight.unflatten(1, (scale.shape[1], -1)).float() / scale[..., None]).flatten(1)
     return pack_nibbles((torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device)) + 8 * (x < 0)).to(torch.uint8))
 
 
-def decode_nibbles(packed, table, scale, dtype):
-    """The inverse of pack_nibbles and the lookup: table float32 [16], scale float32 [out, in/block] -> [out, in]."""
-    values = fp4_kernels.table_on(table, packed.device)[torch.stack([packed & 15, packed >> 4], dim=-1).int()]             # [out, in/2, 2]
+def unpack_nibbles(packed, table, scale, dtype):
+    """The inverse: table float32 [16] is the value of each code, scale float32 [out, in/block] -> [out, in]."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                         # [out, in/2, 2]
+    values = fp4_kernels.table_on(table, packed.device)[codes]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
 
 
@@ -93,13 +99,13 @@ def quantize_nvfp4(weight):
     global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)                # posinf: a tensor of zeros
     scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX)       # a block's largest weight becomes 6
     scale = scale.to(torch.float8_e4m3fn).float()
-    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: its choice for empty blocks
+    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: empty blocks, by that format
     return encode_e2m1(weight, block_scale.float() / global_scale), block_scale, global_scale
 
 
 def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Eq. 6; shapes as quantize_nvfp4 returns them -> weight [out, in] in dtype."""
-    return decode_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
+    return unpack_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
 
 
 def quantize_mxfp4(weight):
@@ -116,42 +122,30 @@ def quantize_mxfp4(weight):
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Shapes as quantize_mxfp4 returns them -> weight [out, in] in dtype."""
-    return decode_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
+    return unpack_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
 
 
-def quantize_nf4(weight, double_quant=False):
+def quantize_nf4(weight):
     """QLoRA's NF4: the nearest of 16 normal quantiles, times the absolute maximum of each 64 weights.
 
     weight [out, in], in divisible by 64 -> packed uint8 [out, in/2], block_scale float32 [out, in/64], global_scale [1].
-    double_quant (QLoRA, section 3, here with one second-level block a row): block_scale is float8_e4m3fn, and
-    global_scale [out, 2] holds each row's offset and scale.
     """
     blocks = weight.unflatten(1, (-1, 64)).float()
     absmax = blocks.abs().amax(-1)
-    scaled = blocks * (1 / absmax.clamp_min(1e-38))[..., None]
+    scaled = blocks * (1 / absmax.clamp_min(1e-38))[..., None]                            # as bitsandbytes rounds
     table = NF4.to(weight.device)
-    packed = pack_nibbles(torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(1))
-    if not double_quant:
-        return packed, absmax, torch.ones(1, device=weight.device)
-    offset = absmax.mean(1, keepdim=True)
-    second = ((absmax - offset).abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(1e-38)
-    return packed, ((absmax - offset) / second).to(torch.float8_e4m3fn), torch.cat([offset, second], 1)
+    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return pack_nibbles(codes.flatten(1)), absmax, torch.ones(1, device=weight.device)
 
 
 def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     """Shapes as quantize_nf4 returns them -> weight [out, in] in dtype."""
-    if block_scale.dtype == torch.float8_e4m3fn:
-        block_scale = block_scale.float() * global_scale[:, 1:] + global_scale[:, :1]
-    return decode_nibbles(packed, NF4, block_scale, dtype)
+    return unpack_nibbles(packed, NF4, block_scale, dtype)
 
 
 def quantize_bf16(weight):
     """The 16-bit baseline: the weight itself, in the dtype it has."""
     return weight, torch.ones(1, device=weight.device), torch.ones(1, device=weight.device)
-
-
-def dequantize_bf16(packed, block_scale, global_scale, dtype=torch.bfloat16):
-    return packed.to(dtype)
 
 
 # block: input features that share a scale. For the GPU's kernels, table: the value of each code, and tile: the weight in the
@@ -162,7 +156,7 @@ FORMATS = {
     "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32, E2M1,
                     lambda p, s, g: fp4_kernels.tile(p, torch.exp2(s.float() - 127).repeat_interleave(2, 1), g)),
     "nf4": Format(quantize_nf4, dequantize_nf4, 64, NF4, lambda p, s, g: fp4_kernels.tile(p, s, g, nf4=True)),
-    "bf16": Format(quantize_bf16, dequantize_bf16, 1)}
+    "bf16": Format(quantize_bf16, lambda weight, _, __, dtype=torch.bfloat16: weight.to(dtype), 1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,14 +169,15 @@ FORMATS = {
 class FrozenLinear(torch.autograd.Function):
     """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r], or None and None -> x Ŵᵀ + b + h Bᵀ [n, out], layer by layer.
 
-    Ŵ has no gradient, so nothing of it is kept: backward decodes it again, unless the layer keeps what forward decoded.
+    Ŵ has no gradient and is not kept: backward dequantises it again (see Transformer.recompute_in_backward). x Aᵀ is left to
+    autograd; the product with B is here so that it is added to y in place, without a second [n, out].
     """
 
     @staticmethod
     def forward(ctx, x, h, B, layer):
         weight = layer.dequantize(x.dtype)
         ctx.layer = layer
-        ctx.save_for_backward(h, B, *[weight] * layer.keep_decoded)          # what recompute forgets, and makes again
+        ctx.save_for_backward(h, B, *([weight] if layer.keep_dequantized else []))
         y = F.linear(x, weight, layer.bias)
         for y_i, h_i, B_i in layer.pieces(y, h, B):
             y_i.addmm_(h_i, B_i.T)
@@ -210,22 +205,14 @@ class QuantLinear(nn.Module):
     def __init__(self, names, sizes, in_features, weight, bias, format="nvfp4", lora_rank=0, lora_alpha=None):
         super().__init__()
         self.names, self.sizes, self.format = names, sizes, format
-        self.tiled = isinstance(weight, fp4_kernels.Tiled)
-        for key, tensor in zip(("packed", "block_scale", "global_scale"), weight):
-            self.register_buffer(key, tensor)
-        self.register_buffer("bias", bias)
+        self.weight, self.bias, self.tiled = weight, bias, isinstance(weight, fp4_kernels.Tiled)
         self.rank, self.use_adapter = lora_rank, lora_rank > 0
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
-        self.keep_decoded = False                                            # see Transformer.recompute_in_backward
+        self.keep_dequantized = False                                            # see Transformer.recompute_in_backward
         if lora_rank:
             device, bound = weight[0].device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
             self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound).to(device))
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
-
-    @property
-    def weight(self):
-        parts = self.packed, self.block_scale, self.global_scale
-        return fp4_kernels.Tiled(*parts) if self.tiled else parts
 
     def dequantize(self, dtype):
         """The whole weight [out, in], a temporary."""
@@ -243,7 +230,7 @@ class QuantLinear(nn.Module):
         return FrozenLinear.apply(rows, h, B, self).unflatten(0, x.shape[:-1])
 
     def prepare_decoding(self, dtype):
-        """Cast LoRA for `decode`, once a rollout; without tiles B's pieces become the blocks of a block-diagonal matrix."""
+        """Cast LoRA for `decode`, before each rollout; without tiles B's pieces become the blocks of a block-diagonal matrix."""
         self.decode_lora, scaling = None, self.alpha / max(self.rank, 1)
         if self.use_adapter and self.tiled:
             self.decode_lora = fp4_kernels.lora_for_tiles(self.lora_A, self.lora_B, self.sizes, scaling, self.weight)
@@ -409,7 +396,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d]: eight kernels, with more than 128 slots twelve."""
+        """forward for one new token of each slot, x [slots, d]; eight kernels, if weights are in tiles (up to 128 slots)."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
         y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)
@@ -421,6 +408,7 @@ class Transformer(nn.Module):
     """model(tokens [B, T]) -> logits [B, T, V]. config is transformers'; checkpoint hands out the layers (see Checkpoint)."""
 
     def __init__(self, config, checkpoint):
+        check_config(config)
         super().__init__()
         self.config = config
         self.recompute_blocks = False
@@ -462,10 +450,11 @@ class Transformer(nn.Module):
 
     def recompute_in_backward(self):
         """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory, a
-        third more time. A block's decoded weights then live until it is done, so that each is decoded once a pass."""
+        third more time. A block's dequantised weights are recomputed with it and live while it is in backward, so that each is
+        dequantised once a pass."""
         self.recompute_blocks = True
         for layer in self.quantized_layers():
-            layer.keep_decoded = True
+            layer.keep_dequantized = True
 
     def quantized_layers(self):
         return [m for m in self.modules() if isinstance(m, QuantLinear)]
@@ -491,7 +480,7 @@ class Checkpoint:
             try:
                 file = safe_open(path, framework="pt", device=str(self.device))
             except Exception as e:
-                raise UserError(f"{path}: not a readable safetensors file ({e}); fetch it again")
+                raise UserError(f"{path}: not a readable safetensors file ({reason(e)}); fetch it again")
             self.files.update((name, file) for name in file.keys())
         if folder and not self.files:
             raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, "
@@ -565,8 +554,8 @@ def model_folder(name):
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as e:
-        reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
-        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it ({reason}); check the name and the connection")
+        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it ({reason(e)}); "
+                        "check the name and the connection")
 
 
 def check_config(config):
@@ -590,8 +579,9 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
 
     weights: nvfp4, mxfp4, nf4 or bf16 (unquantised, in dtype). dtype of activations, embeddings and lm_head: bfloat16 on
-    a GPU, float32 on a CPU unless given. lora_alpha defaults to lora_rank. A compressed-tensors NVFP4A16 folder is read
-    as it is with weights="nvfp4", and decoded first for the others. Raises UserError for what the user can mend.
+    a GPU, float32 on a CPU unless given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank) and, with
+    train_norms, to the norms' scales. A compressed-tensors NVFP4A16 folder is read as it is with weights="nvfp4", and
+    dequantised first for the others. Raises UserError for what the user can mend.
     """
     if weights not in FORMATS:
         raise UserError(f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
@@ -599,15 +589,9 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as e:
-        raise UserError(f"model {path}: config.json cannot be used ({str(e).strip().splitlines()[0][:160]})")
+        raise UserError(f"model {path}: config.json cannot be used ({reason(e)})")
     dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
-    return build_model(config, Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype))
-
-
-def build_model(config, checkpoint):
-    """Transformer of a transformers config from a Checkpoint; only LoRA (and norms, if asked) require gradients."""
-    check_config(config)
-    return Transformer(config, checkpoint)
+    return Transformer(config, Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype))
 
 
 def trainable(model):
@@ -663,9 +647,6 @@ class Rollout:
         """bool [N, C], True at sampled tokens (the EOS included)."""
         return length_mask(self.length, self.tokens.shape[1])
 
-    def __getitem__(self, rows):
-        return Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
-
 
 def length_mask(length, longest):
     """length int64 [N] -> bool [N, longest], True at the first `length` places of each row."""
@@ -702,8 +683,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 def record_graph(step, generator=None):
     """Run step() as one CUDA graph: record its kernels once, replay them with one launch. Returns step's replacement.
 
-    A replay reads and writes the very tensors of the recording; whoever feeds it must change them in place. generator: what
-    step draws from, if not the default.
+    A replay reads and writes the very tensors of the recording; whoever feeds it must change them in place. The warm-up is a
+    step like any other: what it changes stays changed. generator: what step draws from, if not the default.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -737,31 +718,32 @@ class Sampler:
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
-        self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each completion is cut
+        self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each is cut; bench.py lowers it
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
-        self.start()
+        self.record()
 
-    def start(self):
-        """On a GPU, record the step as a graph, or the part of it before `sample` where that has a sort."""
-        self.replay = None
+    def record(self):
+        """Set `advance`, one token for every slot: `step`, on a GPU as a graph, or its part before top-p's sort as a graph."""
+        self.advance = self.step
         if self.model.device.type == "cuda" and fp4_kernels.triton:
-            whole = self.top_p == 1
-            self.replay = record_graph(self.step, self.generator) if whole else record_graph(self.forward)
+            if self.top_p == 1:
+                self.advance = record_graph(self.step, self.generator)
+            else:
+                forward = record_graph(self.forward)
+                self.advance = lambda: (forward(), self.pick())
 
     def shrink(self):
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
-        keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]
+        keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]           # the busy ones come first
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
-        self.replay = None                                                 # gives the old graph's memory back
+        self.advance = None                                                # gives the old graph's memory back
         self.cache.keep(keep)
-        self.start()
+        self.record()
 
     def steps(self, count):
         for _ in range(count):
-            (self.replay or self.step)()
-            if self.replay and self.top_p < 1:
-                self.pick()
+            self.advance()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
         """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
@@ -771,9 +753,9 @@ class Sampler:
         device, group = self.model.device, len(slots) // len(prompts)
         longest = max(len(p) for p in prompts)
         padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
-        for i in range(0, len(prompts), at_once := max(1, prefill_tokens // longest)):
-            if longest > 1:
-                self.model.hidden(padded[i:i + at_once, :-1], self.cache, slots[i * group:(i + at_once) * group])
+        at_once = max(1, prefill_tokens // longest)
+        for i in range(0, len(prompts) if longest > 1 else 0, at_once):
+            self.model.hidden(padded[i:i + at_once, :-1], self.cache, slots[i * group:(i + at_once) * group])
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         self.cache.length[slots] = last.repeat_interleave(group)
         self.token[slots] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
@@ -788,7 +770,7 @@ class Sampler:
         self.logits = F.linear(self.model.decode(self.token, self.cache), self.model.lm_head)             # [slots, V]
 
     def pick(self):
-        """Draw the tokens, write them down, and let the slots go whose completion ends."""
+        """Draw the tokens, write them down, and let the slots go whose completion ends; in place, for the graph's sake."""
         token, logprob, entropy = sample(self.logits, self.temperature, self.top_p, self.generator)
         at = (self.row, self.column)
         self.tokens[at], self.logprobs[at], self.entropy[at] = token, logprob, entropy
@@ -851,7 +833,7 @@ def has_signal(rewards):
 
 
 def group_advantages(rewards, eps=1e-4):
-    """rewards [P, G] -> advantages [P, G], zero in groups without signal (Eq. 4; sample std over G - 1, eps as in TRL)."""
+    """rewards [P, G] -> advantages [P, G] (Eq. 4; sample std over G - 1, eps as in TRL); exactly 0 in groups without signal."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
     return advantages * has_signal(rewards)[:, None]
 
@@ -875,7 +857,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
 
     pieces = [recompute(head, h, t, use_reentrant=False, preserve_rng_state=False)
               for h, t in zip(hidden.split(chunk), next_tokens.split(chunk))]
-    mask = length_mask(length, completions.shape[1])                                        # row by row, as `selected` is
+    mask = length_mask(length, completions.shape[1])                        # is filled row by row, as `selected` was read
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(pieces))
 
 

@@ -21,6 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
@@ -150,7 +151,7 @@ def test_e2m1_rounds_to_nearest_even():
 def test_packing_puts_even_indices_low():
     codes = torch.arange(16, dtype=torch.uint8)[None]
     assert qerl.pack_nibbles(codes)[0].tolist() == [low | high << 4 for low, high in zip(range(0, 16, 2), range(1, 16, 2))]
-    decoded = qerl.decode_nibbles(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
+    decoded = qerl.unpack_nibbles(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
     assert torch.equal(decoded[0], qerl.E2M1)
 
 
@@ -192,7 +193,8 @@ def test_relative_error_on_gaussian_weights(name, low, high):
 def test_nf4_double_quantisation_costs_little():
     torch.manual_seed(0)
     weight = torch.randn(64, 1024)
-    error = [relative(qerl.dequantize_nf4(*qerl.quantize_nf4(weight, double), torch.float32), weight) for double in (False, True)]
+    error = [relative(dequantize(*quantize(weight), torch.float32), weight)
+             for quantize, dequantize in (bench.FORMATS["nf4"], bench.FORMATS["nf4 double"])]
     assert error[0] < error[1] < error[0] * 1.05
 
 
@@ -240,7 +242,7 @@ def test_noise_equals_multiplicative_noise_on_weights(qwen):
         noisy = qkv(norm(x))
         z = norm.noisy_weight - norm.weight
     row_noise = 1 + z / norm.weight
-    torch.testing.assert_close(noisy, F.linear(norm(x), qkv.packed * row_noise, qkv.bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(noisy, F.linear(norm(x), qkv.weight[0] * row_noise, qkv.bias), rtol=1e-4, atol=1e-4)
     assert 0.05 < z.std() < 0.2 and norm.noisy_weight is None
 
 
@@ -315,8 +317,8 @@ def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = qerl.load_model(str(tmp_path))
     q = tensors["model.layers.0.self_attn.q_proj.weight_packed"]
-    assert torch.equal(model.blocks[0].attention.qkv.packed[:len(q)], q)
-    assert len(model.blocks[0].attention.qkv.global_scale.unique()) == 3
+    assert torch.equal(model.blocks[0].attention.qkv.weight[0][:len(q)], q)
+    assert len(model.blocks[0].attention.qkv.weight[2].unique()) == 3
     theirs = transformers.AutoModelForCausalLM.from_config(theirs.config, dtype=torch.float32).eval()
     theirs.load_state_dict({k: v.float() for k, v in decoded.items()}, strict=False)
     tokens = torch.arange(30)[None]

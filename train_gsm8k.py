@@ -250,7 +250,7 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as e:
-            raise UserError(f"model {folder}: its tokenizer cannot be read ({str(e).strip().splitlines()[0][:160]})")
+            raise UserError(f"model {folder}: its tokenizer cannot be read ({qerl.reason(e)})")
         if not self.tokenizer.encode("1"):
             raise UserError(f"model {folder}: its tokenizer is missing or empty; fetch the model again")
         stored = None
@@ -416,13 +416,13 @@ def sample_groups(model, text, problems, args, rng, clock):
     return Batch(problems, rollout, texts, scores[..., 0], scores[..., 1])
 
 
-def join_rollouts(rollouts):
-    """Rollouts one below the other, padded to the longest."""
+def join_rollouts(rollouts, rows):
+    """These rows of rollouts that lie one below the other, padded to the longest."""
     longest = max(r.tokens.shape[1] for r in rollouts)
 
     def stack(name):
         parts = [getattr(r, name) for r in rollouts]
-        return torch.cat([F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts])
+        return torch.cat([F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts])[rows]
     return qerl.Rollout(*(stack(field.name) for field in fields(qerl.Rollout)))
 
 
@@ -436,7 +436,7 @@ def dynamic_sampling(draws, draw, prompts, attempts=4):
     keep = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:prompts].tolist()
     rows = [k * group + g for k in keep for g in range(group)]
     problems, texts = [p for b in draws for p in b.problems], [t for b in draws for t in b.texts]
-    return Batch([problems[k] for k in keep], join_rollouts([b.rollout for b in draws])[rows],
+    return Batch([problems[k] for k in keep], join_rollouts([b.rollout for b in draws], rows),
                  [texts[i] for i in rows], rewards[keep], correct[keep])
 
 
