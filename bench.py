@@ -24,7 +24,7 @@ import transformers
 import fp4_kernels
 import qerl
 import train_gsm8k
-from train_gsm8k import environment, fail, warm_start
+from train_gsm8k import Parser, environment, fail, warm_start
 
 # hidden size, intermediate size, layers, heads, kv heads, vocabulary
 SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
@@ -83,7 +83,7 @@ def relative_errors(layers, device):
 
 
 def bench_formats(args):
-    model = args.model[0] if args.model else None
+    model = train_gsm8k.full_name(args.model[0]) if args.model else None
     folder = qerl.model_folder(model) if model else warm_start()
     label = os.path.basename(os.path.normpath(model)) if model else "the built-in policy"
     gaussian, real = relative_errors(gaussian_layers(), args.device), relative_errors(model_layers(folder), args.device)
@@ -475,32 +475,33 @@ def plot_step(result, plt):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
     p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
     p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], default=["nvfp4", "bf16", "nf4"])
     p.add_argument("--ranks", nargs="*", type=int, default=[16, 128], help="rollout: other LoRA ranks for the first model, NVFP4")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="results")
-    args = p.parse_args()
     try:
+        args = p.parse_args()
+        train_gsm8k.check_device(args.device)
         for name in args.model or []:
             if args.what != "formats" and name not in SHAPES:
                 raise qerl.UserError(f"--model {name}: no such shape; choose from {', '.join(SHAPES)}")
         bench = {"formats": bench_formats, "kernels": bench_kernels, "rollout": bench_rollout, "step": bench_step}[args.what]
         if args.what != "formats" and args.device != "cuda":
             print("on a CPU, a tiny shape: these times mean nothing")
+        folder = f"{args.out}/{torch.cuda.get_device_name().split()[-1].lower() if args.device == 'cuda' else 'cpu'}"
+        if args.what == "formats" and args.model:                             # the same on every machine
+            folder = args.out
+        os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
         result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **bench(args), **environment(args.device)}
-        folder = args.out
-        if args.what != "formats":
-            folder = f"{args.out}/{torch.cuda.get_device_name().split()[-1].lower() if args.device == 'cuda' else 'cpu'}"
-        os.makedirs(folder, exist_ok=True)
         if args.what != "formats":
             keep_other_models(f"{folder}/{args.what}.json", result)
         train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
         if args.what != "formats":
             save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
-    except qerl.UserError as e:
+    except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))
 
 

@@ -118,7 +118,7 @@ def check_arguments(args):
     for key in ("steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots", "micro_tokens", "save_every"):
         require(getattr(args, key) >= 1, key, "must be at least 1")
     for key in ("beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed"):
-        require(getattr(args, key) >= 0, key, "must not be negative")
+        require(0 <= getattr(args, key) < math.inf, key, "must not be negative or infinite")
     require(args.seed < 2 ** 63, "seed", "must be below 2**63")
     require(0 < args.lr < math.inf, "lr", "must be positive")
     require(args.lora_alpha is None or args.lora_alpha > 0, "lora_alpha", "must be positive")
@@ -128,16 +128,26 @@ def check_arguments(args):
     require(args.prompts % args.updates == 0, "prompts", f"is not divisible by --updates {args.updates}; change one of them")
     require(args.schedule != "exponential" or (args.sigma_start > 0) == (args.sigma_end > 0), "sigma_end",
             "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    check_device(args.device)
+    args.model = full_name(args.model)
+
+
+def check_device(name):
     try:
-        torch.device(args.device)
+        torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {args.device}: unknown; use cuda or cpu")
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {args.device}: no CUDA GPU here; use --device cpu")
-    if args.model and args.model.startswith("Qwen") and "/" not in args.model and not os.path.isdir(args.model):
-        chat = "" if "Instruct" in args.model or not args.model.startswith("Qwen2.5") else "-Instruct"
-        print(f"--model {args.model} means Qwen/{args.model}{chat}")
-        args.model = f"Qwen/{args.model}{chat}"
+        raise UserError(f"--device {name}: unknown; use cuda or cpu")
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: no CUDA GPU here; use --device cpu")
+
+
+def full_name(model):
+    """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
+    if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
+        return model
+    chat = "" if "Instruct" in model or not model.startswith("Qwen2.5") else "-Instruct"
+    print(f"--model {model} means Qwen/{model}{chat}")
+    return f"Qwen/{model}{chat}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -596,8 +606,11 @@ def read_checkpoint(folder, args):
     path = f"{folder}/checkpoint.safetensors"
     if not os.path.exists(path):
         return None
-    with safe_open(path, framework="pt") as f:
-        metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    try:
+        with safe_open(path, framework="pt") as f:
+            metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    except safetensors.SafetensorError as e:
+        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over")
     now, then = settings_of(args), json.loads(metadata["settings"])
     for key in POLICY if args.eval_only else sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
@@ -705,8 +718,9 @@ def environment(device):
 
 def load_all(args):
     """(model, text, training problems, held-out problems) of the command line."""
-    problems, held_out = gsm8k(args.data) if args.model or args.data else made_up_problems()
+    data = gsm8k(args.data) if args.data else None                          # what is local is checked before any download
     folder = qerl.model_folder(args.model) if args.model else warm_start()
+    problems, held_out = data or (gsm8k(None) if args.model else made_up_problems())
     text = ChatText(folder) if args.model else ByteText()
     if torch.device(args.device).type == "cuda":
         torch.cuda.set_device(torch.device(args.device).index or 0)
@@ -717,6 +731,8 @@ def load_all(args):
     if model.device.type == "cuda":
         model.recompute_in_backward()
     limit = model.config.max_position_embeddings - args.max_new_tokens
+    if limit < 1:
+        raise UserError(f"--max-new-tokens {args.max_new_tokens}: the model has {model.config.max_position_embeddings} positions; lower it")
     held_out = held_out[:args.eval_questions or None]
     return model, text, with_prompts(problems, text, limit), with_prompts(held_out, text, limit)
 
