@@ -208,7 +208,7 @@ class QuantLinear(nn.Module):
         self.weight, self.bias, self.tiled = weight, bias, isinstance(weight, fp4_kernels.Tiled)
         self.rank, self.use_adapter = lora_rank, lora_rank > 0
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
-        self.keep_dequantized = False                                            # see Transformer.recompute_in_backward
+        self.keep_dequantized = False                                        # see Transformer.recompute_in_backward
         if lora_rank:
             device, bound = weight[0].device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
             self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound).to(device))
