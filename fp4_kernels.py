@@ -273,7 +273,7 @@ if triton is not None:
 # wherever that cuts a tile. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so
 # adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few
 # programs (more than 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their
-# share of B. Programs start in order, so that who waits, waits for a program that runs.
+# share of B. Who waits relies on programs starting in their order: it waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
@@ -343,14 +343,17 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
     ranks = 0 if lora is None else len(A)
-    lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, min(s.rows, 64))
-    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4), s.programs * sms // (2 * lora_tiles + 1)) or 1     # at most half
-    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts                     # of the programs
+    lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
+    lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
+    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // min(s.rows, 64)
+    parts = max(1, min(parts, s.programs * sms // (2 * lora_tiles + 1)))      # if possible, at most half of the programs
+    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
+    assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
     shares = min(programs // tiles, chunks // C)
-    programs = shares * tiles or programs                                     # no program with parts of two tiles
+    programs = shares * tiles or programs                                     # where possible, no program with parts of two tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
@@ -419,7 +422,7 @@ if triton is not None:
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, min(ROWS, 64), 64))
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, min(ROWS, 32), 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps

@@ -186,7 +186,9 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, B, *weight = ctx.saved_tensors
-        grad_x = grad @ (weight[0] if weight else ctx.layer.dequantize(grad.dtype))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ (weight[0] if weight else ctx.layer.dequantize(grad.dtype))
         if h is None:
             return grad_x, None, None, None
         grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in ctx.layer.pieces(grad, h, B)], -1)
@@ -198,7 +200,7 @@ class QuantLinear(nn.Module):
     """One or several linear layers over one input, frozen in one of FORMATS, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale) of
-    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r] are float32
+    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None; neither is a buffer. lora_A [layers * r, in] and lora_B [out, r] are float32
     whatever the activations are; lora_alpha defaults to the rank.
     """
 
@@ -724,26 +726,25 @@ class Sampler:
         self.record()
 
     def record(self):
-        """Set `advance`, one token for every slot: `step`, on a GPU as a graph, or its part before top-p's sort as a graph."""
-        self.advance = self.step
+        """On a GPU, `replay` is the step as a graph, or the part of it before top-p's sort."""
+        self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.triton:
-            if self.top_p == 1:
-                self.advance = record_graph(self.step, self.generator)
-            else:
-                forward = record_graph(self.forward)
-                self.advance = lambda: (forward(), self.pick())
+            whole = self.top_p == 1
+            self.replay = record_graph(self.step, self.generator) if whole else record_graph(self.forward)
 
     def shrink(self):
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
         keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]           # the busy ones come first
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
-        self.advance = None                                                # gives the old graph's memory back
+        self.replay = None                                                 # gives the old graph's memory back
         self.cache.keep(keep)
         self.record()
 
     def steps(self, count):
         for _ in range(count):
-            self.advance()
+            (self.replay or self.step)()
+            if self.replay and self.top_p < 1:
+                self.pick()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
         """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).

@@ -843,25 +843,26 @@ def test_kernel_untile(name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name,rows", [("nvfp4", 1), ("nvfp4", 21), ("nvfp4", 70), ("nvfp4", 130), ("nvfp4", 300), ("mxfp4", 21), ("nf4", 21)])
-def test_kernel_linear(name, rows):
-    """Against float64 of the dequantised weight, twice: the counters have to be zero again after each call."""
-    tiled, table, dense = tiled_weight(name, 384, 256)
-    x, residual = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
-    bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, 256) / 16, torch.randn(384, 8) * 8
+@pytest.mark.parametrize("name,rows,columns", [("nvfp4", 1, 1024), ("nvfp4", 21, 256), ("nvfp4", 70, 1024), ("nvfp4", 130, 256),
+                                               ("nvfp4", 300, 256), ("mxfp4", 21, 256), ("nf4", 21, 256)])
+def test_kernel_linear(name, rows, columns):
+    """Against float64 of the dequantised weight, in several shapes; then with other inputs, and the counters back at zero."""
+    tiled, table, dense = tiled_weight(name, 384, columns)
+    x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
+    bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(384, 8) * 8
     h = (x.double() @ A.double().T).split(8, -1)
-    update = torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split([128, 256, 0]))], -1)
     plain = x.double() @ dense.T
-    inputs = [t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual)]
-    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128, 256, 0], 2.0, tiled)
+    with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(128))], -1)
+    x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
+    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128] * 3, 2.0, tiled)
     for shape in {None, *fp4_kernels.SHAPES[0], fp4_kernels.SHAPES[2][1]}:
-        y = fp4_kernels.linear(inputs[0], tiled, table, shape=shape)
-        assert relative(y.cpu().double(), plain) < 5e-3
-        for _ in range(2):
-            y = fp4_kernels.linear(inputs[0], tiled, table, inputs[1], inputs[2], lora, shape)
-            assert relative(y.cpu().double(), plain + bias + residual + 2 * update) < 5e-3
-    twin = fp4_kernels.linear_torch(inputs[0], tiled, table, inputs[1], inputs[2], lora)
-    assert relative(twin.cpu().double(), plain + bias + residual + 2 * update) < 5e-3
+        assert relative(fp4_kernels.linear(x, tiled, table, shape=shape).cpu().double(), plain) < 5e-3
+        for sign in (1, -1):
+            y = fp4_kernels.linear(sign * x, tiled, table, bias_there, residual_there, lora, shape)
+            assert relative(y.cpu().double(), sign * with_lora + bias + residual) < 5e-3
+        assert not fp4_kernels.scratch(x.device)[3].any()
+    twin = fp4_kernels.linear_torch(x, tiled, table, bias_there, residual_there, lora)
+    assert relative(twin.cpu().double(), with_lora + bias + residual) < 5e-3
 
 
 @runs_kernels
