@@ -41,6 +41,7 @@ CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=48),
     "qwen3-bias": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, attention_bias=True, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True),
+    "wide": lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, tie_word_embeddings=True),
     "llama-yarn": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(
         rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)),
 }
@@ -932,7 +933,6 @@ def test_kernel_decode_of_a_layer_is_its_forward():
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])
 def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, weights):
     """Log-probabilities from decoding (tiles, fused kernels, CUDA graph) against those of training, with LoRA and refilled slots."""
-    CONFIGS["wide"] = lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, tie_word_embeddings=True)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
     assert model.blocks[0].mlp.down.tiled == (weights != "bf16")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
@@ -951,3 +951,14 @@ def test_gpu_generates_what_the_cpu_does(qwen):
         rollouts.append(qerl.generate(model, PROMPTS, 24, 2, temperature=0, slots=4))
     assert torch.equal(rollouts[0].tokens, rollouts[1].tokens.cpu())
     torch.testing.assert_close(rollouts[0].logprobs, rollouts[1].logprobs.cpu(), rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_gpu_rollouts_with_one_seed_are_equal(tmp_path, top_p):
+    """Bit for bit, with the step as a graph or, for top-p, half of it; 128 slots take the path of many rows."""
+    model = with_lora(make_folder(tmp_path, "wide")[0], device="cuda")
+    rollouts = [qerl.generate(model, [[5 + i] for i in range(100)], 60, 2, top_p=top_p, slots=128,
+                              generator=torch.Generator("cuda").manual_seed(0)) for _ in range(4)]
+    for other in rollouts[1:]:
+        assert torch.equal(rollouts[0].tokens, other.tokens) and torch.equal(rollouts[0].logprobs, other.logprobs)
