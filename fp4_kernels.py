@@ -400,6 +400,31 @@ if triton is not None:
         return last
 
     @triton.jit
+    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, used, M, N, ranks, bound1, bound2, lora_tiles,
+               RANK: tl.constexpr):
+        """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
+        n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
+        at_y = m[None].to(tl.int64) * N + n[:, None]
+        scale = tl.load(out_scale + n)[:, None]
+        shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
+        if RANK > 0:
+            r, piece = tl.arange(0, RANK), (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+            B = tl.load(lora_B + n[:, None] * RANK + r[None])
+            while tl.atomic_add(ready, 0) < lora_tiles:
+                pass
+            H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+            acc = product(B, H.T, acc)
+        out = acc * scale + shift
+        if residual is not None:
+            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+        if RANK > 0:
+            tl.debug_barrier()
+            if tl.atomic_add(used, 1) == tiles - 1:                  # no one waits any more
+                tl.store(used, 0)
+                tl.store(ready, 0)
+
+    @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
                       ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):
@@ -428,16 +453,15 @@ if triton is not None:
             tile, first = at // steps, at % steps
             last = tl.minimum(steps, first + end - at)
             at += last - first
-            m = tile % m_tiles * ROWS + tl.arange(0, ROWS)
-            row = (tile // m_tiles * R * chunks).to(tl.int64)
+            m0, row = tile % m_tiles * ROWS, (tile // m_tiles * R * chunks).to(tl.int64)
             acc = tl.zeros([64 * R, ROWS], tl.float32)
             for step in tl.range(first, last, num_stages=STAGES):
                 w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * S, table, chunks, R, C, NF4)
                 w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64 * R, 64 * C)      # as the tensor cores count the columns
                 if x_tma is not None:
-                    b = x_tma.load([tile % m_tiles * ROWS, step * C * 64])
+                    b = x_tma.load([m0, step * C * 64])
                 else:
-                    k = step * C * 64 + tl.arange(0, 64 * C)
+                    m, k = m0 + tl.arange(0, ROWS), step * C * 64 + tl.arange(0, 64 * C)
                     b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
                 acc = product(w, b.T, acc)
             whole = last - first == steps
@@ -452,27 +476,8 @@ if triton is not None:
                     acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
                     acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
             if whole:
-                n = tile // m_tiles * (64 * R) + tl.arange(0, 64 * R)
-                at_y = m[None].to(tl.int64) * N + n[:, None]
-                scale = tl.load(out_scale + n)[:, None]
-                shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
-                if RANK > 0:
-                    r, n0 = tl.arange(0, RANK), tile // m_tiles * (64 * R)
-                    B = tl.load(lora_B + n[:, None] * RANK + r[None])
-                    piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
-                    while tl.atomic_add(ready, 0) < lora_programs // parts:
-                        pass
-                    H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
-                    acc = product(B, H.T, acc)
-                out = acc * scale + shift
-                if residual is not None:
-                    out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-                tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
-                if RANK > 0:
-                    tl.debug_barrier()
-                    if tl.atomic_add(used, 1) == tiles - 1:          # no one waits any more
-                        tl.store(used, 0)
-                        tl.store(ready, 0)
+                finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, used, M, N, ranks,
+                       bound1, bound2, lora_programs // parts, RANK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
