@@ -9,7 +9,6 @@ The last three make random weights of the given shapes on the GPU. On a CPU they
 through them; its times mean nothing.
 """
 import argparse
-import io
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import transformers
 import fp4_kernels
 import qerl
 import train_gsm8k
-from train_gsm8k import Parser, environment, fail, warm_start
+from train_gsm8k import Parser, environment, fail, save_figure, warm_start
 
 # hidden size, intermediate size, layers, heads, kv heads, vocabulary
 SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
@@ -204,14 +203,14 @@ def peers():
         return json.load(f)
 
 
-def bitsandbytes_call(weight, x):
-    """bitsandbytes' NF4 linear, or None where it cannot be imported."""
+def bitsandbytes_linears(weights):
+    """bitsandbytes' NF4 linear, x -> y, for each weight, or none where it cannot be imported."""
     try:
         import bitsandbytes
     except ImportError:
-        return None
-    packed, state = bitsandbytes.functional.quantize_nf4(weight, blocksize=64)
-    return lambda: bitsandbytes.matmul_4bit(x, packed.t(), state)
+        return []
+    stored = [bitsandbytes.functional.quantize_nf4(weight, blocksize=64) for weight in weights]
+    return [lambda x, packed=packed, state=state: bitsandbytes.matmul_4bit(x, packed.t(), state) for packed, state in stored]
 
 
 def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
@@ -226,6 +225,7 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
         format = qerl.FORMATS[name]
         first = format.tile(*format.quantize(dense[0]))
         tiled[name] = [fp4_kernels.Tiled(*(t.clone() for t in first)) for _ in range(copies)]
+    theirs = bitsandbytes_linears(dense * 4)                                  # each a quarter of the size
     linear = fp4_kernels.linear if fp4_kernels.use_triton(dense[0]) else fp4_kernels.linear_torch
     for M in rows:
         x = torch.randn(M, columns, device=device, dtype=dtype)
@@ -236,8 +236,8 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
                 contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
             else:                                                             # as training does it
                 contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
-        if bitsandbytes_call(dense[0], x):
-            contenders["bitsandbytes"] = [bitsandbytes_call(w, x) for w in dense * 4]        # a quarter of the size
+        if theirs:
+            contenders["bitsandbytes"] = [lambda call=call: call(x) for call in theirs]
         times = replay_times(contenders, device)
         floor = max(out * columns * 9 / 16 / bandwidth, 2 * M * out * columns / flops)
         yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, "floor": floor, **times}
@@ -513,16 +513,6 @@ def keep_other_models(path, result):
             earlier = json.load(f)
         for key in ("rows", "means"):
             result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result.get(key, [])
-
-
-def save_figure(path, draw, result):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    picture = io.BytesIO()
-    draw(result, plt).savefig(picture, format="png", dpi=110)
-    plt.close("all")
-    train_gsm8k.atomic_write(path, picture.getvalue())
 
 
 if __name__ == "__main__":

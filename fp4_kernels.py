@@ -358,7 +358,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=is_hopper(x.device))
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs,
+        launch_pdl=is_hopper(x.device))
     return y
 
 
@@ -427,7 +428,8 @@ if triton is not None:
     @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr):
+                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+                      WARPS: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
@@ -447,7 +449,7 @@ if triton is not None:
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, min(ROWS, 32), 64))
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, LORA_ROWS, 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
@@ -603,6 +605,22 @@ if triton is not None:
         return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
     @triton.jit
+    def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
+        """(sum, unnormalised output) of softmax over all parts of a row, from the pointers to the first part's output and maximum."""
+        top = tl.full([HEADS], -float("inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        out = tl.zeros([HEADS, D_PAD], tl.float32)
+        for q in range(0, parts):
+            part_top = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
+            part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
+            part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
+            new_top = tl.maximum(top, part_top)
+            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+            total, out = total * old + part_total * new, out * old[:, None] + part_out * new[:, None]
+            top = new_top
+        return total, out
+
+    @triton.jit
     def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, length, y, outs, stats, arrived, kv_heads, stride_b, stride_h,
                                 scale_log2e, TILED: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
                                 D_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
@@ -654,17 +672,7 @@ if triton is not None:
                 done = tl.atomic_add(arrived + row, 1) == parts - 1
                 if done:
                     tl.store(arrived + row, 0)
-                    top = tl.full([HEADS], -float("inf"), tl.float32)
-                    total = tl.zeros([HEADS], tl.float32)
-                    out = tl.zeros([HEADS, D_PAD], tl.float32)
-                    for q in range(0, parts):
-                        part_top = tl.load(stats + (slot + q) * (2 * HEADS) + head, cache_modifier=".cg")
-                        part_total = tl.load(stats + (slot + q) * (2 * HEADS) + HEADS + head, cache_modifier=".cg")
-                        new_top = tl.maximum(top, part_top)
-                        old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-                        part_out = tl.load(outs + (slot + q) * (HEADS * D_PAD) + i, cache_modifier=".cg")
-                        total, out = total * old + part_total * new, out * old[:, None] + part_out * new[:, None]
-                        top = new_top
+                    total, out = combined(outs + slot * (HEADS * D_PAD) + i, stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
             if done:
                 o = (g * SHARE + head[:, None]) * D + d[None]
                 o = b * (kv_heads * SHARE * D) + (interleaved(o) if TILED else o)

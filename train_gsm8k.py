@@ -672,11 +672,8 @@ def read_metrics(folder, last_step):
         raise UserError(f"{path}: not the log of this run's first {last_step} steps; start again in another --out")
 
 
-def plot(metrics, path, before, after):
+def plot(metrics, before, after, plt):
     """Accuracy, reward, entropy with the noise, and completion length over the steps, as a picture."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     step = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
     panels = [("accuracy", "training accuracy (temperature 1, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
@@ -692,8 +689,16 @@ def plot(metrics, path, before, after):
     noise = axes[1, 0].twinx()
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
+    return figure
 
+
+def save_figure(path, draw, *data):
+    """Write the picture draw(*data, matplotlib.pyplot) returns."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     picture = io.BytesIO()
+    figure = draw(*data, plt)
     figure.savefig(picture, format="png", dpi=110)
     plt.close(figure)
     atomic_write(path, picture.getvalue())
@@ -840,7 +845,7 @@ def finish(state, metrics, held_out_questions, seconds, args):
     summary = {**accuracies, "held_out_questions": held_out_questions, "steps": args.steps, "seconds": seconds,
                "settings": settings_of(args), **environment(args.device)}
     atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
-    plot(metrics, f"{args.out}/curve.png", summary["accuracy_before"], summary["accuracy_after"])
+    save_figure(f"{args.out}/curve.png", plot, metrics, summary["accuracy_before"], summary["accuracy_after"])
     print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, "
           f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}, in {seconds:.0f} s; "
           f"curve, metrics, samples and adapter are in {args.out}/")
