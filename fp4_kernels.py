@@ -353,7 +353,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
     assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
     shares = min(programs // tiles, chunks // C)
-    programs = shares * tiles or programs                                     # where possible, no program with parts of two tiles
+    programs = shares * tiles if shares * tiles > 0.7 * programs else programs     # no program with parts of two tiles, if most find work
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
@@ -440,11 +440,12 @@ if triton is not None:
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
         at, end = p * total // P, (p + 1) * total // P
-        let_next_start()
+        if ROWS > 64:
+            let_next_start()
         if p >= 0:
             start = (at // steps // m_tiles * R * chunks + at % steps * C).to(tl.int64)
             there = tl.minimum(end - at, steps - at % steps) * C
-            prefetch(words + start * 512, chunks * 2048, there * 2048, R, 16384 // R)
+            prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
             prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 8 * BYTES // R)
         wait_for_previous()
         if RANK > 0:
@@ -466,6 +467,8 @@ if triton is not None:
                     m, k = m0 + tl.arange(0, ROWS), step * C * 64 + tl.arange(0, 64 * C)
                     b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
                 acc = product(w, b.T, acc)
+            if ROWS <= 64 and at == end:                             # sooner, few short programs would lie unevenly on the SMs
+                let_next_start()
             whole = last - first == steps
             if not whole:                                            # leave it; whoever is last finishes the tile
                 here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
