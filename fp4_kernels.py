@@ -270,22 +270,25 @@ if triton is not None:
 # bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
 #
 # Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
-# wherever that cuts a tile. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so
-# adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few
-# programs (more than 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their
-# share of B. Who waits relies on programs starting in their order: it waits for one that runs.
+# wherever that cuts a tile; if most of the GPU has work then, P is such that each gets a whole tile or an equal part of one. A
+# program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up, always in the same
+# order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it
+# computed before); when they are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on
+# programs starting in their order: it waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
 # up parts. At 128 rows and more: each 64 rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
-# 64 x 128 sums pass through it. Tried without gain: split-K with a second kernel, mma.sync, 8 warps, 2 to 5 stages, 128 and 256
-# rows of W a step for small layers, fewer parts, all programs of a tile finishing it together (waiting costs what it saves).
+# 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 112 whole tiles of 18944 x 3584 at
+# 512 rows take 96 us on 112 SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps,
+# 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a tile finishing
+# it together (waiting costs what it saves), fetching scales and LoRA's B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
 SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
-          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights, the
-          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),        # fastest of a search on an H200
-          (Shape(128, 1, 2, 4, 3, 2, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
+          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights (or much
+          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),        # output), from searches on an H200
+          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
           (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
@@ -337,7 +340,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
-    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or M > 256]
+    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or N * M > 2.4e6]
     C = s.C if chunks % s.C == 0 else 2
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -345,7 +348,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // min(s.rows, 64)
+    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // s.rows
     parts = max(1, min(parts, s.programs * sms // (2 * lora_tiles + 1)))      # if possible, at most half of the programs
     h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
@@ -353,7 +356,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
     assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
     shares = min(programs // tiles, chunks // C)
-    programs = shares * tiles if shares * tiles > 0.7 * programs else programs     # no program with parts of two tiles, if most find work
+    if shares * tiles > programs * (0.7 if s.rows <= 64 else 0.5):            # else programs get parts of two tiles
+        programs = shares * tiles
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
