@@ -358,6 +358,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     shares = min(programs // tiles, chunks // C)
     if shares * tiles > programs * (0.7 if s.rows <= 64 else 0.5):            # else programs get parts of two tiles
         programs = shares * tiles
+    programs = min(programs, tiles * (chunks // C))
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
