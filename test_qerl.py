@@ -867,6 +867,15 @@ def test_kernel_linear(name, rows, columns):
 
 
 @runs_kernels
+def test_kernel_linear_with_less_work_than_programs():
+    """Two tiles of two steps, also for the three SMs of the interpreter."""
+    tiled, table, dense = tiled_weight("nvfp4", 128, 256)
+    x = torch.randn(5, 256).bfloat16()
+    y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table)
+    assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
+
+
+@runs_kernels
 @pytest.mark.parametrize("tiled", [False, True])
 def test_kernel_norm_and_silu(tiled):
     torch.manual_seed(0)
