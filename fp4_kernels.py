@@ -31,8 +31,9 @@ def use_triton(x):
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
-# A decode step is a chain of short kernels. On Hopper each starts while the one before it still runs (launch_pdl: "programmatic
-# dependent launch"). It lets its own successor start, has weights fetched, and then waits until all before it is done.
+# A decode step is a chain of short kernels. On Hopper each may start while the one before it still runs (launch_pdl: "programmatic
+# dependent launch"), as soon as all programs of that one have said so or ended, and waits where it needs what that one writes.
+# linear_kernel has its first weights fetched meanwhile.
 
 @functools.lru_cache
 def is_hopper(device):
@@ -264,25 +265,25 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual             in one launch
+# 3. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
 #
 # The transposed product Ŵ xᵀ: weights are decoded in the registers from which the tensor cores take them. For few rows it is
 # bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
 #
 # Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
-# wherever that cuts a tile; if most of the GPU has work then, P is such that each gets a whole tile or an equal part of one. A
-# program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up, always in the same
-# order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it
-# computed before); when they are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on
-# programs starting in their order: it waits for one that runs.
+# wherever that cuts a tile. Where whole tiles, or equal parts of one, give work to most of the programs that the GPU runs at once,
+# P is their number. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up,
+# always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than
+# 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their share of B. Who waits
+# relies on programs starting in their order: it waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
 # up parts. At 128 rows and more: each 64 rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
 # 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 112 whole tiles of 18944 x 3584 at
-# 512 rows take 96 us on 112 SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps,
-# 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a tile finishing
-# it together (waiting costs what it saves), fetching scales and LoRA's B ahead as well, cuBLAS for x Aᵀ of rank 128.
+# 512 rows take 96 us on 112 SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
+# below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
+# tile finishing it together (waiting costs what it saves), fetching out_scale, bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
 SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
@@ -332,10 +333,11 @@ def scratch(device):
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
-    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]."""
+    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; shape: a Shape
+    other than SHAPES', for tests."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
-    # Decode first where the kernel does not pay: many rows and too few tiles to cut evenly, or a GPU it is not made for.
+    # Decode first where the kernel does not pay: many rows of a small layer, or a GPU it is not made for.
     if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not is_hopper(x.device):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
@@ -350,21 +352,21 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
     parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // s.rows
     parts = max(1, min(parts, s.programs * sms // (2 * lora_tiles + 1)))      # if possible, at most half of the programs
-    h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
+    else:
+        h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
     assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
-    shares = min(programs // tiles, chunks // C)
-    if shares * tiles > programs * (0.7 if s.rows <= 64 else 0.5):            # else programs get parts of two tiles
-        programs = shares * tiles
+    even = programs // tiles * tiles                                          # programs, if each gets a whole tile or an equal part
+    if even > programs * (0.7 if s.rows <= 64 else 0.5):
+        programs = even
     programs = min(programs, tiles * (chunks // C))
     linear_kernel[(lora_programs + programs,)](
         TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs,
-        launch_pdl=is_hopper(x.device))
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=True)
     return y
 
 
@@ -406,8 +408,8 @@ if triton is not None:
         return last
 
     @triton.jit
-    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, used, M, N, ranks, bound1, bound2, lora_tiles,
-               RANK: tl.constexpr):
+    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N, ranks, bound1, bound2,
+               lora_tiles, RANK: tl.constexpr):
         """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
         n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
         at_y = m[None].to(tl.int64) * N + n[:, None]
@@ -426,8 +428,8 @@ if triton is not None:
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
         if RANK > 0:
             tl.debug_barrier()
-            if tl.atomic_add(used, 1) == tiles - 1:                  # no one waits any more
-                tl.store(used, 0)
+            if tl.atomic_add(finished, 1) == tiles - 1:              # no one waits any more
+                tl.store(finished, 0)
                 tl.store(ready, 0)
 
     @triton.jit
@@ -439,7 +441,7 @@ if triton is not None:
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
         AT_ONCE: tl.constexpr = min(8, max(1, 4096 * WARPS // SIZE))    # as many as the registers hold
-        ready, used, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
+        ready, finished, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
         p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs
         steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)
         tiles = N // (64 * R) * m_tiles
@@ -474,20 +476,20 @@ if triton is not None:
                 acc = product(w, b.T, acc)
             if ROWS <= 64 and at == end:                             # sooner, few short programs would lie unevenly on the SMs
                 let_next_start()
-            whole = last - first == steps
-            if not whole:                                            # leave it; whoever is last finishes the tile
+            finishes = last - first == steps
+            if not finishes:                                         # leave it; whoever is last finishes the tile
                 here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
                 tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
                 tl.debug_barrier()
                 p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
-                whole = tl.atomic_add(arrived + tile, 1) == p1 - p0
-                if whole:
+                finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
+                if finishes:
                     tl.store(arrived + tile, 0)
                     acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
                     acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
-            if whole:
-                finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, used, M, N, ranks,
-                       bound1, bound2, lora_programs // parts, RANK)
+            if finishes:
+                finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N,
+                       ranks, bound1, bound2, lora_programs // parts, RANK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -844,10 +844,10 @@ def test_kernel_untile(name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name,rows,columns", [("nvfp4", 1, 1024), ("nvfp4", 21, 256), ("nvfp4", 70, 1024), ("nvfp4", 130, 256),
-                                               ("nvfp4", 300, 256), ("mxfp4", 21, 256), ("nf4", 21, 256)])
-def test_kernel_linear(name, rows, columns):
-    """Against float64 of the dequantised weight, in several shapes; then with other inputs, and the counters back at zero."""
+@pytest.mark.parametrize("name,rows,columns,shapes", [("nvfp4", 1, 1024, 0), ("nvfp4", 21, 256, 1), ("nvfp4", 70, 1024, 2), ("nvfp4", 130, 256, 3),
+                                                      ("nvfp4", 300, 256, 4), ("mxfp4", 21, 256, 0), ("nf4", 21, 256, 3)])
+def test_kernel_linear(name, rows, columns, shapes):
+    """Against float64 of the dequantised weight, in three shapes; then with other inputs, and the counters back at zero."""
     tiled, table, dense = tiled_weight(name, 384, columns)
     x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
     bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(384, 8) * 8
@@ -856,7 +856,7 @@ def test_kernel_linear(name, rows, columns):
     with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(128))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
     lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128] * 3, 2.0, tiled)
-    for shape in {None, *fp4_kernels.SHAPES[0], fp4_kernels.SHAPES[2][1]}:
+    for shape in (None, *fp4_kernels.SHAPES[shapes]):
         assert relative(fp4_kernels.linear(x, tiled, table, shape=shape).cpu().double(), plain) < 5e-3
         for sign in (1, -1):
             y = fp4_kernels.linear(sign * x, tiled, table, bias_there, residual_there, lora, shape)
@@ -867,11 +867,13 @@ def test_kernel_linear(name, rows, columns):
 
 
 @runs_kernels
-def test_kernel_linear_with_less_work_than_programs():
-    """Two tiles of two steps, also for the three SMs of the interpreter."""
-    tiled, table, dense = tiled_weight("nvfp4", 128, 256)
+@pytest.mark.parametrize("out", [128, 4480])
+def test_kernel_linear_cuts_its_work(out):
+    """2 tiles: less work than programs; 70: programs with parts of two tiles, both on a GPU and on the interpreter's three SMs."""
+    tiled, table, dense = tiled_weight("nvfp4", out, 256)
     x = torch.randn(5, 256).bfloat16()
-    y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table)
+    y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table,
+                           shape=fp4_kernels.SHAPES[0][0]._replace(programs=1 if out > 128 else 3))
     assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
 
 
