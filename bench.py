@@ -1,4 +1,4 @@
-"""Measure this project. Each command prints its tables and writes them, with pictures, under results/<gpu>/.
+"""Measure this project. Each command prints its tables and writes them, all but the first with a picture, under results/.
 
     python bench.py formats [--model FOLDER_OR_NAME]     relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]     one linear layer, by rows of x: NVFP4 and NF4 against cuBLAS BF16
@@ -143,8 +143,8 @@ def wait(device):
 # One linear layer
 
 def replay_times(contenders, device, rounds=9):
-    """{name: seconds a call}, medians over `rounds`, in each of which every contender runs its list of calls once: as one CUDA
-    graph, in turn, so that all of them meet the GPU in the same state."""
+    """{name: seconds a call}, medians over `rounds`, in each of which every contender in turn runs its list of calls, repeated to
+    the length of the longest: on a GPU as one CUDA graph, twice, of which the second run counts, so that all start alike."""
     runs, longest = {}, max(map(len, contenders.values()))
     contenders = {name: [calls[i % len(calls)] for i in range(longest)] for name, calls in contenders.items()}
     for name, calls in contenders.items():
@@ -480,7 +480,7 @@ def main():
     p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
     p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], default=["nvfp4", "bf16", "nf4"])
     p.add_argument("--ranks", nargs="*", type=int, default=[16, 128], help="rollout: other LoRA ranks for the first model, NVFP4")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", default="results")
     try:
         args = p.parse_args()
@@ -491,7 +491,8 @@ def main():
         bench = {"formats": bench_formats, "kernels": bench_kernels, "rollout": bench_rollout, "step": bench_step}[args.what]
         if args.what != "formats" and args.device != "cuda":
             print("on a CPU, a tiny shape: these times mean nothing")
-        folder = f"{args.out}/{torch.cuda.get_device_name().split()[-1].lower() if args.device == 'cuda' else 'cpu'}"
+        gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
+        folder = f"{args.out}/{gpu}"
         if args.what == "formats" and args.model:                             # the same on every machine
             folder = args.out
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
@@ -511,7 +512,7 @@ def keep_other_models(path, result):
     if os.path.exists(path):
         with open(path) as f:
             earlier = json.load(f)
-        for key in ("rows", "means"):
+        for key in {"rows", "means"} & set(result):
             result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result.get(key, [])
 
 

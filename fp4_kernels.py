@@ -270,9 +270,9 @@ if triton is not None:
 # The transposed product Ŵ xᵀ: weights are decoded in the registers from which the tensor cores take them. For few rows it is
 # bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
 #
-# Work is cut evenly ("stream-K"): of all (tile, step along the input) pairs in a row, each of P programs takes as many,
-# wherever that cuts a tile. Where whole tiles, or equal parts of one, give work to most of the programs that the GPU runs at once,
-# P is their number. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up,
+# Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
+# equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
+# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up,
 # always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than
 # 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their share of B. Who waits
 # relies on programs starting in their order: it waits for one that runs.
@@ -280,12 +280,13 @@ if triton is not None:
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
 # up parts. At 128 rows and more: each 64 rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
-# 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 112 whole tiles of 18944 x 3584 at
-# 512 rows take 96 us on 112 SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
+# 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 512 rows with W of 3584 x 18944 take
+# 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
 # below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
 # tile finishing it together (waiting costs what it saves), fetching out_scale, bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
-Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")    # rows of x in a tile, 64R x 64C of W in a step; an SM's programs
+# rows of x in a tile, 64R x 64C of W in a step; steps whose loads are under way; programs an SM; x by TMA, the copy engine; registers
+Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")
 SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
           (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights (or much
           (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),        # output), from searches on an H200
@@ -301,8 +302,7 @@ def lora_for_tiles(A, B, sizes, scaling, tiled):
     padded = max(16, 1 << (rank - 1).bit_length())
     A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
     B = F.pad(scaling * B / tiled.out_scale[:, None], (0, padded - rank))
-    bounds = [sum(sizes[:1]), sum(sizes[:2])][:len(sizes) - 1]
-    return Lora(interleave(A).bfloat16().contiguous(), B.bfloat16().contiguous(), (*bounds, sum(sizes), sum(sizes))[:2])
+    return Lora(interleave(A).bfloat16().contiguous(), B.bfloat16().contiguous(), (sum(sizes[:1]), sum(sizes[:2])))
 
 
 def dense_linear(x, weight, tiled, bias, residual, lora):
@@ -479,7 +479,7 @@ if triton is not None:
             finishes = last - first == steps
             if not finishes:                                         # leave it; whoever is last finishes the tile
                 here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)
+                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)      # a tile's first part in slot 2p + 1, others in 2p
                 tl.debug_barrier()
                 p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
                 finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0

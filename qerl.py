@@ -10,8 +10,8 @@ Reinforcement Learning for LLMs", arXiv 2510.11696. The file reads top to bottom
     5. Sampler        KV cache, groups of completions per prompt
     6. Objectives     GRPO and DAPO                                                   Eq. 3-4
 
-Letters in shape comments: B sequences, T tokens, V vocabulary, d model width, P prompts, G samples per prompt,
-N = P*G completions, C longest completion.
+Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, V vocabulary, d model width, P prompts, G samples per
+prompt, N = P*G completions, C longest completion.
 """
 import contextlib
 import glob
@@ -47,7 +47,7 @@ def reason(error):
 #
 # A weight is 4 bits: sign and one of eight magnitudes (E2M1: 2 exponent bits, 1 mantissa bit). Each 16 neighbours along
 # the input dimension share an FP8 (E4M3) scale, each tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight.
-# A format is a pair of functions; every 4-bit pair stores even input indices in the low nibble of a byte:
+# A format is first of all a pair of functions; every 4-bit pair stores even input indices in the low nibble of a byte:
 #   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
 #   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
 # global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, as in the paper's
@@ -149,7 +149,7 @@ def quantize_bf16(weight):
 
 
 # block: input features that share a scale. For the GPU's kernels, table: the value of each code, and tile: the weight in the
-# order in which tensor cores take it, exact but for NF4's scales, which become bfloat16 (fp4_kernels.py, 2).
+# order in which tensor cores take it; exact in bfloat16, but NF4's scales become bfloat16, too (fp4_kernels.py, 2).
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
     "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
@@ -167,10 +167,11 @@ FORMATS = {
 # packed weight instead of three, each piece with its own A, B and global scale.
 
 class FrozenLinear(torch.autograd.Function):
-    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r], or None and None -> x Ŵᵀ + b + h Bᵀ [n, out], layer by layer.
+    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> x Ŵᵀ + b + h Bᵀ [n, out]; h and B are None without LoRA.
 
-    Ŵ has no gradient and is not kept: backward dequantises it again (see Transformer.recompute_in_backward). x Aᵀ is left to
-    autograd; the product with B is here so that it is added to y in place, without a second [n, out].
+    Ŵ has no gradient. It is kept for backward only while a block is recomputed (see Transformer.recompute_in_backward), else
+    dequantised again. x Aᵀ is left to autograd; the product with B is here so that it is added to y in place, without a second
+    [n, out].
     """
 
     @staticmethod
@@ -200,8 +201,8 @@ class QuantLinear(nn.Module):
     """One or several linear layers over one input, frozen in one of FORMATS, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale) of
-    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None; neither is a buffer. lora_A [layers * r, in] and lora_B [out, r] are float32
-    whatever the activations are; lora_alpha defaults to the rank.
+    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None; neither moves with .to(). lora_A [layers * r, in] and
+    lora_B [out, r] are float32 whatever the activations are; lora_alpha defaults to the rank.
     """
 
     def __init__(self, names, sizes, in_features, weight, bias, format="nvfp4", lora_rank=0, lora_alpha=None):
@@ -315,7 +316,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
-    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end`; the other three are Figure 9's.
+    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (if there are more than two, and no fewer steps); the
+    other three are Figure 9's.
     Raises KeyError for another schedule; an exponential needs start and end positive, or both 0.
     """
     stage = step * stages // steps
@@ -511,7 +513,7 @@ class Checkpoint:
         return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
     def quantized(self, name, out_features, in_features, format):
-        """(packed, block_scale, global_scale [out, ...]) of one layer, read as NVFP4 or quantised here."""
+        """(packed, block_scale, global_scale [out, 1]) of one layer, read as NVFP4 or quantised here."""
         if in_features % (block := FORMATS[format].block):
             raise UserError(f"layer {name} has {in_features} input features, not divisible by {format}'s block of {block}; "
                             "use other --weights")
@@ -529,7 +531,7 @@ class Checkpoint:
             weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
             weight = weight.to(self.dtype) if format == "bf16" else weight
         packed, block_scale, global_scale = FORMATS[format].quantize(weight)
-        return packed, block_scale, global_scale.reshape(-1, global_scale.shape[-1]).expand(out_features, -1)
+        return packed, block_scale, global_scale.expand(out_features).reshape(-1, 1)
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features), with fresh LoRA."""
@@ -607,7 +609,7 @@ def trainable(model):
 # `slots` sequences are decoded together. A prompt enters once G slots are idle: its keys and values are computed once and
 # copied to all of them. Everything a decode step needs lives in tensors of fixed shape on the device, so that on a GPU the
 # whole step is one recorded CUDA graph, and the host looks at the slots only every 8 tokens. Once no prompt waits and half of
-# the slots are idle, the other half goes on alone.
+# the slots are idle, the other half goes on alone (from 32 slots on).
 
 class KVCache:
     """Keys and values [layers, slots, kv_heads, max_len, head_dim]; length int64 [slots] is how many are filled."""
@@ -839,10 +841,10 @@ def group_advantages(rewards, eps=1e-4):
     return advantages * has_signal(rewards)[:, None]
 
 
-def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
+def token_logprobs(model, prompts, completions, length, chunk=2048):
     """log π(token) of completions int64 [B, C] with lengths [B] after their prompts (B lists) -> float32 [B, C], 0 at padding.
 
-    Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on `chunk` tokens at
+    At temperature 1. Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on `chunk` tokens at
     a time and again in backward: [tokens, V] logits never exist whole.
     """
     device = completions.device
@@ -854,7 +856,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     hidden, next_tokens = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]   # (n, d), (n)
 
     def head(h, t):
-        return -F.cross_entropy(F.linear(h, model.lm_head).float() / temperature, t, reduction="none")
+        return -F.cross_entropy(F.linear(h, model.lm_head).float(), t, reduction="none")
 
     pieces = [recompute(head, h, t, use_reentrant=False, preserve_rng_state=False)
               for h, t in zip(hidden.split(chunk), next_tokens.split(chunk))]

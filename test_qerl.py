@@ -700,6 +700,10 @@ def test_resume_after_kill_is_bit_for_bit(qwen, data, tmp_path, algo, monkeypatc
     with pytest.raises(SystemExit) as stop:                                              # other settings are refused by name
         run_main(monkeypatch, *options, "--lr", 2e-3, "--out", tmp_path / "killed", "--resume")
     assert stop.value.code == 2
+    log.unlink()
+    with pytest.raises(SystemExit) as stop:                                              # and a log that is gone
+        run_main(monkeypatch, *options, "--out", tmp_path / "killed", "--resume")
+    assert stop.value.code == 2
 
 
 def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, monkeypatch):
@@ -728,7 +732,9 @@ def used_folder(tmp_path):
     (lambda t: ["--max-new-tokens", 511], "no prompt fits into 1 tokens"),
     (lambda t: ["--sigma-start", "inf"], "--sigma-start inf: must not be"),
     (lambda t: ["--out", used_folder(t)], "already holds a run"),
-    (lambda t: ["--device", "cuda"], "no CUDA GPU here"),
+    (lambda t: ["--device", "cuda:99"], "no such CUDA GPU here"),
+    (lambda t: ["--device", "mps"], "--device mps: unknown"),
+    (lambda t: ["--eval-only", "--out", used_folder(t)], "already holds a run"),
     (lambda t: ["--weights", "int3"], "invalid choice: 'int3'"),
     (lambda t: ["--group", 1], "--group 1"),
     (lambda t: ["--device", "gpu"], "--device gpu: unknown"),
@@ -739,8 +745,6 @@ def used_folder(tmp_path):
     (lambda t: ["--lr", 1e30], "lower --lr"),
 ])
 def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, capsys, options, message):
-    if "cuda" in options(tmp_path) and CUDA:
-        pytest.skip("there is a GPU")
     base = ["--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out"]
     with pytest.raises(SystemExit) as stop:
         run_main(monkeypatch, *base, *options(tmp_path))

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import http.client
 import inspect
 import io
 import json
@@ -51,8 +52,8 @@ SYSTEM = ("Please reason step by step, and put your final answer within \\boxed{
           "</think> and the boxed answer between <answer> and </answer>.")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings. With --model: prompts to sigma_end are the paper's Table 4 (GSM8K), beta (below) and ADAM its public code's, the
-# rest ours. Without: what a small policy learns from within minutes.
+# Settings. With --model: prompts to sigma_end, and the learning rate, are the paper's Table 4 (GSM8K), beta (below) and ADAM its
+# public code's, clip_high DAPO's (for GRPO, too), the rest ours. Without: what a small policy learns from within minutes.
 
 PAPER = dict(prompts=128, group=8, updates=4, lr=None, max_new_tokens=4096, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4,
              steps=200, eval_questions=0, micro_tokens=16384, slots=256, save_every=10)
@@ -71,7 +72,7 @@ def arguments(argv=None):
     """Parse and check the command line; values not given come from PAPER (with --model) or SMALL."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", help="Hugging Face name or folder; Qwen2.5-3B means Qwen/Qwen2.5-3B-Instruct")
-    p.add_argument("--data", help="folder with train*.jsonl and test*.jsonl in GSM8K's format (default: download)")
+    p.add_argument("--data", help="folder with train*.jsonl and test*.jsonl in GSM8K's format (default with --model: download)")
     p.add_argument("--weights", choices=sorted(qerl.FORMATS), default="nvfp4")
     p.add_argument("--algo", choices=["grpo", "dapo"], default="grpo")
     p.add_argument("--beta", type=float, help="weight of the KL to the reference policy (grpo 0.04, dapo 0)")
@@ -81,7 +82,7 @@ def arguments(argv=None):
     p.add_argument("--lora-rank", type=int)
     p.add_argument("--lora-alpha", type=float, help="default: the rank")
     p.add_argument("--train-norms", action="store_true", help="train the RMSNorm scales too, as the paper's code does")
-    p.add_argument("--lr", type=float, help="default 1e-5, with bf16 weights 5e-6")
+    p.add_argument("--lr", type=float, help="default 1e-5, with bf16 weights 5e-6; without --model 3e-3")
     p.add_argument("--steps", type=int)
     p.add_argument("--prompts", type=int, help="questions a step")
     p.add_argument("--group", type=int, help="completions a question")
@@ -134,11 +135,13 @@ def check_arguments(args):
 
 def check_device(name):
     try:
-        torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
         raise UserError(f"--device {name}: unknown; use cuda or cpu")
-    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: no CUDA GPU here; use --device cpu")
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise UserError(f"--device {name}: no such CUDA GPU here; use --device cpu")
 
 
 def full_name(model):
@@ -154,7 +157,7 @@ def full_name(model):
 # Questions. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
 
 def word_problem(rng, careless=False):
-    """One made-up problem of one or two steps with numbers below 30. A careless answer takes the wrong last operation."""
+    """One made-up problem of one or two steps with numbers below 20, its results below 82. A careless answer takes the wrong last operation."""
     name = rng.choice(["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"])
     thing = rng.choice(["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"])
     a, b, c = rng.randint(10, 19), rng.randint(2, 9), rng.randint(2, 9)
@@ -223,7 +226,7 @@ def gsm8k(folder):
             if not os.path.exists(path):
                 try:
                     atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
-                except OSError as e:
+                except (OSError, http.client.HTTPException) as e:
                     raise UserError(f"GSM8K could not be downloaded from {url} ({e}); "
                                     "pass --data FOLDER with train.jsonl and test.jsonl")
     return read_jsonl(folder, "train*.jsonl"), read_jsonl(folder, "test*.jsonl")
@@ -651,7 +654,7 @@ def open_run(args):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"--out {args.out}: in use by a running process; wait for it or choose another folder")
-    if not args.resume and not args.eval_only and os.path.exists(f"{args.out}/metrics.jsonl"):
+    if not args.resume and os.path.exists(f"{args.out}/metrics.jsonl"):
         raise UserError(f"--out {args.out}: already holds a run; add --resume to go on with it or choose another folder")
     return lock
 
@@ -659,7 +662,7 @@ def open_run(args):
 def read_text(path):
     if not os.path.exists(path):
         return ""
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8", errors="replace") as f:
         return f.read()
 
 
@@ -667,7 +670,10 @@ def read_metrics(folder, last_step):
     """The logged steps up to last_step; what a killed process logged after its last checkpoint is dropped."""
     path = f"{folder}/metrics.jsonl"
     try:
-        return [json.loads(line) for line in read_text(path).splitlines()[:last_step]]
+        metrics = [json.loads(line) for line in read_text(path).splitlines()[:last_step]]
+        if len(metrics) == last_step:
+            return metrics
+        raise ValueError
     except ValueError:
         raise UserError(f"{path}: not the log of this run's first {last_step} steps; start again in another --out")
 
@@ -894,12 +900,15 @@ def main():
     except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        sys.exit(fail("out of memory; lower --slots (rollout) or --micro-tokens (update) and add --resume, "
-                      "or start again with a lower --max-new-tokens"))
+        sys.exit(fail("out of memory; lower --slots (rollout) or --micro-tokens (update) or start again with a lower --max-new-tokens"
+                      + go_on(args)))
     except KeyboardInterrupt:
-        again = f"; go on with --resume --out {args.out}" if args and args.out else ""
-        print(f"\nstopped{again}", file=sys.stderr)
+        print(f"\nstopped{go_on(args)}", file=sys.stderr)
         sys.exit(130)
+
+
+def go_on(args):
+    return f"; go on with --resume --out {args.out}" if args and args.out and not args.eval_only else ""
 
 
 def fail(message):
