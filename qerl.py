@@ -169,9 +169,8 @@ FORMATS = {
 class FrozenLinear(torch.autograd.Function):
     """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> x Ŵᵀ + b + h Bᵀ [n, out]; h and B are None without LoRA.
 
-    Ŵ has no gradient. It is kept for backward only while a block is recomputed (see Transformer.recompute_in_backward), else
-    dequantised again. x Aᵀ is left to autograd; the product with B is here so that it is added to y in place, without a second
-    [n, out].
+    Ŵ has no gradient, and is kept for backward only while a block is recomputed (see Transformer.recompute_in_backward), else
+    dequantised again. x Aᵀ is left to autograd; the product with B is here so that it is added to y in place.
     """
 
     @staticmethod

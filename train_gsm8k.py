@@ -900,14 +900,14 @@ def main():
     except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        sys.exit(fail("out of memory; lower --slots (rollout) or --micro-tokens (update) or start again with a lower --max-new-tokens"
-                      + go_on(args)))
+        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, in a new run, --max-new-tokens" + go_on(args)))
     except KeyboardInterrupt:
         print(f"\nstopped{go_on(args)}", file=sys.stderr)
         sys.exit(130)
 
 
 def go_on(args):
+    """How to, if there is something to go on with."""
     return f"; go on with --resume --out {args.out}" if args and args.out and not args.eval_only else ""
 
 
