@@ -492,9 +492,7 @@ def main():
         if args.what != "formats" and args.device != "cuda":
             print("on a CPU, a tiny shape: these times mean nothing")
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
-        folder = f"{args.out}/{gpu}"
-        if args.what == "formats" and args.model:                             # the same on every machine
-            folder = args.out
+        folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
         result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **bench(args), **environment(args.device)}
         if args.what != "formats":
@@ -513,7 +511,7 @@ def keep_other_models(path, result):
         with open(path) as f:
             earlier = json.load(f)
         for key in {"rows", "means"} & set(result):
-            result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result.get(key, [])
+            result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result[key]
 
 
 if __name__ == "__main__":

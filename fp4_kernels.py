@@ -272,10 +272,10 @@ if triton is not None:
 #
 # Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
 # equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
-# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its sums in `partial`; whoever is last to do so adds them up,
-# always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than
-# 128 rows have it computed before); when they are done, `ready` says so, and tiles are finished with their share of B. Who waits
-# relies on programs starting in their order: it waits for one that runs.
+# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its
+# sums in `partial`; whoever is last to do so adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along
+# the input, too: over the first few programs (more than 128 rows have it computed before); when they are done, `ready` says so, and
+# tiles are finished with their share of B. Who waits relies on programs starting in their order: it waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
@@ -285,7 +285,7 @@ if triton is not None:
 # below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
 # tile finishing it together (waiting costs what it saves), fetching out_scale, bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
-# rows of x in a tile, 64R x 64C of W in a step; steps whose loads are under way; programs an SM; x by TMA, the copy engine; registers
+# rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; x by TMA, the copy engine?
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")
 SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
           (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights (or much

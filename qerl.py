@@ -315,9 +315,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
-    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (if there are more than two, and no fewer steps); the
-    other three are Figure 9's.
-    Raises KeyError for another schedule; an exponential needs start and end positive, or both 0.
+    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (if there are more than two, and no fewer steps);
+    it needs start and end positive, or both 0. The other three are Figure 9's. Raises KeyError for another schedule.
     """
     stage = step * stages // steps
     if stage == 0 or start == end:
@@ -843,8 +842,8 @@ def group_advantages(rewards, eps=1e-4):
 def token_logprobs(model, prompts, completions, length, chunk=2048):
     """log π(token) of completions int64 [B, C] with lengths [B] after their prompts (B lists) -> float32 [B, C], 0 at padding.
 
-    At temperature 1. Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on `chunk` tokens at
-    a time and again in backward: [tokens, V] logits never exist whole.
+    At temperature 1. Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on
+    `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
     """
     device = completions.device
     rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]

@@ -157,7 +157,8 @@ def full_name(model):
 # Questions. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
 
 def word_problem(rng, careless=False):
-    """One made-up problem of one or two steps with numbers below 20, its results below 82. A careless answer takes the wrong last operation."""
+    """One made-up problem of one or two steps, with numbers below 20 and results below 82; a careless answer takes the wrong last
+    operation."""
     name = rng.choice(["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"])
     thing = rng.choice(["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"])
     a, b, c = rng.randint(10, 19), rng.randint(2, 9), rng.randint(2, 9)
@@ -671,11 +672,11 @@ def read_metrics(folder, last_step):
     path = f"{folder}/metrics.jsonl"
     try:
         metrics = [json.loads(line) for line in read_text(path).splitlines()[:last_step]]
-        if len(metrics) == last_step:
-            return metrics
-        raise ValueError
     except ValueError:
+        metrics = []
+    if len(metrics) < last_step:
         raise UserError(f"{path}: not the log of this run's first {last_step} steps; start again in another --out")
+    return metrics
 
 
 def plot(metrics, before, after, plt):
