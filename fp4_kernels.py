@@ -176,8 +176,9 @@ def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
         weight = untile_torch(tiled, table, dtype)
         return interleave(weight) if interleaved else weight
     weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
-    untile_kernel[(words.shape[0], words.shape[1] // 2)](words, scales, out_scale, table_on(table, words.device), weight, words.shape[1],
-                                                         NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)
+    untile_kernel[(words.shape[0], words.shape[1] // 2)](
+        words, scales, out_scale, table_on(table, words.device), TensorDescriptor.from_tensor(weight, [64, 128]), words.shape[1],
+        NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)
     return weight
 
 
@@ -259,9 +260,8 @@ if triton is not None:
             v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
         else:
             v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
-        n = row * 64 + tl.arange(0, 64)[:, None]
-        w = v.to(tl.float32) * tl.load(out_scale + n)
-        tl.store(weight + n.to(tl.int64) * (chunks * 64) + c * 64 + tl.arange(0, 128)[None], w.to(weight.dtype.element_ty))
+        w = v.to(tl.float32) * tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
+        weight.store([row * 64, c * 64], w.to(weight.dtype))                     # by TMA, the copy engine
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,14 +283,14 @@ if triton is not None:
 # 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 512 rows with W of 3584 x 18944 take
 # 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
 # below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
-# tile finishing it together (waiting costs what it saves), fetching out_scale, bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
+# tile finishing it together (waiting costs what it saves), fetching bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
 # rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; x by TMA, the copy engine?
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for layers of less and of
-          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # more than 10^8 weights (or much
-          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),        # output), from searches on an H200
-          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for small and for large layers,
+          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # from searches on an H200
+          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),
+          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 1, 2, 4, 3, 2, True, 255)),
           (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
@@ -342,8 +342,9 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
-    s = shape or next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])[N * columns > 10 ** 8 or N * M > 2.4e6]
-    C = s.C if chunks % s.C == 0 else 2
+    small, large = next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])
+    is_large = N * columns > (4e7 if M > 64 and M <= 128 else 1e8) or N * M > 2.4e6 or chunks % small.C
+    s = shape or (large if is_large else small)
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
@@ -351,7 +352,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
     parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // s.rows
-    parts = max(1, min(parts, s.programs * sms // (2 * lora_tiles + 1)))      # if possible, at most half of the programs
+    parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
     else:
@@ -361,12 +362,12 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     even = programs // tiles * tiles                                          # programs, if each gets a whole tile or an equal part
     if even > programs * (0.7 if s.rows <= 64 else 0.5):
         programs = even
-    programs = min(programs, tiles * (chunks // C))
+    programs = min(programs, tiles * (chunks // s.C))
     linear_kernel[(lora_programs + programs,)](
-        TensorDescriptor.from_tensor(x, [s.rows, C * 64]) if s.tma else None, x, words, scales, out_scale,
+        TensorDescriptor.from_tensor(x, [s.rows, s.C * 64]) if s.tma else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=True)
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=True)
     return y
 
 
@@ -386,13 +387,13 @@ if triton is not None:
         return acc
 
     @triton.jit
-    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr):
+    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
         """h = x Aᵀ: of a tile of ROWS x J the part of the columns that is this program's; who is last adds the parts up: -> 1."""
         tile, part, j_tiles = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.cdiv(ranks, J)
         j, m = tile % j_tiles * J + tl.arange(0, J), tile // j_tiles * ROWS + tl.arange(0, ROWS)
         acc = tl.zeros([ROWS, J], tl.float32)
-        for chunk in range(part * (columns // 64) // parts, (part + 1) * (columns // 64) // parts):
-            k = chunk * 64 + tl.arange(0, 64)
+        for step in range(part * (columns // K) // parts, (part + 1) * (columns // K) // parts):
+            k = step * K + tl.arange(0, K)
             a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
             b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
             acc = product(b, a.T, acc)
@@ -453,11 +454,12 @@ if triton is not None:
             start = (at // steps // m_tiles * R * chunks + at % steps * C).to(tl.int64)
             there = tl.minimum(end - at, steps - at % steps) * C
             prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
-            prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 8 * BYTES // R)
+            prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
+            prefetch(out_scale + at // steps // m_tiles * (64 * R), 0, 256 * R, 1, 256 * R)
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, LORA_ROWS, 64))
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, LORA_ROWS, 64, C * 64))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
