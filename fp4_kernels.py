@@ -287,10 +287,10 @@ if triton is not None:
 
 # rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; x by TMA, the copy engine?
 Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for small and for large layers,
-          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # from searches on an H200
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for (small, middle and) large
+          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # layers, from searches on an H200
           (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),
-          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 1, 2, 4, 3, 2, True, 255)),
+          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 1, 2, 4, 3, 2, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
           (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
@@ -328,7 +328,7 @@ def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
 def scratch(device):
     """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    partial = max(2 * s.programs * sms * 64 * s.R * s.rows for pair in SHAPES for s in pair)
+    partial = max(2 * s.programs * sms * 64 * s.R * s.rows for shapes in SHAPES for s in shapes)
     return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
@@ -342,9 +342,9 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
-    small, large = next((pair for pair in SHAPES if pair[0].rows >= M), SHAPES[-1])
-    is_large = N * columns > (4e7 if M > 64 and M <= 128 else 1e8) or N * M > 2.4e6 or chunks % small.C
-    s = shape or (large if is_large else small)
+    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
+    middle, large = N * columns > 4e7 or chunks % 4 > 0, N * columns > 1e8 or N * M > 2.4e6
+    s = shape or (shapes[-1] if large else shapes[-2] if middle else shapes[0])
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
@@ -388,7 +388,7 @@ if triton is not None:
 
     @triton.jit
     def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-        """h = x Aᵀ: of a tile of ROWS x J the part of the columns that is this program's; who is last adds the parts up: -> 1."""
+        """h = x Aᵀ: of a tile of ROWS x J the part of the columns that is this program's, K a step; who is last adds the parts up: -> 1."""
         tile, part, j_tiles = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.cdiv(ranks, J)
         j, m = tile % j_tiles * J + tl.arange(0, J), tile // j_tiles * ROWS + tl.arange(0, ROWS)
         acc = tl.zeros([ROWS, J], tl.float32)
@@ -459,7 +459,8 @@ if triton is not None:
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts, LORA_ROWS, 64, C * 64))
+                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts,
+                                               LORA_ROWS, 64, 64 * max(2, C)))
                 at = end
         while at < end:
             tile, first = at // steps, at % steps
