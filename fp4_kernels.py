@@ -1,4 +1,4 @@
-"""Triton kernels. Each stands beside the few lines of PyTorch that it equals, which run where Triton does not.
+"""Triton kernels. Each stands beside the few lines of PyTorch that it equals, which serve where Triton does not run.
 
 The twins are the specification: they step in a debugger, and the tests hold the kernels to them, on a GPU and in
 Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
@@ -170,9 +170,9 @@ def untile_torch(tiled, table, dtype=torch.bfloat16):
 
 
 def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
-    """Tiled -> weight [out, in] in dtype, in > 64. table: float32 [16], the value of each code."""
+    """Tiled -> weight [out, in] in dtype; out divisible by 64, in by 128. table: float32 [16], the value of each code."""
     words, scales, out_scale = tiled
-    if not use_triton(words) or words.shape[1] % 2:
+    if not use_triton(words):
         weight = untile_torch(tiled, table, dtype)
         return interleave(weight) if interleaved else weight
     weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
@@ -261,7 +261,7 @@ if triton is not None:
         else:
             v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
         w = v.to(tl.float32) * tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
-        weight.store([row * 64, c * 64], w.to(weight.dtype))                     # by TMA, the copy engine
+        weight.store([row * 64, c * 64], w.to(weight.dtype))          # by TMA, the copy engine, where there is one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,19 +279,19 @@ if triton is not None:
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
-# up parts. At 128 rows and more: each 64 rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
+# up parts. At 128 rows and more: each tile's rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
 # 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 512 rows with W of 3584 x 18944 take
 # 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
 # below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
 # tile finishing it together (waiting costs what it saves), fetching bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
-# rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; x by TMA, the copy engine?
-Shape = namedtuple("Shape", "rows R C warps stages programs tma regs")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, False, 168), Shape(16, 2, 2, 4, 4, 3, False, 168)),      # for (small, middle and) large
-          (Shape(32, 1, 2, 4, 4, 3, False, 160), Shape(32, 2, 2, 4, 3, 2, False, 255)),      # layers, from searches on an H200
-          (Shape(64, 1, 2, 4, 3, 2, True, 255), Shape(64, 2, 2, 4, 3, 2, True, 255)),
-          (Shape(128, 1, 4, 4, 3, 1, True, 255), Shape(128, 1, 2, 4, 3, 2, True, 255), Shape(128, 2, 1, 4, 4, 2, True, 255)),
-          (Shape(256, 1, 2, 4, 3, 1, True, 255), Shape(256, 2, 2, 8, 3, 1, True, 255))]
+# rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; registers a thread at most
+Shape = namedtuple("Shape", "rows R C warps stages programs registers")
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (middle,) large layers: see linear;
+          (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255)),                # from searches on an H200
+          (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 3, 2, 255)),
+          (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 4, 2, 255)),
+          (Shape(256, 1, 2, 4, 3, 1, 255), Shape(256, 2, 2, 8, 3, 1, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
 
@@ -334,24 +334,26 @@ def scratch(device):
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; shape: a Shape
-    other than SHAPES', for tests."""
+    instead of the one chosen here, for tests."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows of a small layer, or a GPU it is not made for.
     if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not is_hopper(x.device):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
-        return add_lora(linear(x, tiled, table, bias, residual), x, tiled, lora)
+        return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
     shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    middle, large = N * columns > 4e7 or chunks % 4 > 0, N * columns > 1e8 or N * M > 2.4e6
-    s = shape or (shapes[-1] if large else shapes[-2] if middle else shapes[0])
+    big = N * columns > 1e8                                                   # such thresholds: measured on an H200
+    middle = N * columns > 4e7 or chunks % 4 > 0                              # the small shape of 128 rows takes four tiles a step
+    s = shape or shapes[-1 if big or N * M > 2.4e6 else -2 if middle else 0]
+    assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
     ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if N * columns > 10 ** 8 else 4)) * lora_rows // s.rows
+    parts = min(16, chunks // (16 if big else 4)) * lora_rows // s.rows    # of the columns, for a tile of x Aᵀ
     parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
@@ -360,14 +362,15 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
     assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
     even = programs // tiles * tiles                                          # programs, if each gets a whole tile or an equal part
-    if even > programs * (0.7 if s.rows <= 64 else 0.5):
+    if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
     linear_kernel[(lora_programs + programs,)](
-        TensorDescriptor.from_tensor(x, [s.rows, s.C * 64]) if s.tma else None, x, words, scales, out_scale,
+        TensorDescriptor.from_tensor(x, [s.rows, s.C * 64]) if s.rows > 32 else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages, WARPS=s.warps, num_warps=s.warps, maxnreg=s.regs, launch_pdl=True)
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages,
+        AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
 
 
@@ -379,7 +382,7 @@ if triton is not None:
 
     @triton.jit
     def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
-        """acc + parts[first] + ... + parts[last - 1], some loads at once."""
+        """acc + parts[first] + ... + parts[last - 1], some loads at once; .cg: from the L2 cache, where other SMs write to."""
         for q in range(first, last, AT_ONCE):
             for u in tl.static_range(AT_ONCE):
                 there = tl.full([1, 1], q + u, tl.int32) < last
@@ -411,7 +414,7 @@ if triton is not None:
     @triton.jit
     def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N, ranks, bound1, bound2,
                lora_tiles, RANK: tl.constexpr):
-        """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
+        """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]: yᵀ, as Ŵ xᵀ gives it."""
         n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
         at_y = m[None].to(tl.int64) * N + n[:, None]
         scale = tl.load(out_scale + n)[:, None]
@@ -419,17 +422,17 @@ if triton is not None:
         if RANK > 0:
             r, piece = tl.arange(0, RANK), (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
             B = tl.load(lora_B + n[:, None] * RANK + r[None])
-            while tl.atomic_add(ready, 0) < lora_tiles:
+            while tl.atomic_add(ready, 0) < lora_tiles:              # reads it
                 pass
             H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
-        out = acc * scale + shift
+        out = acc * scale + shift                                    # lora_for_tiles has divided B by out_scale
         if residual is not None:
             out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
         if RANK > 0:
             tl.debug_barrier()
-            if tl.atomic_add(finished, 1) == tiles - 1:              # no one waits any more
+            if tl.atomic_add(finished, 1) == tiles - 1:              # the last tile: no one waits any more
                 tl.store(finished, 0)
                 tl.store(ready, 0)
 
@@ -437,20 +440,19 @@ if triton is not None:
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
                       ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
-                      WARPS: tl.constexpr):
+                      AT_ONCE: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
-        AT_ONCE: tl.constexpr = min(8, max(1, 4096 * WARPS // SIZE))    # as many as the registers hold
         ready, finished, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
-        p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs
-        steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)
+        p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs      # p < 0: a program of x Aᵀ
+        steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)               # of a tile of y; there are `chunks` tiles of W along the input
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
         at, end = p * total // P, (p + 1) * total // P
-        if ROWS > 64:
+        if ROWS > 64:                                                # here, or after the last product: see there
             let_next_start()
-        if p >= 0:
+        if p >= 0:                                                   # four tiles, their scales, out_scale
             start = (at // steps // m_tiles * R * chunks + at % steps * C).to(tl.int64)
             there = tl.minimum(end - at, steps - at % steps) * C
             prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
@@ -482,9 +484,10 @@ if triton is not None:
             finishes = last - first == steps
             if not finishes:                                         # leave it; whoever is last finishes the tile
                 here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)      # a tile's first part in slot 2p + 1, others in 2p
+                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)  # slot 2p: of a tile that others begin; 2p + 1: that p begins
                 tl.debug_barrier()
-                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total    # who had a part of it
+                # step i is in the share of program ((i + 1) P - 1) // total: those of this tile's first and last step
+                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total
                 finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
                 if finishes:
                     tl.store(arrived + tile, 0)

@@ -398,7 +398,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d]; eight kernels, if weights are in tiles (up to 128 slots)."""
+        """forward for one new token of each slot, x [slots, d]; eight kernels for Qwen2.5 in tiles, up to 128 slots and rank 128."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
         y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)
