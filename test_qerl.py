@@ -944,6 +944,17 @@ def test_kernel_decode_of_a_layer_is_its_forward():
         assert relative(y.float(), (layer(x) + residual).float()) < 1e-2
 
 
+@runs_kernels
+def test_kernel_gradient_through_tiles():
+    """dL/dx of a frozen layer in tiles; on a GPU the weight is decoded in autograd's thread."""
+    tiled, _, dense = tiled_weight("nvfp4", 384, 256)
+    layer = qerl.QuantLinear(["a"], [384], 256, tiled, None)
+    x = torch.randn(5, 256, device=KERNEL_DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(5, 384).bfloat16()
+    layer(x).backward(grad.to(KERNEL_DEVICE))
+    assert relative(x.grad.cpu().double(), grad.double() @ dense) < 5e-3
+
+
 @gpu
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])
 def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, weights):
