@@ -8,7 +8,6 @@
 The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
 through them; its times mean nothing.
 """
-import argparse
 import json
 import math
 import os
@@ -31,7 +30,7 @@ SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536,
           "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064), "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064),
           "tiny": (256, 512, 2, 4, 2, 512)}
 LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
-COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue"}
+COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
 def bench_kernels(args):
     cuda = args.device == "cuda"
     bandwidth, flops = ceilings(args.device)
-    print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s")
+    print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
     rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
     results = []
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
@@ -393,6 +392,8 @@ def plot_rollout(result, plt):
         axis.plot(*zip(*points), "k*", markersize=9, label="vLLM 0.20.2's best") if points else None
         axis.set(title=f"{model}, LoRA rank {RANKS.get(model, 32)}", xlabel="sequences decoded at once", xscale="log", yscale="log")
         axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("decoded tokens per second")
@@ -454,7 +455,7 @@ def bench_step(args):
             by = {r["weights"]: r for r in results if (r["model"], r["prompts"], r["group"]) == (name, prompts, group)}
             ratios = [f"{by[w]['step'] / by['nvfp4']['step']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
             cells = " | ".join(f"{by[w]['step']:.2f}" if w in by else "" for w in args.weights)
-            print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {by['nvfp4']['busy'] if 'nvfp4' in by else 0:.0%} |")
+            print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {next(iter(by.values()))['busy']:.0%} |")
     return {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
 
 
@@ -464,7 +465,7 @@ def plot_step(result, plt):
     for axis, (prompts, group) in zip(axes[0], sizes):
         rows = sorted((r for r in result["rows"] if (r["prompts"], r["group"]) == (prompts, group)), key=lambda r: len(r["model"]))
         bottom = [0.0] * len(rows)
-        for phase in ("rollout", "reward", "logprobs", "update"):
+        for phase in ("rollout", "logprobs", "update"):                       # the reward, random here, takes no time
             axis.bar(range(len(rows)), [r[phase] for r in rows], bottom=bottom, label=phase)
             bottom = [b + r[phase] for b, r in zip(bottom, rows)]
         axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows])
@@ -475,22 +476,26 @@ def plot_step(result, plt):
 
 
 def main():
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
     p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
-    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], default=["nvfp4", "bf16", "nf4"])
-    p.add_argument("--ranks", nargs="*", type=int, default=[16, 128], help="rollout: other LoRA ranks for the first model, NVFP4")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--out", default="results")
+    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], help="rollout, step: default nvfp4 bf16 nf4")
+    p.add_argument("--ranks", nargs="*", type=int, help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128)")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one")
+    p.add_argument("--out", default="results", help="folder for the results (default results)")
     try:
         args = p.parse_args()
         train_gsm8k.check_device(args.device)
+        for option, takers in (("weights", ("rollout", "step")), ("ranks", ("rollout",))):
+            if getattr(args, option) is not None and args.what not in takers:
+                raise qerl.UserError(f"--{option}: {args.what} does not take it, only {' and '.join(takers)}")
+        args.weights, args.ranks = args.weights or ["nvfp4", "bf16", "nf4"], [16, 128] if args.ranks is None else args.ranks
         for name in args.model or []:
             if args.what != "formats" and name not in SHAPES:
                 raise qerl.UserError(f"--model {name}: no such shape; choose from {', '.join(SHAPES)}")
         bench = {"formats": bench_formats, "kernels": bench_kernels, "rollout": bench_rollout, "step": bench_step}[args.what]
         if args.what != "formats" and args.device != "cuda":
-            print("on a CPU, a tiny shape: these times mean nothing")
+            print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
         folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
@@ -500,6 +505,7 @@ def main():
         train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
         if args.what != "formats":
             save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
+        print(f"\nwritten to {folder}/{args.what}.json" + ("" if args.what == "formats" else " and .png"))
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))
 

@@ -732,6 +732,8 @@ def used_folder(tmp_path):
     (lambda t: ["--max-new-tokens", 511], "no prompt fits into 1 tokens"),
     (lambda t: ["--sigma-start", "inf"], "--sigma-start inf: must not be"),
     (lambda t: ["--out", used_folder(t)], "already holds a run"),
+    (lambda t: ["--resume"], "out: no such folder"),
+    (lambda t: ["--step", 3], "unrecognized arguments: --step 3"),
     (lambda t: ["--device", "cuda:99"], "no such CUDA GPU here"),
     (lambda t: ["--device", "mps"], "--device mps: unknown"),
     (lambda t: ["--eval-only", "--out", used_folder(t)], "already holds a run"),

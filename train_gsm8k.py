@@ -64,40 +64,49 @@ WARM_UP, GRADIENT_CLIP = 0.1, 0.2
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
 
 def arguments(argv=None):
     """Parse and check the command line; values not given come from PAPER (with --model) or SMALL."""
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
+
+    def sized(name, what, kind=int):
+        key = name.replace("-", "_")
+        p.add_argument(f"--{name}", type=kind, help=f"{what} (default {SMALL[key]}, with --model {PAPER[key]})")
+
     p.add_argument("--model", help="Hugging Face name or folder; Qwen2.5-3B means Qwen/Qwen2.5-3B-Instruct")
     p.add_argument("--data", help="folder with train*.jsonl and test*.jsonl in GSM8K's format (default with --model: download)")
-    p.add_argument("--weights", choices=sorted(qerl.FORMATS), default="nvfp4")
-    p.add_argument("--algo", choices=["grpo", "dapo"], default="grpo")
+    p.add_argument("--weights", choices=sorted(qerl.FORMATS), default="nvfp4", help="format of the frozen weights (default nvfp4)")
+    p.add_argument("--algo", choices=["grpo", "dapo"], default="grpo", help="default grpo")
     p.add_argument("--beta", type=float, help="weight of the KL to the reference policy (grpo 0.04, dapo 0)")
-    p.add_argument("--clip-low", type=float, default=0.2)
-    p.add_argument("--clip-high", type=float, default=0.28)
+    p.add_argument("--clip-low", type=float, default=0.2, help="the ratio is clipped at 1 minus this (default 0.2)")
+    p.add_argument("--clip-high", type=float, default=0.28, help="and at 1 plus this (default 0.28)")
     p.add_argument("--tis", type=float, default=0.0, metavar="CAP", help="truncated importance weights, capped here (0: off)")
-    p.add_argument("--lora-rank", type=int)
+    sized("lora-rank", "rank of LoRA")
     p.add_argument("--lora-alpha", type=float, help="default: the rank")
     p.add_argument("--train-norms", action="store_true", help="train the RMSNorm scales too, as the paper's code does")
-    p.add_argument("--lr", type=float, help="default 1e-5, with bf16 weights 5e-6; without --model 3e-3")
-    p.add_argument("--steps", type=int)
-    p.add_argument("--prompts", type=int, help="questions a step")
-    p.add_argument("--group", type=int, help="completions a question")
-    p.add_argument("--updates", type=int, help="optimiser steps a rollout")
-    p.add_argument("--sigma-start", type=float)
-    p.add_argument("--sigma-end", type=float, help="noise of the first and last noisy stage; both 0: no AQN")
-    p.add_argument("--stages", type=int, default=10)
-    p.add_argument("--schedule", choices=["exponential", "linear", "cosine", "logarithmic"], default="exponential")
-    p.add_argument("--max-new-tokens", type=int)
-    p.add_argument("--slots", type=int, help="sequences decoded at once")
-    p.add_argument("--micro-tokens", type=int, help="tokens in one forward and backward pass")
-    p.add_argument("--eval-questions", type=int, help="held-out questions (0: all)")
-    p.add_argument("--save-every", type=int, help="steps between checkpoints")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--lr", type=float, help="learning rate (default 3e-3; with --model 1e-5, with bf16 weights 5e-6)")
+    sized("steps", "rollouts, each followed by its updates")
+    sized("prompts", "questions a step")
+    sized("group", "completions a question")
+    sized("updates", "optimiser steps a rollout")
+    sized("sigma-start", "noise of the first noisy stage; with --sigma-end 0, too: no AQN", float)
+    sized("sigma-end", "noise of the last stage", float)
+    p.add_argument("--stages", type=int, default=10, help="of the noise, the first without any (default 10)")
+    p.add_argument("--schedule", choices=["exponential", "linear", "cosine", "logarithmic"], default="exponential",
+                   help="of the noise (default exponential)")
+    sized("max-new-tokens", "tokens of a completion at most")
+    sized("slots", "sequences decoded at once")
+    sized("micro-tokens", "tokens in one forward and backward pass")
+    sized("eval-questions", "held-out questions, 0: all")
+    sized("save-every", "steps between checkpoints")
+    p.add_argument("--seed", type=int, default=0, help="default 0")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     p.add_argument("--eval-only", action="store_true", help="measure accuracy (with --resume: of the run's adapter) and stop")
     p.add_argument("--out", help="folder of the run (default: a new one under runs/)")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out (default: the newest run)")
@@ -148,7 +157,7 @@ def full_name(model):
     """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
     if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
         return model
-    chat = "" if "Instruct" in model or not model.startswith("Qwen2.5") else "-Instruct"
+    chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
     print(f"--model {model} means Qwen/{model}{chat}")
     return f"Qwen/{model}{chat}"
 
@@ -643,8 +652,10 @@ def open_run(args):
         found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
         newest = max((int(n) for path in found if (n := os.path.dirname(path).rsplit("-", 1)[1]).isdigit()), default=0)
         if args.resume and not newest:
-            raise UserError(f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out")
+            raise UserError(f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out or start without --resume")
         args.out = f"{stem}-{newest if args.resume else newest + 1}"
+    if args.resume and not os.path.isdir(args.out):
+        raise UserError(f"--resume --out {args.out}: no such folder; name a run's or start without --resume")
     try:
         os.makedirs(args.out, exist_ok=True)
         lock = open(f"{args.out}/lock", "w")
@@ -693,6 +704,7 @@ def plot(metrics, before, after, plt):
     for accuracy, at, label in ((before, 0, "before"), (after, step[-1], "after")):
         axes[0, 0].plot(at, accuracy, "o" if at else "s", color="tab:orange", label=f"held-out pass@1 {label}: {accuracy:.1%}")
     axes[0, 0].legend(loc="upper left", frameon=False)
+    axes[1, 0].yaxis.label.set_color("tab:blue")
     noise = axes[1, 0].twinx()
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
