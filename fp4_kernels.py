@@ -170,9 +170,9 @@ def untile_torch(tiled, table, dtype=torch.bfloat16):
 
 
 def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
-    """Tiled -> weight [out, in] in dtype; out divisible by 64, in by 128. table: float32 [16], the value of each code."""
+    """Tiled -> weight [out, in] in dtype; out and in divisible by 64. table: float32 [16], the value of each code."""
     words, scales, out_scale = tiled
-    if not use_triton(words):
+    if not use_triton(words) or words.shape[1] % 2:
         weight = untile_torch(tiled, table, dtype)
         return interleave(weight) if interleaved else weight
     weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
@@ -353,7 +353,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if big else 4)) * lora_rows // s.rows    # of the columns, for a tile of x Aᵀ
+    parts = min(16, chunks // (16 if big else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
     parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
@@ -453,11 +453,12 @@ if triton is not None:
         if ROWS > 64:                                                # here, or after the last product: see there
             let_next_start()
         if p >= 0:                                                   # four tiles, their scales, out_scale
-            start = (at // steps // m_tiles * R * chunks + at % steps * C).to(tl.int64)
+            tile_row = at // steps // m_tiles * R
+            start = (tile_row * chunks + at % steps * C).to(tl.int64)
             there = tl.minimum(end - at, steps - at % steps) * C
             prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
             prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
-            prefetch(out_scale + at // steps // m_tiles * (64 * R), 0, 256 * R, 1, 256 * R)
+            prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
         wait_for_previous()
         if RANK > 0:
             if p < 0:
