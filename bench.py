@@ -90,7 +90,7 @@ def bench_formats(args):
     for row in rows:
         print(f"| {LABELS[row['format']]} | {row['bits']:.2f} | {row['gaussian']:.4f} | {row['model']:.4f} |")
     command = f"python bench.py formats --model {label}" if model else "python bench.py formats"
-    return {"what": "relative error of quantised weights", "command": command, "model": label, "rows": rows}
+    yield {"what": "relative error of quantised weights", "command": command, "model": label, "rows": rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def bench_kernels(args):
     bandwidth, flops = ceilings(args.device)
     print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
     rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
-    results = []
+    results, means = [], []
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
         for layer, shape in layers_of(model).items():
             for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
@@ -256,20 +256,18 @@ def bench_kernels(args):
                 results.append(r)
                 if cuda:
                     torch.cuda.empty_cache()
+        means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
+        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2; marlin: see peers.json",
+               "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
     names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
     print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
     for r in results:
         cells = [f"{r[n] * 1e6:.1f}" if n in r else "" for n in names]
         print(f"| {r['model']} {r['layer']} | {r['M']} | " + " | ".join(cells) + f" | {r['floor'] / r['nvfp4']:.0%} |")
-    means = [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])}
-             for model in dict.fromkeys(r["model"] for r in results) for M in rows]
     peers_there = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4") if any(n in m for m in means)]
     print("\n| model | M | " + " | ".join(f"NVFP4 over {n}" for n in peers_there) + " | of the floor |\n|" + "---|" * (len(peers_there) + 3))
     for m in means:
         print(f"| {m['model']} | {m['M']} | " + " | ".join(f"{m[n]:.2f}x" if n in m else "" for n in peers_there) + f" | {m['floor']:.0%} |")
-    return {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2; marlin: see peers.json",
-            "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
-
 
 def geometric_means(rows):
     """How many times faster NVFP4 is than each other column, geometric mean over the layers."""
@@ -373,12 +371,12 @@ def bench_rollout(args):
                 del model
                 if cuda:
                     torch.cuda.empty_cache()
+                yield {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
+                       "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16, see peers.json",
+                       "busy": busy, "rows": results}
     for r in busy:
         print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
               f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
-    return {"busy": busy, "what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
-            "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16, see peers.json", "rows": results}
-
 
 def plot_rollout(result, plt):
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
@@ -437,18 +435,18 @@ def bench_step(args):
             optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
             for prompts, group in sizes:
                 torch.manual_seed(0)
-                if cuda:                                                      # compile and warm up; many completions: short ones
-                    short = types.SimpleNamespace(**{**vars(settings), "max_new_tokens": 512 if prompts == 1 else 128})
-                    step_seconds(model, optimizer, prompts, group, short)
+                if cuda:                                                      # the first compiles and warms up
+                    step_seconds(model, optimizer, prompts, group, settings)
                     torch.cuda.reset_peak_memory_stats()
-                result = step_seconds(model, optimizer, prompts, group, settings)
-                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **result,
+                seconds = step_seconds(model, optimizer, prompts, group, settings)
+                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **seconds,
                                 "peak_memory_gb": train_gsm8k.peak_memory_gb(args.device)})
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
             del model, optimizer
             if cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+            yield {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
     print("\n| model | completions | " + " | ".join(f"{LABELS[w]}, s" for w in args.weights) + " | NVFP4 over BF16 | over NF4 | busy slots |\n|" + "---|" * (len(args.weights) + 5))
     for name in dict.fromkeys(r["model"] for r in results):
         for prompts, group in sizes:
@@ -456,7 +454,6 @@ def bench_step(args):
             ratios = [f"{by[w]['step'] / by['nvfp4']['step']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
             cells = " | ".join(f"{by[w]['step']:.2f}" if w in by else "" for w in args.weights)
             print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {next(iter(by.values()))['busy']:.0%} |")
-    return {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
 
 
 def plot_step(result, plt):
@@ -499,10 +496,11 @@ def main():
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
         folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
-        result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **bench(args), **environment(args.device)}
-        if args.what != "formats":
-            keep_other_models(f"{folder}/{args.what}.json", result)
-        train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
+        for result in bench(args):                                            # each time there is more of it
+            result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **result, **environment(args.device)}
+            if args.what != "formats":
+                keep_other_models(f"{folder}/{args.what}.json", result)
+            train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
         if args.what != "formats":
             save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
         print(f"\nwritten to {folder}/{args.what}.json" + ("" if args.what == "formats" else " and .png"))

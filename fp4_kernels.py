@@ -176,6 +176,8 @@ def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
         weight = untile_torch(tiled, table, dtype)
         return interleave(weight) if interleaved else weight
     weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
+    if words.is_cuda:                                          # TMA's descriptor needs a CUDA context, which a thread, such as
+        torch.cuda.set_device(torch.cuda.current_device())     # autograd's, may not have before its first call of the runtime
     untile_kernel[(words.shape[0], words.shape[1] // 2)](
         words, scales, out_scale, table_on(table, words.device), TensorDescriptor.from_tensor(weight, [64, 128]), words.shape[1],
         NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)

@@ -341,6 +341,9 @@ def rope_frequencies(config):
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
+torch.backends.cuda.enable_cudnn_sdp(False)         # plans each new [B, T] for 0.1 s, and hardly two batches are alike
+
+
 class Attention(nn.Module):
     """Grouped-query attention; cache and slots as in Transformer.hidden, rope = (cos, sin) [T, head_dim]."""
 
