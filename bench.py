@@ -269,6 +269,7 @@ def bench_kernels(args):
     for m in means:
         print(f"| {m['model']} | {m['M']} | " + " | ".join(f"{m[n]:.2f}x" if n in m else "" for n in peers_there) + f" | {m['floor']:.0%} |")
 
+
 def geometric_means(rows):
     """How many times faster NVFP4 is than each other column, geometric mean over the layers."""
     names = [n for n in ("bf16", "marlin", "nf4", "bitsandbytes", "floor") if all(n in r for r in rows)]
@@ -378,6 +379,7 @@ def bench_rollout(args):
         print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
               f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
 
+
 def plot_rollout(result, plt):
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
     figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), layout="constrained", squeeze=False)
@@ -445,7 +447,6 @@ def bench_step(args):
             del model, optimizer
             if cuda:
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
             yield {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
     print("\n| model | completions | " + " | ".join(f"{LABELS[w]}, s" for w in args.weights) + " | NVFP4 over BF16 | over NF4 | busy slots |\n|" + "---|" * (len(args.weights) + 5))
     for name in dict.fromkeys(r["model"] for r in results):
@@ -490,7 +491,8 @@ def main():
         for name in args.model or []:
             if args.what != "formats" and name not in SHAPES:
                 raise qerl.UserError(f"--model {name}: no such shape; choose from {', '.join(SHAPES)}")
-        bench = {"formats": bench_formats, "kernels": bench_kernels, "rollout": bench_rollout, "step": bench_step}[args.what]
+        bench, plot = {"formats": (bench_formats, None), "kernels": (bench_kernels, plot_kernels), "rollout": (bench_rollout, plot_rollout),
+                       "step": (bench_step, plot_step)}[args.what]
         if args.what != "formats" and args.device != "cuda":
             print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
@@ -498,12 +500,12 @@ def main():
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
         for result in bench(args):                                            # each time there is more of it
             result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **result, **environment(args.device)}
-            if args.what != "formats":
+            if plot:
                 keep_other_models(f"{folder}/{args.what}.json", result)
             train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
-        if args.what != "formats":
-            save_figure(f"{folder}/{args.what}.png", {"kernels": plot_kernels, "rollout": plot_rollout, "step": plot_step}[args.what], result)
-        print(f"\nwritten to {folder}/{args.what}.json" + ("" if args.what == "formats" else " and .png"))
+        if plot:
+            save_figure(f"{folder}/{args.what}.png", plot, result)
+        print(f"\nwritten to {folder}/{args.what}.json" + (" and .png" if plot else ""))
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))
 

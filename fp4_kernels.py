@@ -41,6 +41,13 @@ def is_hopper(device):
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+def tma_descriptor(x, block):
+    """What TMA, the copy engine, needs to move blocks of this shape from or to x."""
+    if x.is_cuda:                                              # there has to be a CUDA context, which a thread, such as autograd's,
+        torch.cuda.set_device(torch.cuda.current_device())     # may not have before its first call of the runtime
+    return TensorDescriptor.from_tensor(x, block)
+
+
 if triton is not None:
     PLAIN = tl.constexpr(INTERPRETED)                          # the interpreter has neither inline PTX nor bfloat16 products
 
@@ -176,10 +183,8 @@ def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
         weight = untile_torch(tiled, table, dtype)
         return interleave(weight) if interleaved else weight
     weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
-    if words.is_cuda:                                          # TMA's descriptor needs a CUDA context, which a thread, such as
-        torch.cuda.set_device(torch.cuda.current_device())     # autograd's, may not have before its first call of the runtime
     untile_kernel[(words.shape[0], words.shape[1] // 2)](
-        words, scales, out_scale, table_on(table, words.device), TensorDescriptor.from_tensor(weight, [64, 128]), words.shape[1],
+        words, scales, out_scale, table_on(table, words.device), tma_descriptor(weight, [64, 128]), words.shape[1],
         NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)
     return weight
 
@@ -368,7 +373,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
     linear_kernel[(lora_programs + programs,)](
-        TensorDescriptor.from_tensor(x, [s.rows, s.C * 64]) if s.rows > 32 else None, x, words, scales, out_scale,
+        tma_descriptor(x, [s.rows, s.C * 64]) if s.rows > 32 else None, x, words, scales, out_scale,
         table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
         ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages,

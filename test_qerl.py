@@ -950,10 +950,15 @@ def test_kernel_decode_of_a_layer_is_its_forward():
 @runs_kernels
 def test_kernel_gradient_through_tiles():
     """dL/dx of a frozen layer in tiles; on a GPU the weight is decoded in autograd's thread, which like any new one has no context."""
-    tiled, _, dense = tiled_weight("nvfp4", 384, 256)
+    tiled, table, dense = tiled_weight("nvfp4", 384, 256)
     with ThreadPoolExecutor(1) as new_thread:
-        weight = new_thread.submit(fp4_kernels.untile, tiled, qerl.FORMATS["nvfp4"].table).result()
+        weight = new_thread.submit(fp4_kernels.untile, tiled, table).result()
     assert relative(weight.cpu().double(), dense) < 5e-3
+    x = torch.randn(40, 256).bfloat16()
+    interleaved = fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE)
+    with ThreadPoolExecutor(1) as new_thread:                                             # 40 rows: x by TMA, too
+        y = new_thread.submit(fp4_kernels.linear, interleaved, tiled, table).result()
+    assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
     layer = qerl.QuantLinear(["a"], [384], 256, tiled, None)
     x = torch.randn(5, 256, device=KERNEL_DEVICE, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(5, 384).bfloat16()
