@@ -507,8 +507,13 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Between the linear layers of a decode step, each bound by the latency of its launch and a pass over a few megabytes.
+# 4. Between the linear layers, with gradients: in a decode step each is bound by the latency of its launch, in training by
+# memory, where it passes once over what PyTorch's own operations pass three to eight times.
 # `tiled` says that the next layer takes its input interleaved.
+#
+#   rms_norm    y = w ⊙ x r,  r = 1 / √(mean(x²) + ε)        dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g)),  g = dL/dy
+#   silu_mul    y = u · a s,  s = 1 / (1 + e^-a)             dL/da = g u s (1 + a (1 - s)),  dL/du = g a s
+#   rotary      y = R(position) x, two halves a head         dL/dx = R(-position) g
 
 def rms_norm_torch(x, weight, eps, tiled=False):
     y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
@@ -516,13 +521,29 @@ def rms_norm_torch(x, weight, eps, tiled=False):
 
 
 def rms_norm(x, weight, eps, tiled=False):
-    """x [M, d], weight float32 [d] -> [M, d] in x's dtype; computed in float32."""
-    if not use_triton(x):
-        return rms_norm_torch(x, weight, eps, tiled)
-    y = torch.empty_like(x)
-    rms_norm_kernel[(x.shape[0],)](x, weight, y, x.shape[1], eps, TILED=tiled, SIZE=triton.next_power_of_2(x.shape[1]), num_warps=8,
-                                  launch_pdl=is_hopper(x.device))
-    return y
+    """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
+    return FusedRMSNorm.apply(x.contiguous(), weight, eps, tiled) if use_triton(x) else rms_norm_torch(x, weight, eps, tiled)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, tiled):
+        ctx.save_for_backward(x, weight)
+        ctx.eps, (y, d) = eps, (torch.empty_like(x), x.shape[-1])
+        rms_norm_kernel[(x.numel() // d,)](x, weight, y, d, eps, TILED=tiled, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1,
+                                           launch_pdl=is_hopper(x.device))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), grad_x, grad_weight, d = ctx.saved_tensors, None, None, grad.shape[-1]
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            rms_norm_gradient_kernel[(x.numel() // d,)](x, weight, grad, grad_x, d, ctx.eps, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * F.rms_norm(x.float(), (d,), None, ctx.eps)).flatten(0, -2).sum(0)
+        return grad_x, grad_weight, None, None
 
 
 def silu_mul_torch(gate_up, tiled=False):
@@ -532,13 +553,55 @@ def silu_mul_torch(gate_up, tiled=False):
 
 
 def silu_mul(gate_up, tiled=False):
-    """gate_up [M, 2n] -> silu(gate) * up [M, n]."""
-    if not use_triton(gate_up):
-        return silu_mul_torch(gate_up, tiled)
-    M, n = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty(M, n, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[(triton.cdiv(n, 1024), M)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4, launch_pdl=is_hopper(y.device))
-    return y
+    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
+    return FusedSiluMul.apply(gate_up.contiguous(), tiled) if use_triton(gate_up) else silu_mul_torch(gate_up, tiled)
+
+
+class FusedSiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, tiled):
+        ctx.save_for_backward(gate_up)
+        n = gate_up.shape[-1] // 2
+        y = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype, device=gate_up.device)
+        silu_mul_kernel[(y.numel() // n * triton.cdiv(n, 1024),)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4, launch_pdl=is_hopper(y.device))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,), n = ctx.saved_tensors, grad.shape[-1]
+        grad_gate_up = torch.empty_like(gate_up)
+        silu_mul_gradient_kernel[(grad.numel() // n * triton.cdiv(n, 1024),)](gate_up, grad.contiguous(), grad_gate_up, n, SIZE=1024, num_warps=4)
+        return grad_gate_up, None
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x [..., D]; cos, sin broadcast to it."""
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def rotary(x, cos, sin):
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
+    return FusedRotary.apply(x, cos, sin) if use_triton(x) else rotate(x, cos[:, None], sin[:, None])
+
+
+class FusedRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return FusedRotary.turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return FusedRotary.turn(grad, *ctx.saved_tensors, -1), None, None
+
+    @staticmethod
+    def turn(x, cos, sin, sign):
+        (B, T, heads, D), x = x.shape, x if x.stride(-1) == 1 else x.contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rotary_kernel[(B * T,)](x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign, HEADS=triton.next_power_of_2(heads), HALF=D // 2,
+                                HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
+        return y
 
 
 if triton is not None:
@@ -557,14 +620,49 @@ if triton is not None:
         tl.store(y + row * d + (interleaved(k) if TILED else k), v.to(y.dtype.element_ty), mask=k < d)
 
     @triton.jit
+    def rms_norm_gradient_kernel(x, weight, grad, grad_x, d, eps, SIZE: tl.constexpr):
+        row, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        g = tl.load(grad + row * d + k, mask=k < d, other=0.0).to(tl.float32) * tl.load(weight + k, mask=k < d, other=0.0)
+        r = tl.rsqrt(tl.sum(v * v) / d + eps)
+        g = r * (g - v * (r * r * tl.sum(v * g) / d))
+        tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
+
+    @triton.jit
     def silu_mul_kernel(gate_up, y, n, TILED: tl.constexpr, SIZE: tl.constexpr):
         let_next_start()
         wait_for_previous()
-        k, row = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1).to(tl.int64)
+        pieces = tl.cdiv(n, SIZE)
+        row, k = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
         gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
         silu = (gate / (1 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
         tl.store(y + row * n + (interleaved(k) if TILED else k), (silu * up).to(y.dtype.element_ty), mask=k < n)
+
+    @triton.jit
+    def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
+        pieces = tl.cdiv(n, SIZE)
+        row, k = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+        g, s = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32), 1 / (1 + tl.exp(-gate))
+        at = grad_gate_up + row * 2 * n + k
+        tl.store(at, (g * up * s * (1 + gate * (1 - s))).to(grad.dtype.element_ty), mask=k < n)
+        tl.store(at + n, (g * gate * s).to(grad.dtype.element_ty), mask=k < n)
+
+    @triton.jit
+    def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr, HEADS: tl.constexpr,
+                      HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_PAD)[None]
+        inside, t = (h < heads) & (d < HALF), row % T
+        c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)           # the second half has the same
+        s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
+        at = x + row // T * stride_b + t * stride_t + h * stride_h + d
+        left, right = tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+        at = y + (row * heads + h) * 2 * HALF + d
+        tl.store(at, (left * c - right * s).to(y.dtype.element_ty), mask=inside)
+        tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
 # Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
@@ -572,12 +670,6 @@ if triton is not None:
 # Bound by memory: the keys and values that are there are read once for all query heads that share them (GQA); what lies
 # behind `length` is not touched. Few long rows are cut into parts of `split` tokens for different programs; the last to
 # finish puts the parts together.
-
-def rotate(x, cos, sin):
-    """Rotary embedding of x [..., D]; cos, sin broadcast to it."""
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
-
 
 def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
     B, kv_heads, _, D = k_cache.shape
@@ -708,6 +800,33 @@ if triton is not None:
 # log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is
 # qerl.sample, which draws other numbers from the same distribution.
 
+def token_logprob_torch(logits, tokens):
+    return -F.cross_entropy(logits.float(), tokens, reduction="none")
+
+
+def token_logprob(logits, tokens):
+    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n]. Gradient: g (1[token] - softmax(logits))."""
+    return FusedLogprob.apply(logits.contiguous(), tokens) if use_triton(logits) else token_logprob_torch(logits, tokens)
+
+
+class FusedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        n, V = logits.shape
+        logprob, log_Z = torch.empty(2, n, device=logits.device)
+        token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
+        ctx.save_for_backward(logits, tokens, log_Z)
+        return logprob
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, tokens, log_Z = ctx.saved_tensors
+        n, V = logits.shape
+        grad_logits = torch.empty_like(logits)
+        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](logits, tokens, log_Z, grad.contiguous(), grad_logits, V, SIZE=4096, num_warps=8)
+        return grad_logits, None
+
+
 def sample(logits, temperature, seed):
     """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""
     B, V = logits.shape
@@ -721,6 +840,28 @@ def sample(logits, temperature, seed):
 
 
 if triton is not None:
+    @triton.jit
+    def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
+        row, m, total = tl.program_id(0).to(tl.int64), -float("inf"), 0.0
+        for first in range(0, V, SIZE):
+            i = first + tl.arange(0, SIZE)
+            z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+            new_m = tl.maximum(m, tl.max(z))
+            total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
+            m = new_m
+        Z = m + tl.log(total)
+        tl.store(log_Z + row, Z)
+        tl.store(logprob + row, tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32) - Z)
+
+    @triton.jit
+    def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V, SIZE: tl.constexpr):
+        pieces = tl.cdiv(V, SIZE)
+        row, i = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+        p = tl.exp(z - tl.load(log_Z + row))
+        g = tl.load(grad + row) * ((i == tl.load(tokens + row)).to(tl.float32) - p)
+        tl.store(grad_logits + row * V + i, g.to(grad_logits.dtype.element_ty), mask=i < V)
+
     @triton.jit
     def sample_parts_kernel(logits, seed, parts, index, V, scale, PARTS: tl.constexpr, QUARTER: tl.constexpr):
         """Of 4 * QUARTER logits: maximum m, Σ e^(z-m), Σ z e^(z-m), and the best z - log E with its z and where it is."""

@@ -30,7 +30,6 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import fp4_kernels
-from fp4_kernels import rotate
 
 
 class UserError(Exception):
@@ -282,11 +281,8 @@ class RMSNorm(nn.Module):
         self.register_buffer("reference_weight", self.weight.detach().clone() if trainable else self.weight.detach())
         self.noisy_weight = None
 
-    def forward(self, x):
-        return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
-
-    def decode(self, x, tiled=False):
-        """forward without gradient for x [slots, size]; tiled: in the order in which the next layer's kernel takes it."""
+    def forward(self, x, tiled=False):
+        """tiled: in the order in which the next layer's decoding kernel takes it."""
         return fp4_kernels.rms_norm(x, self.scale, self.eps, tiled)
 
     @property
@@ -361,8 +357,9 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, slots=None):
         B, T, _ = x.shape
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(x).split(self.qkv.sizes, -1))
-        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)           # (B, heads, T, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x).split(self.qkv.sizes, -1))
+        q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)              # (B, heads, T, head_dim)
         if cache is not None:
             cache.store_prompts(self.index, slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -384,8 +381,7 @@ class MLP(nn.Module):
         self.down = checkpoint.linear(name, ["down_proj"], [d], inner, bias=bias)
 
     def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(fp4_kernels.silu_mul(self.gate_up(x)))
 
 
 class Block(nn.Module):
@@ -403,9 +399,9 @@ class Block(nn.Module):
     def decode(self, x, rope, cache):
         """forward for one new token of each slot, x [slots, d]; eight kernels for Qwen2.5 in tiles, up to 128 slots and rank 128."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
-        y = self.attention.decode(qkv.decode(self.attention_norm.decode(x, qkv.tiled)), rope, cache)
+        y = self.attention.decode(qkv.decode(self.attention_norm(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)
-        y = gate_up.decode(self.mlp_norm.decode(x, gate_up.tiled))
+        y = gate_up.decode(self.mlp_norm(x, gate_up.tiled))
         return down.decode(fp4_kernels.silu_mul(y, down.tiled), residual=x)
 
 
@@ -451,7 +447,7 @@ class Transformer(nn.Module):
         rope = self.rope(cache.length, x.dtype)
         for block in self.blocks:
             x = block.decode(x, rope, cache)
-        return self.norm.decode(x)
+        return self.norm(x)
 
     def recompute_in_backward(self):
         """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory, a
@@ -857,7 +853,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     hidden, next_tokens = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]   # (n, d), (n)
 
     def head(h, t):
-        return -F.cross_entropy(F.linear(h, model.lm_head).float(), t, reduction="none")
+        return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
 
     pieces = [recompute(head, h, t, use_reentrant=False, preserve_rng_state=False)
               for h, t in zip(hidden.split(chunk), next_tokens.split(chunk))]

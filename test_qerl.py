@@ -894,6 +894,31 @@ def test_kernel_norm_and_silu(tiled):
 
 
 @runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rotary", "token_logprob"])
+def test_kernel_gradients(name, dtype):
+    """What stands between the linear layers in training, and its gradients, of odd sizes and not dense, against float64."""
+    torch.manual_seed(0)
+    angles, chosen = torch.rand(7, 20).repeat(1, 2) * 6, torch.randint(0, 4500, (14,))
+    kernel, exact, x, *others = {
+        "rms_norm": (lambda x, w: fp4_kernels.rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (240,), w, 1e-3), torch.randn(4, 7, 240), torch.randn(240)),
+        "silu_mul": (fp4_kernels.silu_mul, fp4_kernels.silu_mul_torch, 3 * torch.randn(4, 7, 2200)),
+        "rotary": (fp4_kernels.rotary, lambda x, c, s: fp4_kernels.rotate(x, c[:, None], s[:, None]), torch.randn(4, 7, 5, 40), angles.cos(), angles.sin()),
+        "token_logprob": (fp4_kernels.token_logprob, lambda z, t: z.log_softmax(-1).gather(1, t[:, None])[:, 0], 3 * torch.randn(28, 4500), chosen)}[name]
+    inputs = [t.to(KERNEL_DEVICE) for t in (x.to(dtype), *others)]
+    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (inputs[0][::2], *inputs[1:])]
+    exact_inputs = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    y, z = kernel(*inputs), exact(*exact_inputs)
+    grad = torch.randn(z.shape).to(y)
+    y.backward(grad)
+    z.backward(grad.double())
+    pairs = [(y, z), *((a.grad, b.grad) for a, b in zip(inputs, exact_inputs) if a.grad is not None)]
+    assert len(pairs) == (3 if name == "rms_norm" else 2) and y.dtype == (torch.float32 if name == "token_logprob" else dtype)
+    for a, b in pairs:
+        assert relative(a.double(), b) < (1e-5 if dtype == torch.float32 else 1e-2)       # the interpreter cuts bfloat16 off
+
+
+@runs_kernels
 @pytest.mark.parametrize("heads,kv_heads,dim,tiled", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
 def test_kernel_decode_attention(heads, kv_heads, dim, tiled):
     torch.manual_seed(0)
