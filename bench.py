@@ -190,6 +190,7 @@ def layers_of(name):
 
 
 def marlin_times():
+    """Marlin's seconds by model, layer and M as measured once, for where vLLM cannot be imported."""
     return {(r["model"], r["layer"], r["M"]): r["us"] * 1e-6 for r in peers()["marlin_us"]}
 
 
@@ -212,6 +213,25 @@ def bitsandbytes_linears(weights):
     return [lambda x, packed=packed, state=state: bitsandbytes.matmul_4bit(x, packed.t(), state) for packed, state in stored]
 
 
+def marlin_linears(weight, copies):
+    """vLLM's Marlin NVFP4 linear, x -> y, for each of so many copies of a weight, or none where vLLM cannot be imported."""
+    try:
+        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as marlin
+    except ImportError:
+        return []
+    calls, (out, columns) = [], weight.shape
+    packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
+    for _ in range(copies):
+        w = types.SimpleNamespace(weight=packed.clone(), weight_scale=block_scale.clone(), weight_global_scale=1 / global_scale, params_dtype=weight.dtype,
+                                  output_size_per_partition=out, input_size_per_partition=columns)
+        marlin.prepare_fp4_layer_for_marlin(w)
+        calls.append(lambda x, w=w: marlin.apply_fp4_marlin_linear(x, w.weight, w.weight_scale, w.weight_global_scale, w.workspace, out, columns))
+    x = torch.randn(16, columns, device=weight.device, dtype=weight.dtype)
+    right = F.linear(x, qerl.dequantize_nvfp4(packed, block_scale, global_scale))
+    assert (calls[0](x) - right).norm() < 0.01 * right.norm(), "this vLLM takes NVFP4 weights in another form"
+    return calls
+
+
 def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
     """One line of the table for each number of rows."""
     out, columns = shape
@@ -224,7 +244,9 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
         format = qerl.FORMATS[name]
         first = format.tile(*format.quantize(dense[0]))
         tiled[name] = [fp4_kernels.Tiled(*(t.clone() for t in first)) for _ in range(copies)]
-    theirs = bitsandbytes_linears(dense * 4)                                  # each a quarter of the size
+    theirs = {"bitsandbytes": bitsandbytes_linears(dense * 4)}                # each a quarter of the size
+    if cuda:
+        theirs["marlin"] = marlin_linears(dense[0], copies)
     linear = fp4_kernels.linear if fp4_kernels.use_triton(dense[0]) else fp4_kernels.linear_torch
     for M in rows:
         x = torch.randn(M, columns, device=device, dtype=dtype)
@@ -235,8 +257,9 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
                 contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
             else:                                                             # as training does it
                 contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
-        if theirs:
-            contenders["bitsandbytes"] = [lambda call=call: call(x) for call in theirs]
+        for name, calls in theirs.items():
+            if calls:
+                contenders[name] = [lambda call=call: call(x) for call in calls]
         times = replay_times(contenders, device)
         floor = max(out * columns * 9 / 16 / bandwidth, 2 * M * out * columns / flops)
         yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, "floor": floor, **times}
@@ -247,18 +270,20 @@ def bench_kernels(args):
     bandwidth, flops = ceilings(args.device)
     print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
     rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
-    results, means = [], []
+    results, means, origin = [], [], "see peers.json"
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
         for layer, shape in layers_of(model).items():
             for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
-                if cuda and (model, layer, r["M"]) in marlin:
+                if "marlin" in r:
+                    origin = "vLLM's, in this run"
+                elif (model, layer, r["M"]) in marlin:
                     r["marlin"] = marlin[model, layer, r["M"]]
                 results.append(r)
                 if cuda:
                     torch.cuda.empty_cache()
         means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
-        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2; marlin: see peers.json",
-               "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
+        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2",
+               "marlin": origin, "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
     names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
     print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
     for r in results:
