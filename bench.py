@@ -8,6 +8,7 @@
 The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
 through them; its times mean nothing.
 """
+import importlib.util
 import json
 import math
 import os
@@ -214,10 +215,14 @@ def bitsandbytes_linears(weights):
 
 
 def marlin_linears(weight, copies):
-    """vLLM's Marlin NVFP4 linear, x -> y, for each of so many copies of a weight, or none where vLLM cannot be imported."""
+    """vLLM's Marlin NVFP4 linear, x -> y, for each of so many copies of a weight, or none where vLLM cannot be had."""
+    if importlib.util.find_spec("vllm") is None:
+        return []
     try:
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as marlin
-    except ImportError:
+        torch.ops._C.marlin_gemm
+    except (ImportError, AttributeError) as e:
+        print(f"vLLM is installed, but without a Marlin kernel that can be called: {qerl.reason(e)}")
         return []
     calls, (out, columns) = [], weight.shape
     packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
@@ -270,14 +275,14 @@ def bench_kernels(args):
     bandwidth, flops = ceilings(args.device)
     print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
     rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
-    results, means, origin = [], [], "see peers.json"
+    results, means, origin = [], [], None
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
         for layer, shape in layers_of(model).items():
             for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
                 if "marlin" in r:
                     origin = "vLLM's, in this run"
                 elif (model, layer, r["M"]) in marlin:
-                    r["marlin"] = marlin[model, layer, r["M"]]
+                    r["marlin"], origin = marlin[model, layer, r["M"]], "see peers.json"
                 results.append(r)
                 if cuda:
                     torch.cuda.empty_cache()

@@ -6,8 +6,8 @@ Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
     1. quantising     weights rounded to E2M1                                          encode_e2m1
     2. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
     3. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
-    4. decode         what a decode step does between its linear layers                rms_norm, silu_mul, decode_attention
-    5. sampling       a token, its log-probability and the entropy in one pass         sample
+    4. in between     what a block does between its linear layers, with gradients      rms_norm, silu_mul, rotary, decode_attention
+    5. output         log-probabilities; a token, its log-probability and entropy      token_logprob, sample
 """
 import functools
 import os
@@ -507,11 +507,11 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Between the linear layers, with gradients: in a decode step each is bound by the latency of its launch, in training by
-# memory, where it passes once over what PyTorch's own operations pass three to eight times.
-# `tiled` says that the next layer takes its input interleaved.
+# 4. Between the linear layers. In a decode step each is bound by the latency of its launch, in training by memory: it reads and
+# writes everything once, where PyTorch would launch a kernel for each operation, and keeps nothing but its input for backward.
+# `tiled` says that the next layer takes its input interleaved; that is for decoding alone, without gradient.
 #
-#   rms_norm    y = w ⊙ x r,  r = 1 / √(mean(x²) + ε)        dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g)),  g = dL/dy
+#   rms_norm    y = w ⊙ x r,  r = 1 / √(mean(x²) + ε)        dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g)),  g = dL/dy;  dL/dw = Σ g ⊙ x r
 #   silu_mul    y = u · a s,  s = 1 / (1 + e^-a)             dL/da = g u s (1 + a (1 - s)),  dL/du = g a s
 #   rotary      y = R(position) x, two halves a head         dL/dx = R(-position) g
 
@@ -529,19 +529,20 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, tiled):
         ctx.save_for_backward(x, weight)
-        ctx.eps, (y, d) = eps, (torch.empty_like(x), x.shape[-1])
+        ctx.eps, ctx.tiled, d, y = eps, tiled, x.shape[-1], torch.empty_like(x)
         rms_norm_kernel[(x.numel() // d,)](x, weight, y, d, eps, TILED=tiled, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1,
                                            launch_pdl=is_hopper(x.device))
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        (x, weight), grad_x, grad_weight, d = ctx.saved_tensors, None, None, grad.shape[-1]
-        grad = grad.contiguous()
+        assert not ctx.tiled
+        x, weight = ctx.saved_tensors
+        d, grad, grad_x, grad_weight = grad.shape[-1], grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
             rms_norm_gradient_kernel[(x.numel() // d,)](x, weight, grad, grad_x, d, ctx.eps, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:                            # seldom: --train-norms
             grad_weight = (grad * F.rms_norm(x.float(), (d,), None, ctx.eps)).flatten(0, -2).sum(0)
         return grad_x, grad_weight, None, None
 
@@ -561,15 +562,16 @@ class FusedSiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, tiled):
         ctx.save_for_backward(gate_up)
-        n = gate_up.shape[-1] // 2
+        ctx.tiled, n = tiled, gate_up.shape[-1] // 2
         y = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype, device=gate_up.device)
         silu_mul_kernel[(y.numel() // n * triton.cdiv(n, 1024),)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4, launch_pdl=is_hopper(y.device))
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        (gate_up,), n = ctx.saved_tensors, grad.shape[-1]
-        grad_gate_up = torch.empty_like(gate_up)
+        assert not ctx.tiled
+        gate_up, = ctx.saved_tensors
+        n, grad_gate_up = grad.shape[-1], torch.empty_like(gate_up)
         silu_mul_gradient_kernel[(grad.numel() // n * triton.cdiv(n, 1024),)](gate_up, grad.contiguous(), grad_gate_up, n, SIZE=1024, num_warps=4)
         return grad_gate_up, None
 
@@ -582,7 +584,7 @@ def rotate(x, cos, sin):
 
 def rotary(x, cos, sin):
     """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
-    return FusedRotary.apply(x, cos, sin) if use_triton(x) else rotate(x, cos[:, None], sin[:, None])
+    return FusedRotary.apply(x, cos.contiguous(), sin.contiguous()) if use_triton(x) else rotate(x, cos[:, None], sin[:, None])
 
 
 class FusedRotary(torch.autograd.Function):
@@ -597,7 +599,9 @@ class FusedRotary(torch.autograd.Function):
 
     @staticmethod
     def turn(x, cos, sin, sign):
-        (B, T, heads, D), x = x.shape, x if x.stride(-1) == 1 else x.contiguous()
+        """x by its angles, or back if sign is -1."""
+        B, T, heads, D = x.shape
+        x = x if x.stride(-1) == 1 else x.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rotary_kernel[(B * T,)](x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign, HEADS=triton.next_power_of_2(heads), HALF=D // 2,
                                 HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
@@ -796,24 +800,24 @@ if triton is not None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
-# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Bound by one pass over the logits. Its twin is
-# qerl.sample, which draws other numbers from the same distribution.
+# 5. After the output layer; bound by one pass over the logits.
+#
+#   token_logprob    logits[token] - log Z,  Z = Σ exp(logits)        dL/dlogits = g (1[token] - softmax(logits))
 
 def token_logprob_torch(logits, tokens):
     return -F.cross_entropy(logits.float(), tokens, reduction="none")
 
 
 def token_logprob(logits, tokens):
-    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n]. Gradient: g (1[token] - softmax(logits))."""
-    return FusedLogprob.apply(logits.contiguous(), tokens) if use_triton(logits) else token_logprob_torch(logits, tokens)
+    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n]."""
+    return FusedLogprob.apply(logits.contiguous(), tokens.contiguous()) if use_triton(logits) else token_logprob_torch(logits, tokens)
 
 
 class FusedLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens):
         n, V = logits.shape
-        logprob, log_Z = torch.empty(2, n, device=logits.device)
+        logprob, log_Z = torch.empty(n, device=logits.device), torch.empty(n, device=logits.device)
         token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
         ctx.save_for_backward(logits, tokens, log_Z)
         return logprob
@@ -825,18 +829,6 @@ class FusedLogprob(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](logits, tokens, log_Z, grad.contiguous(), grad_logits, V, SIZE=4096, num_warps=8)
         return grad_logits, None
-
-
-def sample(logits, temperature, seed):
-    """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""
-    B, V = logits.shape
-    blocks = triton.cdiv(V, 4096)
-    parts = torch.empty(B, 5, triton.next_power_of_2(blocks), device=logits.device)
-    index = torch.empty(B, parts.shape[2], dtype=torch.int64, device=logits.device)
-    token, logprob, entropy = torch.empty_like(index[:, 0]), torch.empty_like(parts[:, 0, 0]), torch.empty_like(parts[:, 0, 0])
-    sample_parts_kernel[(blocks, B)](logits, seed, parts, index, V, 1 / temperature, PARTS=parts.shape[2], QUARTER=1024, num_warps=4)
-    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=parts.shape[2], num_warps=1)
-    return token, logprob, entropy
 
 
 if triton is not None:
@@ -862,6 +854,24 @@ if triton is not None:
         g = tl.load(grad + row) * ((i == tl.load(tokens + row)).to(tl.float32) - p)
         tl.store(grad_logits + row * V + i, g.to(grad_logits.dtype.element_ty), mask=i < V)
 
+
+# Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
+# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Its twin is qerl.sample, which draws other numbers
+# from the same distribution.
+
+def sample(logits, temperature, seed):
+    """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""
+    B, V = logits.shape
+    blocks = triton.cdiv(V, 4096)
+    parts = torch.empty(B, 5, triton.next_power_of_2(blocks), device=logits.device)
+    index = torch.empty(B, parts.shape[2], dtype=torch.int64, device=logits.device)
+    token, logprob, entropy = torch.empty_like(index[:, 0]), torch.empty_like(parts[:, 0, 0]), torch.empty_like(parts[:, 0, 0])
+    sample_parts_kernel[(blocks, B)](logits, seed, parts, index, V, 1 / temperature, PARTS=parts.shape[2], QUARTER=1024, num_warps=4)
+    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=parts.shape[2], num_warps=1)
+    return token, logprob, entropy
+
+
+if triton is not None:
     @triton.jit
     def sample_parts_kernel(logits, seed, parts, index, V, scale, PARTS: tl.constexpr, QUARTER: tl.constexpr):
         """Of 4 * QUARTER logits: maximum m, Σ e^(z-m), Σ z e^(z-m), and the best z - log E with its z and where it is."""

@@ -897,25 +897,50 @@ def test_kernel_norm_and_silu(tiled):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rotary", "token_logprob"])
 def test_kernel_gradients(name, dtype):
-    """What stands between the linear layers in training, and its gradients, of odd sizes and not dense, against float64."""
+    """What stands between the linear layers in training, and its gradients, against float64: odd sizes, views of larger tensors."""
     torch.manual_seed(0)
     angles, chosen = torch.rand(7, 20).repeat(1, 2) * 6, torch.randint(0, 4500, (14,))
-    kernel, exact, x, *others = {
-        "rms_norm": (lambda x, w: fp4_kernels.rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (240,), w, 1e-3), torch.randn(4, 7, 240), torch.randn(240)),
-        "silu_mul": (fp4_kernels.silu_mul, fp4_kernels.silu_mul_torch, 3 * torch.randn(4, 7, 2200)),
-        "rotary": (fp4_kernels.rotary, lambda x, c, s: fp4_kernels.rotate(x, c[:, None], s[:, None]), torch.randn(4, 7, 5, 40), angles.cos(), angles.sin()),
-        "token_logprob": (fp4_kernels.token_logprob, lambda z, t: z.log_softmax(-1).gather(1, t[:, None])[:, 0], 3 * torch.randn(28, 4500), chosen)}[name]
-    inputs = [t.to(KERNEL_DEVICE) for t in (x.to(dtype), *others)]
-    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (inputs[0][::2], *inputs[1:])]
+    kernel, exact, whole, view, *others = {
+        "rms_norm": (lambda x, w: fp4_kernels.rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (600,), w, 1e-3),
+                     torch.randn(2, 7, 700), lambda x: x[..., 50:650], torch.randn(600)),
+        "silu_mul": (fp4_kernels.silu_mul, fp4_kernels.silu_mul_torch, 3 * torch.randn(4, 7, 2200), lambda x: x[::2]),
+        "rotary": (fp4_kernels.rotary, lambda x, c, s: fp4_kernels.rotate(x, c[:, None], s[:, None]),
+                   torch.randn(2, 7, 8 * 40), lambda x: x.unflatten(-1, (8, 40))[:, :, 2:7], angles.cos(), angles.sin()),
+        "token_logprob": (fp4_kernels.token_logprob, lambda z, t: z.log_softmax(-1).gather(1, t[:, None])[:, 0],
+                          3 * torch.randn(14, 4600) + 200 * (dtype == torch.float32), lambda x: x[:, 60:4560], chosen)}[name]
+    inputs = [t.to(KERNEL_DEVICE).requires_grad_(t.is_floating_point()) for t in (whole.to(dtype), *others)]
     exact_inputs = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in inputs]
-    y, z = kernel(*inputs), exact(*exact_inputs)
-    grad = torch.randn(z.shape).to(y)
-    y.backward(grad)
-    z.backward(grad.double())
+    y, z = kernel(view(inputs[0]), *inputs[1:]), exact(view(exact_inputs[0]), *exact_inputs[1:])
+    as_attentions = torch.randn(z.transpose(-2, -3).shape).transpose(-2, -3) if z.dim() > 2 else torch.randn(2 * len(z))[::2]
+    for grad in (as_attentions, torch.tensor(0.5).expand(z.shape)):                       # neither is dense
+        y.backward(grad.to(y.dtype).to(KERNEL_DEVICE), retain_graph=True)
+        z.backward(grad.to(y.dtype).to(KERNEL_DEVICE).double(), retain_graph=True)
     pairs = [(y, z), *((a.grad, b.grad) for a, b in zip(inputs, exact_inputs) if a.grad is not None)]
     assert len(pairs) == (3 if name == "rms_norm" else 2) and y.dtype == (torch.float32 if name == "token_logprob" else dtype)
     for a, b in pairs:
-        assert relative(a.double(), b) < (1e-5 if dtype == torch.float32 else 1e-2)       # the interpreter cuts bfloat16 off
+        assert relative(a.double(), b) < (2e-5 if dtype == torch.float32 else 1e-2)       # the interpreter cuts bfloat16 off
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
+    """Log-probabilities and gradients of LoRA and norms, blocks recomputed, with kernels and without them."""
+    model = with_lora(make_folder(tmp_path, name)[0], train_norms=True, device=KERNEL_DEVICE)
+    model.recompute_in_backward()
+    prompts, length = [[5, 6, 7], [8], [9] * 11], torch.tensor([17, 9, 3], device=KERNEL_DEVICE)
+    completions = torch.randint(0, 250, (3, 17), device=KERNEL_DEVICE)
+    found = []
+    for kernels in (True, False):
+        with monkeypatch.context() as patch:
+            if not kernels:
+                patch.setattr(fp4_kernels, "use_triton", lambda x: False)
+            logprobs = qerl.token_logprobs(model, prompts, completions, length, chunk=13)
+            logprobs.square().sum().backward()
+        found.append({"logprobs": logprobs.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+        model.zero_grad()
+    assert len(found[0]) == 1 + len(qerl.trainable(model)) and found[0].keys() == found[1].keys()
+    for n, a in found[0].items():
+        assert relative(a, found[1][n]) < (1e-4 if KERNEL_DEVICE == "cpu" else 0.05), n
 
 
 @runs_kernels
