@@ -1,4 +1,4 @@
-"""Triton kernels. Each stands beside the few lines of PyTorch that it equals, which serve where Triton does not run.
+"""Triton kernels. Each has a twin of a few lines of PyTorch, here or in qerl.py, which serves where Triton does not run.
 
 The twins are the specification: they step in a debugger, and the tests hold the kernels to them, on a GPU and in
 Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
@@ -6,7 +6,7 @@ Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
     1. quantising     weights rounded to E2M1                                          encode_e2m1
     2. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
     3. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
-    4. in between     what a block does between its linear layers, with gradients      rms_norm, silu_mul, rotary, decode_attention
+    4. in between     what a block does between its linear layers                      rms_norm, silu_mul, rotary, decode_attention
     5. output         log-probabilities; a token, its log-probability and entropy      token_logprob, sample
 """
 import functools
@@ -508,7 +508,7 @@ if triton is not None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Between the linear layers. In a decode step each is bound by the latency of its launch, in training by memory: it reads and
-# writes everything once, where PyTorch would launch a kernel for each operation, and keeps nothing but its input for backward.
+# writes everything once, where PyTorch would launch a kernel for each operation, and keeps nothing in between for backward.
 # `tiled` says that the next layer takes its input interleaved; that is for decoding alone, without gradient.
 #
 #   rms_norm    y = w ⊙ x r,  r = 1 / √(mean(x²) + ε)        dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g)),  g = dL/dy;  dL/dw = Σ g ⊙ x r
@@ -672,7 +672,7 @@ if triton is not None:
 # Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
 #                                                           y[b, h] = softmax(q[b, h] · K[b, :length[b]+1]ᵀ / √D) · V
 # Bound by memory: the keys and values that are there are read once for all query heads that share them (GQA); what lies
-# behind `length` is not touched. Few long rows are cut into parts of `split` tokens for different programs; the last to
+# behind `length` is not touched. Rows longer than `split` tokens are cut into parts for different programs; the last to
 # finish puts the parts together.
 
 def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
@@ -688,8 +688,8 @@ def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False)
 
 
 def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split=None):
-    """qkv [B, (heads + 2 kv_heads) * D]; cos, sin [B, D] of each row's position; caches [B, kv_heads, max_len, D], whose
-    place `length` int64 [B] is filled in -> [B, heads * D]."""
+    """qkv [B, (heads + 2 kv_heads) * D]; cos, sin [B, D] of each row's position; caches [B, kv_heads, max_len, D], where
+    k and v are appended at `length`, int64 [B] -> [B, heads * D]."""
     if not use_triton(qkv):
         return decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled)
     B, kv_heads, max_len, D = k_cache.shape
@@ -841,9 +841,9 @@ if triton is not None:
             new_m = tl.maximum(m, tl.max(z))
             total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
             m = new_m
-        Z = m + tl.log(total)
-        tl.store(log_Z + row, Z)
-        tl.store(logprob + row, tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32) - Z)
+        m += tl.log(total)
+        tl.store(log_Z + row, m)
+        tl.store(logprob + row, tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32) - m)
 
     @triton.jit
     def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V, SIZE: tl.constexpr):

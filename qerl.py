@@ -46,7 +46,7 @@ def reason(error):
 #
 # A weight is 4 bits: sign and one of eight magnitudes (E2M1: 2 exponent bits, 1 mantissa bit). Each 16 neighbours along
 # the input dimension share an FP8 (E4M3) scale, each tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight.
-# A format is first of all a pair of functions; every 4-bit pair stores even input indices in the low nibble of a byte:
+# A format is first of all a pair of functions; every 4-bit format stores even input indices in the low nibble of a byte:
 #   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
 #   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
 # global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, as in the paper's
@@ -80,7 +80,7 @@ def encode_e2m1(weight, scale):
 
 
 def unpack_nibbles(packed, table, scale, dtype):
-    """The inverse: table float32 [16] is the value of each code, scale float32 [out, in/block] -> [out, in]."""
+    """Packed codes to weights: table float32 [16] has the value of each code, scale is float32 [out, in/block] -> [out, in]."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                         # [out, in/2, 2]
     values = fp4_kernels.table_on(table, packed.device)[codes]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
@@ -147,8 +147,8 @@ def quantize_bf16(weight):
     return weight, torch.ones(1, device=weight.device), torch.ones(1, device=weight.device)
 
 
-# block: input features that share a scale. For the GPU's kernels, table: the value of each code, and tile: the weight in the
-# order in which tensor cores take it; exact in bfloat16, but NF4's scales become bfloat16, too (fp4_kernels.py, 2).
+# block: input features that share a scale. The GPU's kernels use table, the value of each code, and tile, which puts a weight
+# into the order of the tensor cores: the same weight, but for NF4's scales, rounded to bfloat16 (fp4_kernels.py, 2).
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
     "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
@@ -250,7 +250,7 @@ class QuantLinear(nn.Module):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded. No second model needed."""
+    """Inside, and outside AQN, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded."""
     layers = [m for m in model.modules() if isinstance(m, (QuantLinear, RMSNorm))]
     before = [m.use_adapter for m in layers]
     for layer in layers:
@@ -282,7 +282,7 @@ class RMSNorm(nn.Module):
         self.noisy_weight = None
 
     def forward(self, x, tiled=False):
-        """tiled: in the order in which the next layer's decoding kernel takes it."""
+        """tiled: written in the order of the next layer's tiles, for decoding."""
         return fp4_kernels.rms_norm(x, self.scale, self.eps, tiled)
 
     @property
@@ -312,7 +312,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
     Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (if there are more than two, and no fewer steps);
-    it needs start and end positive, or both 0. The other three are Figure 9's. Raises KeyError for another schedule.
+    it needs start and end positive, or both 0. The other three are Figure 9's.
     """
     stage = step * stages // steps
     if stage == 0 or start == end:
@@ -337,7 +337,7 @@ def rope_frequencies(config):
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
-torch.backends.cuda.enable_cudnn_sdp(False)         # plans each new [B, T] for 0.1 s, and hardly two batches are alike
+torch.backends.cuda.enable_cudnn_sdp(False)         # cuDNN plans each new [B, T] for 0.1 s, and hardly two batches are alike
 
 
 class Attention(nn.Module):
@@ -450,8 +450,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def recompute_in_backward(self):
-        """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory, a
-        third more time. A block's dequantised weights are recomputed with it and live while it is in backward, so that each is
+        """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory,
+        half as much time again. A block's dequantised weights are recomputed with it and live while it is in backward, so that each is
         dequantised once a pass."""
         self.recompute_blocks = True
         for layer in self.quantized_layers():
@@ -525,7 +525,8 @@ class Checkpoint:
                 return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
             weight = dequantize_nvfp4(*parts, self.dtype)
         else:
-            weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
+            weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has, but
+            weight = weight.float() if weight.dtype == torch.float16 else weight        # NVFP4's global scale overflows float16
             weight = weight.to(self.dtype) if format == "bf16" else weight
         packed, block_scale, global_scale = FORMATS[format].quantize(weight)
         return packed, block_scale, global_scale.expand(out_features).reshape(-1, 1)
@@ -665,7 +666,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """logits [B, V] -> token int64 [B], its log-probability and the policy's entropy, float32 [B] in nats.
 
     Log-probability and entropy are of softmax(logits/temperature), before top_p cuts it. temperature 0 takes the likeliest
-    token, with both as at temperature 1. Sampling is the Gumbel-max trick in its exponential form: for E_i ~ Exp(1),
+    token; the two are then those of temperature 1. Sampling is the Gumbel-max trick in its exponential form: for E_i ~ Exp(1),
     argmax p_i/E_i is a draw from p, normalised or not, without a sort and without waiting for the device.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
@@ -725,14 +726,13 @@ class Sampler:
         self.record()
 
     def record(self):
-        """On a GPU, `replay` is the step as a graph, or the part of it before top-p's sort."""
+        """On a GPU, `replay` is the step as a graph, or, as top-p sorts, the part of it before `pick`."""
         self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.triton:
-            whole = self.top_p == 1
-            self.replay = record_graph(self.step, self.generator) if whole else record_graph(self.forward)
+            self.replay = record_graph(self.step, self.generator) if self.top_p == 1 else record_graph(self.forward)
 
     def shrink(self):
-        """Go on with half of the slots, when as many are idle: the last and longest completions then take less time each."""
+        """Go on with half of the slots, when as many are idle: the last and longest completions then take less time a token."""
         keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]           # the busy ones come first
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
         self.replay = None                                                 # gives the old graph's memory back
@@ -742,7 +742,7 @@ class Sampler:
     def steps(self, count):
         for _ in range(count):
             (self.replay or self.step)()
-            if self.replay and self.top_p < 1:
+            if self.replay and self.top_p != 1:
                 self.pick()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
@@ -792,8 +792,8 @@ class Sampler:
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(), slots=256, generator=None):
     """Sample group_size completions for each prompt -> Rollout of N = len(prompts) * group_size rows on model.device.
 
-    prompts: lists of token ids, of any lengths; eos: token ids that end a completion; slots: sequences decoded at once
-    (memory grows with it); generator: on model.device. temperature 0 is greedy.
+    prompts: lists of token ids, of any lengths but 0; eos: token ids that end a completion; slots: sequences decoded at once,
+    at least group_size (memory grows with them); generator: on model.device. temperature 0 is greedy; 0 < top_p <= 1.
     """
     n = len(prompts) * group_size
     slots = max(group_size, min(slots, n))
@@ -824,8 +824,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #
 # Four policies: π_θ is trained; π_old is π_θ before this batch's updates; π_rollout sampled the batch: π_old with AQN,
 # in the decoding kernels' arithmetic; π_ref is π_θ without adapters. Algorithm 1 names the noisy π_rollout π_old; as in
-# the paper's code, ρ divides by the π_old without noise. What lies between the two is logged as `mismatch`, and may be
-# corrected by `truncated_importance`. ε_high > ε_low is DAPO's "clip higher"; Eq. 3 has them equal.
+# the paper's code, ρ divides by the π_old without noise. How far π_old is from π_rollout is logged (`mismatch`), and may be
+# corrected by `truncated_importance`. ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too; Eq. 3 has them equal.
 
 def has_signal(rewards):
     """rewards [P, G] -> bool [P]: do a group's rewards differ? If not, it teaches nothing."""
@@ -835,7 +835,7 @@ def has_signal(rewards):
 def group_advantages(rewards, eps=1e-4):
     """rewards [P, G] -> advantages [P, G] (Eq. 4; sample std over G - 1, eps as in TRL); exactly 0 in groups without signal."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
-    return advantages * has_signal(rewards)[:, None]
+    return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
 def token_logprobs(model, prompts, completions, length, chunk=2048):
@@ -867,6 +867,7 @@ def token_weights(mask, algorithm="grpo"):
     grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: the mean over all tokens.
     """
     mask = mask.float()
+    assert algorithm in ("grpo", "dapo"), algorithm
     if algorithm == "grpo":
         return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
     return mask / mask.sum().clamp_min(1)

@@ -192,6 +192,19 @@ def test_relative_error_on_gaussian_weights(name, low, high):
     assert low <= relative(dequantize(*quantize(weight), torch.float32), weight) <= high
 
 
+def test_small_float16_weights_are_quantised_as_well_as_others():
+    class Half(qerl.Checkpoint):
+        def has(self, name):
+            return name == "a.weight"
+
+        def read(self, name, shape):
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.008).half()
+    checkpoint = Half(None)
+    weight = checkpoint.read("a.weight", (64, 128))
+    assert weight.abs().max() < 0.041                                         # 6 * 448 over it is beyond float16
+    assert relative(qerl.dequantize_nvfp4(*checkpoint.quantized("a", 64, 128, "nvfp4"), torch.float32), weight) < 0.1
+
+
 def test_nf4_double_quantisation_costs_little():
     torch.manual_seed(0)
     weight = torch.randn(64, 1024)
