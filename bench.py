@@ -31,7 +31,7 @@ SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536,
           "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064), "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064),
           "tiny": (256, 512, 2, 4, 2, 512)}
 LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
-COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red"}
+COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red", "marlin": "black"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,14 +312,14 @@ def plot_kernels(result, plt):
     for axis, model in zip(axes[0], models):
         means = [m for m in result["means"] if m["model"] == model]
         axis.axhline(1, color="gray", linewidth=1)
-        for name, label in (("bf16", "over cuBLAS BF16"), ("marlin", "over Marlin NVFP4"), ("nf4", "over our NF4")):
+        for name, label in (("bf16", "cuBLAS BF16"), ("marlin", "Marlin NVFP4"), ("nf4", "our NF4")):
             points = [(m["M"], m[name]) for m in means if name in m]
-            axis.plot(*zip(*points), "o-", label=label) if points else None
-        axis.set(title=f"{model}: speed of NVFP4, mean of four layers", xlabel="rows of x", xscale="log")
+            axis.plot(*zip(*points), "o-", color=COLORS[name], label=f"over {label}") if points else None
+        axis.set(title=f"{model}, geometric mean of four layers", xlabel="rows of x", xscale="log")
         axis.set_xticks([m["M"] for m in means], [str(m["M"]) for m in means], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set(ylabel="times faster", ylim=(0, 1.05 * max(m.get(n, 0) for m in result["means"] for n in ("bf16", "marlin", "nf4"))))
+    axes[0][0].set(ylabel="speed of NVFP4, relative", ylim=(0, 1.05 * max(m.get(n, 0) for m in result["means"] for n in ("bf16", "marlin", "nf4"))))
     axes[0][0].legend(frameon=False)
     return figure
 
@@ -412,7 +412,7 @@ def bench_rollout(args):
 
 def plot_rollout(result, plt):
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), layout="constrained", sharey=True, squeeze=False)
     for axis, model in zip(axes[0], models):
         rows = [r for r in result["rows"] if r["model"] == model and r["rank"] == RANKS.get(model, 32)]
         for weights in COLORS:
@@ -493,12 +493,11 @@ def plot_step(result, plt):
     for axis, (prompts, group) in zip(axes[0], sizes):
         rows = sorted((r for r in result["rows"] if (r["prompts"], r["group"]) == (prompts, group)), key=lambda r: len(r["model"]))
         bottom = [0.0] * len(rows)
-        for phase in ("rollout", "logprobs", "update"):                       # the reward, random here, takes no time
-            axis.bar(range(len(rows)), [r[phase] for r in rows], bottom=bottom, label=phase)
+        for phase, color in (("rollout", "tab:purple"), ("logprobs", "tab:cyan"), ("update", "tab:gray")):           # a random reward takes no time
+            axis.bar(range(len(rows)), [r[phase] for r in rows], bottom=bottom, label=phase, color=color)
             bottom = [b + r[phase] for b, r in zip(bottom, rows)]
         axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows])
-        axis.set_title(f"one RL step: {prompts * group} completions of {rows[0]['length']:.0f} tokens")
-    axes[0][0].set_ylabel("seconds")
+        axis.set(title=f"one RL step: {prompts * group} completions of {rows[0]['length']:.0f} tokens", ylabel="seconds")
     axes[0][0].legend(frameon=False)
     return figure
 

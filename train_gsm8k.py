@@ -694,20 +694,22 @@ def plot(metrics, before, after, plt):
     """Accuracy, reward, entropy with the noise, and completion length over the steps, as a picture."""
     step = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
-    panels = [("accuracy", "training accuracy (temperature 1, with noise)", "fraction correct"), ("reward", "mean reward", "reward"),
+    panels = [("accuracy", "training accuracy (temperature 1)", "fraction correct"), ("reward", "mean reward", "reward"),
               ("entropy", "policy entropy and AQN sigma", "nats a token"), ("length", "completion length", "tokens")]
     for axis, (key, title, label) in zip(axes.flat, panels):
         axis.plot(step, [m[key] for m in metrics], color="tab:blue", linewidth=1.2)
         axis.set(title=title, xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
     axes[0, 0].set_ylim(0, 1)
     for accuracy, at, label in ((before, 0, "before"), (after, step[-1], "after")):
-        axes[0, 0].plot(at, accuracy, "o" if at else "s", color="tab:orange", label=f"held-out pass@1 {label}: {accuracy:.1%}")
+        axes[0, 0].plot(at, accuracy, "o" if at else "s", color="tab:orange", label=f"held-out (temperature 0.6) {label}: {accuracy:.1%}")
     axes[0, 0].legend(loc="upper left", frameon=False)
     axes[1, 0].yaxis.label.set_color("tab:blue")
     noise = axes[1, 0].twinx()
     noise.plot(step, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
     noise.set_ylabel("sigma", color="tab:red")
+    noise.set_ylim(bottom=0)
     return figure
 
 
@@ -921,7 +923,7 @@ def main():
 
 def go_on(args):
     """How to, if there is something to go on with."""
-    return f"; go on with --resume --out {args.out}" if args and args.out and not args.eval_only else ""
+    return f"; go on with the same command and --resume --out {args.out}" if args and args.out and not args.eval_only else ""
 
 
 def fail(message):
