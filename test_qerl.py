@@ -636,7 +636,7 @@ def test_word_problems_are_gsm8k_shaped_and_disjoint():
     ("18", "18"), ("$1,250.00", "1250"), ("\\boxed{42}", "42"), ("-3", "-3"), ("-$7.50", "-7.5"), ("it is 5 + 3 = 8 apples.", "8"),
     (".5", "0.5"), ("70,000", "70000"), ("20%", "20"), ("12.", "12"),
     ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "4"), ("\u22123", "-3"), ("x=-5", "-5"),
-    ("1/2", "None"), ("\\frac{1}{2}", "None"), ("3/4 of 20 is 15", "15")])
+    ("1/2", "None"), ("\\frac{1}{2}", "None"), ("\\dfrac{1}{2}", "None"), ("(3)/(4)", "None"), ("3/4 of 20 is 15", "15"), ("1{,}042", "1042")])
 def test_tolerant_numbers(text, number):
     assert train_gsm8k.parse_number(text) == (None if number == "None" else Decimal(number))
 
@@ -649,6 +649,7 @@ def test_rewards():
     assert train_gsm8k.reward("the answer is 42", Decimal(42)) == (0.0, False)
     assert train_gsm8k.reward(good + " and more", Decimal(42)) == (2.0, True)
     assert train_gsm8k.parse_number("none") is None
+    assert train_gsm8k.final_number({"answer": "so 12\n#### 1,200 m2"}) == 1200
     assert train_gsm8k.stated_number("so \\boxed{1,042} it is, in 2 days") == 1042
     assert train_gsm8k.stated_number("so 12, no, 13.") == 13
 

@@ -206,7 +206,8 @@ def made_up_problems(careless=0.0):
 def read_jsonl(folder, pattern):
     if not os.path.isdir(folder):
         raise UserError(f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl")
-    problems, paths = [], sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
+    paths = sorted(path for path in glob.glob(f"{glob.escape(folder)}/{pattern}") if "socratic" not in os.path.basename(path))
+    problems = []
     if not paths:
         raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl as GSM8K's "
                         "repository has them")
@@ -272,20 +273,24 @@ class ChatText:
     def __init__(self, folder):
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            if os.path.exists(f"{folder}/generation_config.json"):
+                stored = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+            else:
+                stored = transformers.AutoConfig.from_pretrained(folder).eos_token_id
         except Exception as e:
-            raise UserError(f"model {folder}: its tokenizer cannot be read ({qerl.reason(e)})")
+            raise UserError(f"model {folder}: its tokenizer or config cannot be read ({qerl.reason(e)}); fetch the model again")
         if not self.tokenizer.encode("1"):
             raise UserError(f"model {folder}: its tokenizer is missing or empty; fetch the model again")
-        stored = None
-        if os.path.exists(f"{folder}/generation_config.json"):
-            stored = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
         self.eos = {self.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])} - {None}
 
     def prompt(self, question):
         if self.tokenizer.chat_template is None:
             return self.tokenizer.encode(f"{SYSTEM}\n\nProblem: {question}\n\nSolution: ")
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as e:
+            raise UserError(f"the model's chat template cannot be used ({qerl.reason(e)}); mend it or use another model")
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -312,18 +317,18 @@ NUMBER = re.compile(r"(?:(?<![\w)}])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:
 
 def parse_number(text):
     """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}; None without one, or for a fraction."""
-    text = text.replace("\u2212", "-")                                       # the typographic minus
+    text = text.replace("\u2212", "-").replace("{,}", ",")                   # the typographic minus, TeX's comma
     last = None
     for last in NUMBER.finditer(text):
         pass
-    if last is None or re.search(r"\d\s*/\s*$|\\frac\{[^{}]*\}\{$", text[:last.start()]):
+    if last is None or re.search(r"[\d)]\s*/\s*\(?$|\\[dt]?frac\{[^{}]*\}\{$", text[:last.start()]):
         return None
     return Decimal(last.group().replace("$", "").replace(",", ""))
 
 
 def final_number(problem):
-    """The right answer of a problem, behind "####"."""
-    return parse_number(problem["answer"].split("####")[1])
+    """The right answer of a problem: the first word behind "####"."""
+    return parse_number(problem["answer"].split("####")[1].split()[0])
 
 
 def answered_number(completion):
@@ -624,6 +629,8 @@ def read_checkpoint(folder, args):
             metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
     except safetensors.SafetensorError as e:
         raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over")
+    if "settings" not in (metadata or {}):
+        raise UserError(f"{path}: not a checkpoint of this program; remove it to start over, or choose another --out")
     now, then = settings_of(args), json.loads(metadata["settings"])
     for key in POLICY if args.eval_only else sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
@@ -666,7 +673,7 @@ def open_run(args):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"--out {args.out}: in use by a running process; wait for it or choose another folder")
-    if not args.resume and os.path.exists(f"{args.out}/metrics.jsonl"):
+    if not args.resume and any(os.path.exists(f"{args.out}/{name}") for name in ("metrics.jsonl", "checkpoint.safetensors")):
         raise UserError(f"--out {args.out}: already holds a run; add --resume to go on with it or choose another folder")
     return lock
 
@@ -908,10 +915,12 @@ def main():
             train(args)
     except UserError as e:
         if lock and os.listdir(args.out) == ["lock"]:  # nothing came of this run
-            shutil.rmtree(args.out)
+            os.remove(f"{args.out}/lock")
+            with contextlib.suppress(OSError):         # "." or a link stays
+                os.rmdir(args.out)
         sys.exit(fail(str(e)))
     except (OSError, safetensors.SafetensorError) as e:
-        sys.exit(fail(f"{e}; mend or remove what it names"))
+        sys.exit(fail(f"{e}; mend or remove what it names" + go_on(args)))
     except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
