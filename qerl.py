@@ -92,6 +92,7 @@ def quantize_nvfp4(weight):
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale float8_e4m3fn [out, in/16] and
     global_scale float32 [1], which by that format's convention is the reciprocal of the S_FP32 of Eq. 6.
     """
+    weight = weight.float() if weight.dtype == torch.float16 else weight                  # whose range the global scale may exceed
     blocks = weight.unflatten(1, (-1, 16))                                                # [out, in/16, 16]
     amax = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
     global_scale = (E4M3_MAX * E2M1_MAX / amax).float()                                   # the largest block scale becomes 448
@@ -451,8 +452,8 @@ class Transformer(nn.Module):
 
     def recompute_in_backward(self):
         """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory,
-        half as much time again. A block's dequantised weights are recomputed with it and live while it is in backward, so that each is
-        dequantised once a pass."""
+        half as much time again. A block's dequantised weights are recomputed with it and live while it is in backward, so
+        that each is dequantised once a pass."""
         self.recompute_blocks = True
         for layer in self.quantized_layers():
             layer.keep_dequantized = True
@@ -525,8 +526,7 @@ class Checkpoint:
                 return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
             weight = dequantize_nvfp4(*parts, self.dtype)
         else:
-            weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has, but
-            weight = weight.float() if weight.dtype == torch.float16 else weight        # NVFP4's global scale overflows float16
+            weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
             weight = weight.to(self.dtype) if format == "bf16" else weight
         packed, block_scale, global_scale = FORMATS[format].quantize(weight)
         return packed, block_scale, global_scale.expand(out_features).reshape(-1, 1)
