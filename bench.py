@@ -9,9 +9,11 @@ The last three make random weights of the given shapes on the GPU. On a CPU they
 through them; its times mean nothing.
 """
 import importlib.util
+import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import types
@@ -142,36 +144,31 @@ def wait(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # One linear layer
 
-def replay_times(contenders, device, rounds=9):
-    """{name: seconds a call}, medians over `rounds`, in each of which every contender in turn runs its list of calls, repeated to
-    the length of the longest: on a GPU as one CUDA graph, twice, of which the second run counts, so that all start alike."""
-    runs, longest = {}, max(map(len, contenders.values()))
-    contenders = {name: [calls[i % len(calls)] for i in range(longest)] for name, calls in contenders.items()}
+def replay_times(contenders, device, chunk=0.02, warm=9, measured=5):
+    """{name: seconds a call} of each contender's list of calls, repeated to the length of the longest. On a GPU the list is one CUDA
+    graph, replayed back to back in chunks of 20 ms; after `warm` chunks, the median of `measured`. The clock follows the power that
+    the last tens of milliseconds drew, so each is timed under its own load, whoever ran before. On a CPU it runs once."""
+    times, longest = {}, max(map(len, contenders.values()))
     for name, calls in contenders.items():
+        calls = [calls[i % len(calls)] for i in range(longest)]
         if device == "cuda":
-            runs[name] = qerl.record_graph(lambda calls=calls: [call() for call in calls])
-        else:
-            runs[name] = lambda calls=calls: [call() for call in calls]
-    times, began = {name: [] for name in runs}, time.perf_counter()
-    while device == "cuda" and time.perf_counter() - began < 0.1:                # clocks rise under load
-        for run in runs.values():
-            run()
-        torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            if device == "cuda":
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                run()                                                         # the same state for all: just after itself
-                start.record()
-                run()
-                end.record()
+            run, repeats = qerl.record_graph(lambda: [call() for call in calls]), 1
+            for chunks in (2, warm + measured):                               # the first two tell how many replays make a chunk
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
+                for event in events:
+                    event.record()
+                    for _ in range(repeats):
+                        run()
                 torch.cuda.synchronize()
-                times[name].append(start.elapsed_time(end) / 1e3 / len(contenders[name]))
-            else:
-                began = time.perf_counter()
-                run()
-                times[name].append((time.perf_counter() - began) / len(contenders[name]))
-    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+                seconds = [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
+                repeats = max(1, round(chunk / seconds[-1]))
+            times[name] = statistics.median(seconds[-measured:]) / longest
+        else:
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            times[name] = (time.perf_counter() - began) / longest
+    return times
 
 
 def ceilings(device):
@@ -287,7 +284,7 @@ def bench_kernels(args):
                 if cuda:
                     torch.cuda.empty_cache()
         means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
-        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays over weights that together exceed L2",
+        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays under the layer's own load, over weights that together exceed L2",
                "marlin": origin, "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
     names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
     print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))

@@ -342,7 +342,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)         # cuDNN plans each new [B, T
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; cache and slots as in Transformer.hidden, rope = (cos, sin) [T, head_dim]."""
+    """Grouped-query attention; cache, slots and packing as in Transformer.hidden, rope = (cos, sin) [T, head_dim]."""
 
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
@@ -356,15 +356,17 @@ class Attention(nn.Module):
         self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
-    def forward(self, x, rope, cache=None, slots=None):
-        B, T, _ = x.shape
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x).split(self.qkv.sizes, -1))
+    def forward(self, x, rope, cache=None, slots=None, packing=None):
+        y = self.qkv(x)
+        if packing is not None:
+            y = F.embedding(packing.place, y)                                          # (N, q + k + v) -> (B, T, q + k + v)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in y.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)              # (B, heads, T, head_dim)
         if cache is not None:
             cache.store_prompts(self.index, slots, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return self.o(y if packing is None else y.flatten(0, 1)[packing.origin])
 
     def decode(self, qkv, rope, cache):
         """One new token for each slot, qkv [slots, q + k + v] -> [slots, q]; its k and v are appended to the cache."""
@@ -393,8 +395,8 @@ class Block(nn.Module):
         self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
-    def forward(self, x, rope, cache=None, slots=None):
-        x = x + self.attention(self.attention_norm(x), rope, cache, slots)
+    def forward(self, x, rope, cache=None, slots=None, packing=None):
+        x = x + self.attention(self.attention_norm(x), rope, cache, slots, packing)
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
@@ -430,16 +432,17 @@ class Transformer(nn.Module):
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
 
-    def hidden(self, tokens, cache=None, slots=None):
+    def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
-        int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]."""
+        int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing: [N] -> [N, d]."""
         x = F.embedding(tokens, self.embedding)
-        rope = self.rope(torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
+        T = tokens.shape[1] if packing is None else packing.place.shape[1]
+        rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
-            if self.recompute_blocks and torch.is_grad_enabled():
-                x = recompute(block, x, rope, use_reentrant=False, preserve_rng_state=False)     # training: no cache
+            if self.recompute_blocks and torch.is_grad_enabled():                    # training: no cache
+                x = recompute(block, x, rope, packing=packing, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rope, cache, slots)
+                x = block(x, rope, cache, slots, packing)
         return self.norm(x)
 
     def decode(self, tokens, cache):
@@ -838,19 +841,39 @@ def group_advantages(rewards, eps=1e-4):
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
+Packing = namedtuple("Packing", ["place", "origin"])
+
+
+def pack(prompts, length):
+    """A group's prompt is computed once, and padding not at all: N tokens in a line stand for rows [B, T] of prompt + completion.
+
+    prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which of the N tokens stands at each
+    position (any, at padding); origin int64 [N]: the position in [B * T] that a token is from). All layers take the line but
+    attention, for which `place` spreads it out. (Shared prefixes: Prefix Grouper, arXiv 2506.05433.)
+    """
+    start = torch.tensor([len(p) for p in prompts], device=length.device)
+    first = torch.tensor([prompts.index(p) for p in prompts], device=length.device)         # the first row with this prompt
+    t = torch.arange((start + length).max(), device=length.device)
+    in_prompt, is_first = t < start[:, None], first == torch.arange(len(prompts), device=length.device)
+    is_origin = torch.where(in_prompt, is_first[:, None], t < (start + length)[:, None])    # (B, T)
+    place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1
+    return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0])
+
+
 def token_logprobs(model, prompts, completions, length, chunk=2048):
     """log π(token) of completions int64 [B, C] with lengths [B] after their prompts (B lists) -> float32 [B, C], 0 at padding.
 
     At temperature 1. Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on
     `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
     """
-    device = completions.device
+    device, packing = completions.device, pack(prompts, length)
     rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                              # (B, T)
     start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
     position = torch.arange(1, tokens.shape[1], device=device)                              # hidden state t predicts t + 1
     selected = (position >= start) & (position < start + length[:, None])                   # (B, T-1)
-    hidden, next_tokens = model.hidden(tokens)[:, :-1][selected], tokens[:, 1:][selected]   # (n, d), (n)
+    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)                # (N, d)
+    hidden, next_tokens = hidden[packing.place[:, :-1][selected]], tokens[:, 1:][selected]  # (n, d), (n)
 
     def head(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)

@@ -454,6 +454,16 @@ def test_training_logprobs_equal_the_samplers(qwen):
     assert abs(kl) < 1e-6 and 1 <= ratio < 1.001
 
 
+def test_packing_holds_each_prompt_once():
+    prompts, length = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [4, 5]], torch.tensor([2, 4, 5, 1, 3])
+    rows = [p + [10 * i + k for k in range(n)] for i, (p, n) in enumerate(zip(prompts, length.tolist(), strict=True), 1)]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], batch_first=True, padding_value=-1)
+    packing = qerl.pack(prompts, length)
+    line = tokens.flatten()[packing.origin]
+    assert len(line) == 3 + 2 + 1 + 15 and (line >= 0).all()
+    assert packing.place.shape == tokens.shape and ((line[packing.place] == tokens) | (tokens == -1)).all()
+
+
 def test_noise_shows_as_mismatch(qwen):
     model = with_lora(qwen[0])
     with qerl.adaptive_quantization_noise(model, 0.05, torch.Generator().manual_seed(0)):
@@ -655,10 +665,16 @@ def test_rewards():
 
 
 def test_micro_batches_cover_every_row_within_the_budget():
-    lengths = [random.Random(0).randint(1, 90) for _ in range(50)]
-    batches = train_gsm8k.micro_batches(lengths, 200)
-    assert sorted(i for b in batches for i in b) == list(range(50))
-    assert all(len(b) == 1 or max(lengths[i] for i in b) * len(b) <= 200 for b in batches)
+    rng = random.Random(0)
+    prompts, lengths = [[k // 4] * (9 + k // 4) for k in range(80)], [rng.randint(1, 90) for _ in range(79)] + [700]
+    order = rng.sample(range(80), 80)
+    prompts, lengths = [prompts[i] for i in order], [lengths[i] for i in order]
+    pieces = train_gsm8k.micro_batches(prompts, lengths, 400)
+    assert sorted(i for piece in pieces for i in piece) == list(range(80))
+    for piece in pieces:
+        packing = qerl.pack([prompts[i] for i in piece], torch.tensor([lengths[i] for i in piece]))
+        assert len(piece) == 1 or len(packing.origin) <= 400 and packing.place.numel() <= 1600
+    assert len(pieces) < 1.3 * (sum(lengths) + sum(map(len, map(list, set(map(tuple, prompts)))))) / 400 + 2
 
 
 def test_dynamic_sampling_replaces_groups_without_variance():

@@ -468,15 +468,22 @@ def dynamic_sampling(draws, draw, prompts, attempts=4):
                  [texts[i] for i in rows], rewards[keep], correct[keep])
 
 
-def micro_batches(lengths, budget):
-    """Rows sorted by length and cut so that each piece, padded to its longest, has at most `budget` tokens."""
-    batches, current = [], []
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if current and lengths[current[0]] * (len(current) + 1) > budget:
-            batches.append(current)
-            current = []
-        current.append(row)
-    return batches + [current] if current else batches
+def micro_batches(prompts, lengths, budget):
+    """Rows (prompt, completion's length) cut into pieces of at most `budget` tokens, a prompt's tokens counted once (qerl.pack),
+    and, padded for attention, of at most four times as many; prompts with the longest rows first."""
+    longest = {}
+    for prompt, n in zip(map(tuple, prompts), lengths):
+        longest[prompt] = max(longest.get(prompt, 0), len(prompt) + n)
+    pieces, tokens, width = [], 0, 0
+    for i in sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i])):
+        shared = len(prompts[i]) if pieces and prompts[i] == prompts[pieces[-1][-1]] else 0
+        size = len(prompts[i]) + lengths[i]
+        if not pieces or tokens + size - shared > budget or max(width, size) * (len(pieces[-1]) + 1) > 4 * budget:
+            pieces.append([])
+            tokens = width = shared = 0
+        pieces[-1].append(i)
+        tokens, width = tokens + size - shared, max(width, size)
+    return pieces
 
 
 def all_logprobs(model, batch, args):
@@ -484,7 +491,7 @@ def all_logprobs(model, batch, args):
     rollout, prompts = batch.rollout, batch.prompts
     result = torch.zeros_like(rollout.logprobs)
     with torch.no_grad():
-        for i in micro_batches([len(p) + n for p, n in zip(prompts, rollout.length.tolist())], args.micro_tokens):
+        for i in micro_batches(prompts, rollout.length.tolist(), args.micro_tokens):
             result[i] = qerl.token_logprobs(model, [prompts[r] for r in i], rollout.tokens[i], rollout.length[i])
     return result
 
@@ -495,7 +502,7 @@ def policy_update(model, optimizer, batch, rows, advantages, old_logprobs, ref_l
     weights = torch.zeros_like(old_logprobs)
     weights[rows] = qerl.token_weights(mask[rows], args.algo)
     total_loss, total_kl = 0.0, 0.0
-    for micro in micro_batches([len(prompts[i]) + n for i, n in zip(rows, rollout.length[rows].tolist())], args.micro_tokens):
+    for micro in micro_batches([prompts[i] for i in rows], rollout.length[rows].tolist(), args.micro_tokens):
         i = [rows[m] for m in micro]
         logprobs = qerl.token_logprobs(model, [prompts[r] for r in i], rollout.tokens[i], rollout.length[i])
         importance = qerl.truncated_importance(old_logprobs[i], rollout.logprobs[i], args.tis) if args.tis else None
