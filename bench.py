@@ -153,7 +153,7 @@ def replay_times(contenders, device, chunk=0.02, warm=9, measured=5):
         calls = [calls[i % len(calls)] for i in range(longest)]
         if device == "cuda":
             run, repeats = qerl.record_graph(lambda: [call() for call in calls]), 1
-            for chunks in (2, warm + measured):                               # the first two tell how many replays make a chunk
+            for chunks in (2, warm + measured):                               # the second replay tells how many make a chunk
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
                 for event in events:
                     event.record()

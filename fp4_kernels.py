@@ -654,7 +654,7 @@ if triton is not None:
         tl.store(at, (g * up * s * (1 + gate * (1 - s))).to(grad.dtype.element_ty), mask=k < n)
         tl.store(at + n, (g * gate * s).to(grad.dtype.element_ty), mask=k < n)
 
-    @triton.jit(do_not_specialize=["T"])                       # no two batches are of one length
+    @triton.jit(do_not_specialize=["T"])                       # else compiled again where T is divisible by 16
     def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr, HEADS: tl.constexpr,
                       HALF: tl.constexpr, HALF_PAD: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)

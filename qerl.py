@@ -359,14 +359,14 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None, slots=None, packing=None):
         y = self.qkv(x)
         if packing is not None:
-            y = F.embedding(packing.place, y)                                          # (N, q + k + v) -> (B, T, q + k + v)
+            y = F.embedding(packing.place, y)            # y[place], (S, q + k + v) -> (B, T, q + k + v); its backward is faster
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in y.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)              # (B, heads, T, head_dim)
         if cache is not None:
             cache.store_prompts(self.index, slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        return self.o(y if packing is None else y.flatten(0, 1)[packing.origin])
+        return self.o(y if packing is None else F.embedding(packing.origin, y.flatten(0, 1)))             # (S, q)
 
     def decode(self, qkv, rope, cache):
         """One new token for each slot, qkv [slots, q + k + v] -> [slots, q]; its k and v are appended to the cache."""
@@ -434,7 +434,7 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
-        int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing: [N] -> [N, d]."""
+        int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing (see pack): [S] -> [S, d]."""
         x = F.embedding(tokens, self.embedding)
         T = tokens.shape[1] if packing is None else packing.place.shape[1]
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
@@ -841,15 +841,15 @@ def group_advantages(rewards, eps=1e-4):
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
-Packing = namedtuple("Packing", ["place", "origin"])
+Packing = namedtuple("Packing", ["place", "origin"])                                      # see pack
 
 
 def pack(prompts, length):
-    """A group's prompt is computed once, and padding not at all: N tokens in a line stand for rows [B, T] of prompt + completion.
+    """Rows [B, T] of prompt + completion as one line of S tokens, each distinct prompt's once, without padding. Attention alone
+    spreads them out into rows again; all other layers do no work twice. (Prefix Grouper, arXiv 2506.05433, shares prompts so.)
 
-    prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which of the N tokens stands at each
-    position (any, at padding); origin int64 [N]: the position in [B * T] that a token is from). All layers take the line but
-    attention, for which `place` spreads it out. (Shared prefixes: Prefix Grouper, arXiv 2506.05433.)
+    prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which token of the line stands at each
+    position (any, at padding); origin int64 [S], its inverse: the position in [B * T] that a token was taken from).
     """
     start = torch.tensor([len(p) for p in prompts], device=length.device)
     first = torch.tensor([prompts.index(p) for p in prompts], device=length.device)         # the first row with this prompt
@@ -872,7 +872,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
     position = torch.arange(1, tokens.shape[1], device=device)                              # hidden state t predicts t + 1
     selected = (position >= start) & (position < start + length[:, None])                   # (B, T-1)
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)                # (N, d)
+    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)                # (S, d)
     hidden, next_tokens = hidden[packing.place[:, :-1][selected]], tokens[:, 1:][selected]  # (n, d), (n)
 
     def head(h, t):

@@ -469,8 +469,8 @@ def dynamic_sampling(draws, draw, prompts, attempts=4):
 
 
 def micro_batches(prompts, lengths, budget):
-    """Rows (prompt, completion's length) cut into pieces of at most `budget` tokens, a prompt's tokens counted once (qerl.pack),
-    and, padded for attention, of at most four times as many; prompts with the longest rows first."""
+    """Rows (prompt, completion's length) cut into pieces of at most `budget` tokens, a prompt's counted once (qerl.pack), and at
+    most four times as many when padded for attention; a longer row goes alone. Prompts with the longest rows come first."""
     longest = {}
     for prompt, n in zip(map(tuple, prompts), lengths):
         longest[prompt] = max(longest.get(prompt, 0), len(prompt) + n)
