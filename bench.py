@@ -8,19 +8,24 @@
 The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
 through them; its times mean nothing.
 """
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
 import types
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
@@ -187,20 +192,6 @@ def layers_of(name):
     return {"qkv": ((heads + 2 * kv_heads) * head_dim, d), "o": (d, heads * head_dim), "gate_up": (2 * inner, d), "down": (d, inner)}
 
 
-def marlin_times():
-    """Marlin's seconds by model, layer and M as measured once, for where vLLM cannot be imported."""
-    return {(r["model"], r["layer"], r["M"]): r["us"] * 1e-6 for r in peers()["marlin_us"]}
-
-
-def peers():
-    """What other programs reached on an H200; empty elsewhere."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results/h200/peers.json")
-    if not (torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() and os.path.exists(path)):
-        return {"marlin_us": [], "vllm_tokens_per_s": []}
-    with open(path) as f:
-        return json.load(f)
-
-
 def bitsandbytes_linears(weights):
     """bitsandbytes' NF4 linear, x -> y, for each weight, or none where it cannot be imported."""
     try:
@@ -271,21 +262,17 @@ def bench_kernels(args):
     cuda = args.device == "cuda"
     bandwidth, flops = ceilings(args.device)
     print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
-    rows, marlin = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16), marlin_times()
-    results, means, origin = [], [], None
+    rows = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16)
+    results, means = [], []
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
         for layer, shape in layers_of(model).items():
             for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
-                if "marlin" in r:
-                    origin = "vLLM's, in this run"
-                elif (model, layer, r["M"]) in marlin:
-                    r["marlin"], origin = marlin[model, layer, r["M"]], "see peers.json"
                 results.append(r)
                 if cuda:
                     torch.cuda.empty_cache()
         means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
         yield {"what": "seconds of one linear layer, medians of CUDA-graph replays under the layer's own load, over weights that together exceed L2",
-               "marlin": origin, "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
+               "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
     names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
     print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
     for r in results:
@@ -324,7 +311,7 @@ def plot_kernels(result, plt):
 # ---------------------------------------------------------------------------------------------------------------------
 # Rollout
 
-RANKS = {"Qwen2.5-7B": 32, "Qwen2.5-14B": 16, "Qwen2.5-32B": 16}             # as vLLM was measured
+RANKS = {"Qwen2.5-7B": 32, "Qwen2.5-14B": 16, "Qwen2.5-32B": 16}
 
 
 @torch.no_grad()
@@ -372,14 +359,98 @@ def busy_slots(model, slots, prompts, group):
             "tokens_per_s": total / seconds}
 
 
+def vllm_folders(name, weights, rank, folder):
+    """What vLLM reads: a config in `folder`, random LoRA for all seven projections in folder/adapter, which is returned."""
+    config, adapter = config_of(name), os.path.join(folder, "adapter")
+    config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
+    if weights == "nvfp4":
+        codes = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False}
+        config.quantization_config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+                                      "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes}}}
+    config.save_pretrained(folder)
+    d, inner, layers, heads, kv_heads, _ = SHAPES[name]
+    kv, tensors = d // heads * kv_heads, {}
+    shapes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
+              "mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d), "mlp.down_proj": (d, inner)}
+    for i in range(layers):
+        for leaf, (out, columns) in shapes.items():
+            prefix = f"base_model.model.model.layers.{i}.{leaf}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, dtype=torch.bfloat16) * 0.01
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, dtype=torch.bfloat16) * 0.01
+    os.makedirs(adapter)
+    save_file(tensors, os.path.join(adapter, "adapter_model.safetensors"))
+    with open(os.path.join(adapter, "adapter_config.json"), "w") as f:
+        json.dump({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": [leaf.split(".")[1] for leaf in shapes]}, f)
+    return adapter
+
+
+def vllm_rollout(name, weights, rank, batches, tokens):
+    """{batch: tokens per second} as decode_seconds measures ours, by vLLM on random weights, at its best of two: with its defaults
+    (CUDA graphs, torch.compile), CUDA graphs of these very batches, prefill in one go, and no text made of the tokens."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("random")
+    class RandomLoader(DummyModelLoader):
+        def load_weights(self, model, model_config):
+            for key, p in model.named_parameters():
+                if p.dtype == torch.uint8:
+                    p.data.random_(0, 256)
+                elif p.dtype == torch.float8_e4m3fn:
+                    p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
+                elif key.endswith("global_scale"):
+                    p.data.fill_(4e4)                                         # stored as its inverse: weights of about 0.02
+                elif p.dim() > 1:
+                    p.data.normal_(std=0.02)
+
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = LoRARequest("adapter", 1, vllm_folders(name, weights, rank, folder))
+        llm = LLM(folder, load_format="random", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=rank, max_model_len=2 * tokens,
+                  max_num_seqs=max(batches), max_num_batched_tokens=max(batches) * tokens, enable_prefix_caching=False,
+                  compilation_config={"cudagraph_capture_sizes": list(batches)})
+
+        def seconds(batch, new):
+            prompts = [{"prompt_token_ids": row} for row in torch.randint(0, config_of(name).vocab_size, (batch, tokens)).tolist()]
+            settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, settings, lora_request=adapter, use_tqdm=False)
+            assert all(len(o.outputs[0].token_ids) == new for o in outputs)
+            return time.perf_counter() - began
+        result = {}
+        for batch in batches:
+            seconds(batch, 2)                                                 # warms up
+            prefill, whole = (min(seconds(batch, new) for _ in range(2)) for new in (1, tokens))
+            result[batch] = batch * (tokens - 1) / (whole - prefill)
+    return result
+
+
+def vllm_tokens_per_s(name, rank, batches, tokens):
+    """[{weights, batch, tokens_per_s}] of vLLM with NVFP4 and with BF16 weights, each in a process of its own, or [] without vLLM."""
+    rows = []
+    for weights in ("nvfp4", "bf16") if importlib.util.find_spec("vllm") else ():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            try:
+                rates = process.submit(vllm_rollout, name, weights, rank, batches, tokens).result()
+            except Exception as e:
+                print(f"vLLM's {LABELS[weights]} could not be measured: {qerl.reason(e)}")
+                continue
+        rows += [{"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate} for batch, rate in rates.items()]
+    return rows
+
+
 def bench_rollout(args):
     cuda = args.device == "cuda"
     batches, tokens = ((1, 2, 4, 8, 32, 128), 256) if cuda else ((1, 4), 8)
-    vllm = {(r["model"], r["weights"], r["batch"]): r["tokens_per_s"] for r in peers()["vllm_tokens_per_s"]} if cuda else {}
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
-    results, busy = [], []
+    results, theirs, busy = [], [], []
     print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
     for name in models:
+        theirs += vllm_tokens_per_s(name, RANKS.get(name, 32), batches, tokens) if cuda else []
+        for r in theirs:
+            if r["model"] == name:
+                print(f"| {name} | {r['rank']} | vLLM, {LABELS[r['weights']]} | {r['batch']} | {r['tokens_per_s']:.0f} | | | |", flush=True)
         for rank in dict.fromkeys((RANKS.get(name, 32), *(args.ranks if name == models[0] else ()))):
             for weights in args.weights if rank == RANKS.get(name, 32) else ["nvfp4"]:
                 model = random_model(name, weights, rank, args.device)
@@ -388,11 +459,11 @@ def bench_rollout(args):
                     prefill, seconds = decode_seconds(model, batch, tokens, tokens)
                     r = {"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": batch * tokens / seconds,
                          "step_ms": seconds / tokens * 1e3, "prefill_s": prefill}
-                    best = max((vllm.get((name, w, batch), 0) for w in ("nvfp4", "bf16")), default=0)
-                    if best and rank == RANKS.get(name):
+                    best = max((v["tokens_per_s"] for v in theirs if [v["model"], v["rank"], v["batch"]] == [name, rank, batch]), default=0)
+                    if best:
                         r["vllm"] = best
                     results.append(r)
-                    ratio = f"{r['tokens_per_s'] / best:.2f}x" if "vllm" in r else ""
+                    ratio = f"{r['tokens_per_s'] / best:.2f}x" if best else ""
                     print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
                 if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32):
                     busy = [busy_slots(model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
@@ -400,8 +471,8 @@ def bench_rollout(args):
                 if cuda:
                     torch.cuda.empty_cache()
                 yield {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
-                       "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16, see peers.json",
-                       "busy": busy, "rows": results}
+                       "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16",
+                       "busy": busy, "vllm": theirs, "vllm_version": importlib.metadata.version("vllm") if theirs else None, "rows": results}
     for r in busy:
         print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
               f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
@@ -416,7 +487,7 @@ def plot_rollout(result, plt):
             points = [(r["batch"], r["tokens_per_s"]) for r in rows if r["weights"] == weights]
             axis.plot(*zip(*points), "o-", color=COLORS[weights], label=LABELS[weights]) if points else None
         points = [(r["batch"], r["vllm"]) for r in rows if "vllm" in r and r["weights"] == "nvfp4"]
-        axis.plot(*zip(*points), "k*", markersize=9, label="vLLM 0.20.2's best") if points else None
+        axis.plot(*zip(*points), "k*", markersize=9, label="vLLM's best") if points else None
         axis.set(title=f"{model}, LoRA rank {RANKS.get(model, 32)}", xlabel="sequences decoded at once", xscale="log", yscale="log")
         axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -542,7 +613,7 @@ def keep_other_models(path, result):
     if os.path.exists(path):
         with open(path) as f:
             earlier = json.load(f)
-        for key in {"rows", "means"} & set(result):
+        for key in {"rows", "means", "vllm"} & set(result):
             result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result[key]
 
 
