@@ -402,7 +402,7 @@ def vllm_rollout(name, weights, rank, batches, tokens):
                     p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
                 elif key.endswith("global_scale"):
                     p.data.fill_(4e4)                                         # stored as its inverse: weights of about 0.02
-                elif p.dim() > 1:
+                elif p.dim() > 1 or key.endswith("bias"):                     # norms stay one
                     p.data.normal_(std=0.02)
 
     with tempfile.TemporaryDirectory() as folder:
