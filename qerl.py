@@ -10,8 +10,8 @@ Reinforcement Learning for LLMs", arXiv 2510.11696. The file reads top to bottom
     5. Sampler        KV cache, groups of completions per prompt
     6. Objectives     GRPO and DAPO                                                   Eq. 3-4
 
-Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, V vocabulary, d model width, P prompts, G samples per
-prompt, N = P*G completions, C longest completion.
+Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, S tokens packed in a line, V vocabulary, d model width,
+P prompts, G samples per prompt, N = P*G completions, C longest completion.
 """
 import contextlib
 import glob
@@ -357,10 +357,10 @@ class Attention(nn.Module):
         self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
-        y = self.qkv(x)
-        if packing is not None:
-            y = F.embedding(packing.place, y)            # y[place], (S, q + k + v) -> (B, T, q + k + v); its backward is faster
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in y.split(self.qkv.sizes, -1))
+        qkv = self.qkv(x)
+        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..), by the function with a fast backward
+            qkv = F.embedding(packing.place, qkv)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)              # (B, heads, T, head_dim)
         if cache is not None:
@@ -845,17 +845,17 @@ Packing = namedtuple("Packing", ["place", "origin"])                            
 
 
 def pack(prompts, length):
-    """Rows [B, T] of prompt + completion as one line of S tokens, each distinct prompt's once, without padding. Attention alone
-    spreads them out into rows again; all other layers do no work twice. (Prefix Grouper, arXiv 2506.05433, shares prompts so.)
+    """Rows [B, T] of prompt + completion as S tokens in one line, where a prompt that rows share stands once, and padding never.
+    Attention alone works on rows, all other layers on the line (as in Prefix Grouper, arXiv 2506.05433).
 
     prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which token of the line stands at each
-    position (any, at padding); origin int64 [S], its inverse: the position in [B * T] that a token was taken from).
+    position (any, at padding); origin int64 [S]: the position in [B * T] that each token came from).
     """
-    start = torch.tensor([len(p) for p in prompts], device=length.device)
-    first = torch.tensor([prompts.index(p) for p in prompts], device=length.device)         # the first row with this prompt
-    t = torch.arange((start + length).max(), device=length.device)
-    in_prompt, is_first = t < start[:, None], first == torch.arange(len(prompts), device=length.device)
-    is_origin = torch.where(in_prompt, is_first[:, None], t < (start + length)[:, None])    # (B, T)
+    device, prompt_length = length.device, torch.tensor([len(p) for p in prompts], device=length.device)
+    first = torch.tensor([prompts.index(p) for p in prompts], device=device)                # the first row with this prompt
+    t = torch.arange((prompt_length + length).max(), device=device)
+    in_prompt, is_first = t < prompt_length[:, None], first == torch.arange(len(prompts), device=device)
+    is_origin = torch.where(in_prompt, is_first[:, None], t < (prompt_length + length)[:, None])         # (B, T)
     place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1
     return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0])
 
@@ -866,21 +866,18 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     At temperature 1. Rows are padded on the right, so causal attention alone hides the padding. The output layer runs on
     `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
     """
-    device, packing = completions.device, pack(prompts, length)
+    device, packing, mask = completions.device, pack(prompts, length), length_mask(length, completions.shape[1])
     rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                              # (B, T)
-    start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
-    position = torch.arange(1, tokens.shape[1], device=device)                              # hidden state t predicts t + 1
-    selected = (position >= start) & (position < start + length[:, None])                   # (B, T-1)
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)                # (S, d)
-    hidden, next_tokens = hidden[packing.place[:, :-1][selected]], tokens[:, 1:][selected]  # (n, d), (n)
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                                              # (B, T)
+    last = torch.tensor([len(p) - 1 for p in prompts], device=device)        # the place before a completion, which predicts it
+    before = length_mask(last + length, tokens.shape[1]) & ~length_mask(last, tokens.shape[1])              # (B, T)
+    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[before]]         # (n, d)
 
     def head(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
 
     pieces = [recompute(head, h, t, use_reentrant=False, preserve_rng_state=False)
-              for h, t in zip(hidden.split(chunk), next_tokens.split(chunk))]
-    mask = length_mask(length, completions.shape[1])                        # is filled row by row, as `selected` was read
+              for h, t in zip(hidden.split(chunk), completions[mask].split(chunk))]
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(pieces))
 
 
