@@ -358,7 +358,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
         qkv = self.qkv(x)
-        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..), by the function with a fast backward
+        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..); this backward is a fast, exact sum
             qkv = F.embedding(packing.place, qkv)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
@@ -366,7 +366,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache.store_prompts(self.index, slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        return self.o(y if packing is None else F.embedding(packing.origin, y.flatten(0, 1)))             # (S, q)
+        return self.o(y if packing is None else y.flatten(0, 1).index_select(0, packing.origin))          # (S, q)
 
     def decode(self, qkv, rope, cache):
         """One new token for each slot, qkv [slots, q + k + v] -> [slots, q]; its k and v are appended to the cache."""
@@ -435,12 +435,13 @@ class Transformer(nn.Module):
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
         int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing (see pack): [S] -> [S, d]."""
-        x = F.embedding(tokens, self.embedding)
-        T = tokens.shape[1] if packing is None else packing.place.shape[1]
+        training = self.recompute_blocks and torch.is_grad_enabled()
+        x = F.embedding(tokens, self.embedding).requires_grad_(training)       # reentrant recomputation asks for a gradient here,
+        T = tokens.shape[1] if packing is None else packing.place.shape[1]     # and spares the host the other's hook on each tensor
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
-            if self.recompute_blocks and torch.is_grad_enabled():                    # training: no cache
-                x = recompute(block, x, rope, packing=packing, use_reentrant=False, preserve_rng_state=False)
+            if training:
+                x = recompute(block, x, rope, None, None, packing, use_reentrant=True, preserve_rng_state=False)
             else:
                 x = block(x, rope, cache, slots, packing)
         return self.norm(x)
