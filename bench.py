@@ -387,6 +387,8 @@ def vllm_folders(name, weights, rank, folder):
 def vllm_rollout(name, weights, rank, batches, tokens):
     """{batch: tokens per second} as decode_seconds measures ours, by vLLM on random weights, at its best of two: with its defaults
     (CUDA graphs, torch.compile), CUDA graphs of these very batches, prefill in one go, and no text made of the tokens."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                        # a forked engine hangs where PyTorch's threads have run
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.model_loader import register_model_loader
