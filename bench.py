@@ -1,7 +1,7 @@
 """Measure this project. Each command prints its tables and writes them, all but the first with a picture, under results/.
 
     python bench.py formats [--model FOLDER_OR_NAME]     relative error of each 4-bit format
-    python bench.py kernels [--model Qwen2.5-7B ...]     one linear layer, by rows of x: NVFP4 and NF4 against cuBLAS BF16
+    python bench.py kernels [--model Qwen2.5-7B ...]     one linear layer, by rows of x: NVFP4 and NF4 against cuBLAS BF16, Marlin
     python bench.py rollout [--model Qwen2.5-7B ...]     decoded tokens per second with LoRA, by sequences decoded at once
     python bench.py step [--model Qwen2.5-7B ...]        an RL step: rollout, reward, log-probabilities, update
 
@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 import fp4_kernels
 import qerl
 import train_gsm8k
-from train_gsm8k import Parser, environment, fail, save_figure, warm_start
+from train_gsm8k import Parser, command_line, environment, fail, save_figure, warm_start
 
 # hidden size, intermediate size, layers, heads, kv heads, vocabulary
 SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
@@ -598,7 +598,7 @@ def main():
         folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
         os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
         for result in bench(args):                                            # each time there is more of it
-            result = {"command": "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]), **result, **environment(args.device)}
+            result = {"command": command_line(), **result, **environment(args.device)}
             if plot:
                 keep_other_models(f"{folder}/{args.what}.json", result)
             train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))

@@ -746,11 +746,16 @@ def peak_memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9 if resource else 0.0
 
 
+def command_line():
+    return "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+
+
 def environment(device):
     cuda = torch.device(device).type == "cuda"
     cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {"date": time.strftime("%Y-%m-%d"), "hardware": torch.cuda.get_device_name() if cuda else cpu,
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "triton": getattr(qerl.fp4_kernels.triton, "__version__", None)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -877,7 +882,7 @@ def step_metrics(step, sigma, draws, rollout, old_logprobs, kls, clock, args):
 def finish(state, metrics, held_out_questions, seconds, args):
     """Write summary.json and curve.png, say what came of it."""
     accuracies = {k: v for k, v in state.items() if k.endswith(("_before", "_after"))}
-    summary = {**accuracies, "held_out_questions": held_out_questions, "steps": args.steps, "seconds": seconds,
+    summary = {"command": command_line(), **accuracies, "held_out_questions": held_out_questions, "steps": args.steps, "seconds": seconds,
                "settings": settings_of(args), **environment(args.device)}
     atomic_write(f"{args.out}/summary.json", json.dumps(summary, indent=1))
     save_figure(f"{args.out}/curve.png", plot, metrics, summary["accuracy_before"], summary["accuracy_after"])
