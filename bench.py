@@ -346,12 +346,14 @@ class CutSampler(qerl.Sampler):
 
 
 def busy_slots(model, slots, prompts, group):
-    """How many of the slots `generate` keeps busy while they are refilled."""
+    """How many of the slots `generate` keeps busy while they are refilled, and its tokens per second."""
     qerl.Sampler, sampler = CutSampler, qerl.Sampler
-    tokens = torch.randint(0, model.config.vocab_size, (prompts, 128 if slots > 4 else 8)).tolist()
+    prompt_tokens, new_tokens = (128, 512) if slots > 4 else (8, 12)
+    tokens = torch.randint(0, model.config.vocab_size, (prompts, prompt_tokens)).tolist()
+    qerl.generate(model, tokens[:slots // group], new_tokens // 4, group, slots=slots)           # compiles, for each number of slots
     wait(model.device.type)
     began = time.perf_counter()
-    rollout = qerl.generate(model, tokens, 512 if slots > 4 else 12, group, slots=slots)
+    rollout = qerl.generate(model, tokens, new_tokens, group, slots=slots)
     wait(model.device.type)
     seconds, total = time.perf_counter() - began, rollout.length.sum().item()
     qerl.Sampler = sampler

@@ -705,6 +705,12 @@ def record_graph(step, generator=None):
     return graph.replay
 
 
+def to_device(numbers, device):
+    """A list of ints as a tensor, without waiting, as torch.tensor would, for all that the GPU has still to do."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class Sampler:
     """The state of one `generate` call: the n completions so far, and for each slot which of them it continues.
 
@@ -756,11 +762,11 @@ class Sampler:
         """
         device, group = self.model.device, len(slots) // len(prompts)
         longest = max(len(p) for p in prompts)
-        padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
+        padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
         at_once = max(1, prefill_tokens // longest)
         for i in range(0, len(prompts) if longest > 1 else 0, at_once):
             self.model.hidden(padded[i:i + at_once, :-1], self.cache, slots[i * group:(i + at_once) * group])
-        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
+        last = to_device([len(p) - 1 for p in prompts], device)
         self.cache.length[slots] = last.repeat_interleave(group)
         self.token[slots] = padded.gather(1, last[:, None])[:, 0].repeat_interleave(group)
         self.row[slots], self.column[slots] = rows, 0
@@ -809,15 +815,17 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
         while True:
             idle = (sampler.row == n).nonzero()[:, 0]
             admitted = min(len(idle) // group_size, len(prompts) - waiting)
+            busy = len(sampler.row) - len(idle)
+            if not busy and not admitted:
+                return sampler.rollout()
+            if waiting == len(prompts) and len(sampler.row) >= 32 and busy <= len(idle):
+                sampler.shrink()
+            if busy:                                            # first, so that the GPU decodes while the host issues the prefill
+                sampler.steps(check_every)
             if admitted:
                 rows = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
                 sampler.admit(prompts[waiting:waiting + admitted], idle[:len(rows)], rows)
                 waiting += admitted
-            elif len(idle) == len(sampler.row):
-                return sampler.rollout()
-            elif waiting == len(prompts) and len(sampler.row) >= 32 and 2 * len(idle) >= len(sampler.row):
-                sampler.shrink()
-            sampler.steps(check_every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -852,10 +860,10 @@ def pack(prompts, length):
     prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which token of the line stands at each
     position (any, at padding); origin int64 [S]: the position in [B * T] that each token came from).
     """
-    device, prompt_length = length.device, torch.tensor([len(p) for p in prompts], device=length.device)
-    first = torch.tensor([prompts.index(p) for p in prompts], device=device)                # the first row with this prompt
-    t = torch.arange((prompt_length + length).max(), device=device)
-    in_prompt, is_first = t < prompt_length[:, None], first == torch.arange(len(prompts), device=device)
+    prompt_length = to_device([len(p) for p in prompts], length.device)
+    first = to_device([prompts.index(p) for p in prompts], length.device)                   # the first row with this prompt
+    t = torch.arange((prompt_length + length).max(), device=length.device)
+    in_prompt, is_first = t < prompt_length[:, None], first == torch.arange(len(prompts), device=length.device)
     is_origin = torch.where(in_prompt, is_first[:, None], t < (prompt_length + length)[:, None])         # (B, T)
     place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1
     return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0])
@@ -868,10 +876,11 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
     """
     device, packing, mask = completions.device, pack(prompts, length), length_mask(length, completions.shape[1])
-    rows = [torch.cat([torch.tensor(p, device=device), c[:n]]) for p, c, n in zip(prompts, completions, length.tolist())]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)                                              # (B, T)
-    last = torch.tensor([len(p) - 1 for p in prompts], device=device)        # the place before a completion, which predicts it
-    before = length_mask(last + length, tokens.shape[1]) & ~length_mask(last, tokens.shape[1])              # (B, T)
+    T = packing.place.shape[1]
+    padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                                   # (B, T)
+    column = torch.arange(T, device=device) - to_device([len(p) for p in prompts], device)[:, None]         # in the completion
+    tokens = torch.where(column < 0, padded, completions.gather(1, column.clamp(0, completions.shape[1] - 1)))
+    before = (column >= -1) & (column + 1 < length[:, None])                 # the places that predict a completion's tokens
     hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[before]]         # (n, d)
 
     def head(h, t):
