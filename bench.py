@@ -149,16 +149,16 @@ def wait(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # One linear layer
 
-def replay_times(contenders, device, chunk=0.02, warm=9, measured=5):
+def replay_times(contenders, device):
     """{name: seconds a call} of each contender's list of calls, repeated to the length of the longest. On a GPU the list is one CUDA
-    graph, replayed back to back in chunks of 20 ms; after `warm` chunks, the median of `measured`. The clock follows the power that
+    graph, replayed back to back in chunks of 20 ms; after nine, the median of five. The clock follows the power that
     the last tens of milliseconds drew, so each is timed under its own load, whoever ran before. On a CPU it runs once."""
     times, longest = {}, max(map(len, contenders.values()))
     for name, calls in contenders.items():
         calls = [calls[i % len(calls)] for i in range(longest)]
         if device == "cuda":
             run, repeats = qerl.record_graph(lambda: [call() for call in calls]), 1
-            for chunks in (2, warm + measured):                               # the second replay tells how many make a chunk
+            for chunks in (2, 14):                                            # the second replay tells how many make a chunk
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
                 for event in events:
                     event.record()
@@ -166,8 +166,8 @@ def replay_times(contenders, device, chunk=0.02, warm=9, measured=5):
                         run()
                 torch.cuda.synchronize()
                 seconds = [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
-                repeats = max(1, round(chunk / seconds[-1]))
-            times[name] = statistics.median(seconds[-measured:]) / longest
+                repeats = max(1, round(0.02 / seconds[-1]))
+            times[name] = statistics.median(seconds[-5:]) / longest
         else:
             began = time.perf_counter()
             for call in calls:
@@ -345,7 +345,7 @@ class CutSampler(qerl.Sampler):
         super().steps(count)
 
 
-def busy_slots(model, slots, prompts, group):
+def busy_slots(name, model, slots, prompts, group):
     """How many of the slots `generate` keeps busy while they are refilled, and its tokens per second."""
     qerl.Sampler, sampler = CutSampler, qerl.Sampler
     prompt_tokens, new_tokens = (128, 512) if slots > 4 else (8, 12)
@@ -357,7 +357,7 @@ def busy_slots(model, slots, prompts, group):
     wait(model.device.type)
     seconds, total = time.perf_counter() - began, rollout.length.sum().item()
     qerl.Sampler = sampler
-    return {"completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / CutSampler.slot_steps,
+    return {"model": name, "completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / CutSampler.slot_steps,
             "tokens_per_s": total / seconds}
 
 
@@ -431,7 +431,7 @@ def vllm_rollout(name, weights, rank, batches, tokens):
 
 
 def vllm_tokens_per_s(name, rank, batches, tokens):
-    """[{weights, batch, tokens_per_s}] of vLLM with NVFP4 and with BF16 weights, each in a process of its own, or [] without vLLM."""
+    """[{weights, batch, tokens_per_s, ...}] of vLLM with NVFP4 and with BF16 weights, each in a process of its own, or [] without vLLM."""
     rows = []
     for weights in ("nvfp4", "bf16") if importlib.util.find_spec("vllm") else ():
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -440,7 +440,8 @@ def vllm_tokens_per_s(name, rank, batches, tokens):
             except Exception as e:
                 print(f"vLLM's {LABELS[weights]} could not be measured: {qerl.reason(e)}")
                 continue
-        rows += [{"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate} for batch, rate in rates.items()]
+        version = importlib.metadata.version("vllm")
+        rows += [{"model": name, "version": version, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate} for batch, rate in rates.items()]
     return rows
 
 
@@ -470,15 +471,15 @@ def bench_rollout(args):
                     ratio = f"{r['tokens_per_s'] / best:.2f}x" if best else ""
                     print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
                 if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32):
-                    busy = [busy_slots(model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
+                    busy = [busy_slots(name, model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
                 del model
                 if cuda:
                     torch.cuda.empty_cache()
                 yield {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
                        "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16",
-                       "busy": busy, "vllm": theirs, "vllm_version": importlib.metadata.version("vllm") if theirs else None, "rows": results}
+                       "busy": busy, "vllm": theirs, "rows": results}
     for r in busy:
-        print(f"{r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
+        print(f"{r['model']}: {r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
               f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
 
 
@@ -613,12 +614,12 @@ def main():
 
 def keep_other_models(path, result):
     """Add to a result what an earlier call measured of models that this call did not."""
-    measured = {r["model"] for r in result["rows"]}
     if os.path.exists(path):
         with open(path) as f:
             earlier = json.load(f)
-        for key in {"rows", "means", "vllm"} & set(result):
-            result[key] = [r for r in earlier.get(key, []) if r["model"] not in measured] + result[key]
+        for key in {"rows", "means", "vllm", "busy"} & set(result):
+            measured = {r["model"] for r in result[key]}
+            result[key] = [r for r in earlier.get(key, []) if r.get("model") not in measured] + result[key]
 
 
 if __name__ == "__main__":

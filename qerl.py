@@ -358,7 +358,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
         qkv = self.qkv(x)
-        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..); this backward is a fast, exact sum
+        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..); indexing's backward is slow
             qkv = F.embedding(packing.place, qkv)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
@@ -436,11 +436,11 @@ class Transformer(nn.Module):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
         int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing (see pack): [S] -> [S, d]."""
         training = self.recompute_blocks and torch.is_grad_enabled()
-        x = F.embedding(tokens, self.embedding).requires_grad_(training)       # reentrant recomputation asks for a gradient here,
-        T = tokens.shape[1] if packing is None else packing.place.shape[1]     # and spares the host the other's hook on each tensor
+        x = F.embedding(tokens, self.embedding).requires_grad_(training)      # as reentrant recomputation needs it; see below
+        T = tokens.shape[1] if packing is None else packing.place.shape[1]
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
-            if training:
+            if training:                                       # the other kind hooks every tensor, twice the work for the host
                 x = recompute(block, x, rope, None, None, packing, use_reentrant=True, preserve_rng_state=False)
             else:
                 x = block(x, rope, cache, slots, packing)
@@ -457,7 +457,7 @@ class Transformer(nn.Module):
     def recompute_in_backward(self):
         """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory,
         half as much time again. A block's dequantised weights are recomputed with it and live while it is in backward, so
-        that each is dequantised once a pass."""
+        that each is dequantised once a pass. Gradients then come from .backward() without `inputs`, not from autograd.grad."""
         self.recompute_blocks = True
         for layer in self.quantized_layers():
             layer.keep_dequantized = True
@@ -706,7 +706,7 @@ def record_graph(step, generator=None):
 
 
 def to_device(numbers, device):
-    """A list of ints as a tensor, without waiting, as torch.tensor would, for all that the GPU has still to do."""
+    """(Lists of) ints as an int64 tensor, without waiting for the GPU's queue, which torch.tensor(numbers, device) does."""
     tensor = torch.tensor(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

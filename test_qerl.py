@@ -957,8 +957,8 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
     """Log-probabilities and gradients of LoRA and norms, blocks recomputed, with kernels and without them."""
     model = with_lora(make_folder(tmp_path, name)[0], train_norms=True, device=KERNEL_DEVICE)
     model.recompute_in_backward()
-    prompts, length = [[5, 6, 7], [8], [9] * 11], torch.tensor([17, 9, 3], device=KERNEL_DEVICE)
-    completions = torch.randint(0, 250, (3, 17), device=KERNEL_DEVICE)
+    prompts, length = [[5, 6, 7], [8], [9] * 11, [5, 6, 7]], torch.tensor([17, 9, 3, 5], device=KERNEL_DEVICE)
+    completions = torch.randint(0, 250, (4, 17), device=KERNEL_DEVICE)
     found = []
     for kernels in (True, False):
         with monkeypatch.context() as patch:

@@ -102,7 +102,7 @@ def arguments(argv=None):
                    help="of the noise (default exponential)")
     sized("max-new-tokens", "tokens of a completion at most")
     sized("slots", "sequences decoded at once")
-    sized("micro-tokens", "tokens in one forward and backward pass")
+    sized("micro-tokens", "tokens in one forward and backward pass, a shared prompt's once")
     sized("eval-questions", "held-out questions, 0: all")
     sized("save-every", "steps between checkpoints")
     p.add_argument("--seed", type=int, default=0, help="default 0")
