@@ -151,8 +151,8 @@ def wait(device):
 
 def replay_times(contenders, device):
     """{name: seconds a call} of each contender's list of calls, repeated to the length of the longest. On a GPU the list is one CUDA
-    graph, replayed back to back in chunks of 20 ms; after nine, the median of five. The clock follows the power that
-    the last tens of milliseconds drew, so each is timed under its own load, whoever ran before. On a CPU it runs once."""
+    graph, replayed back to back in chunks of 20 ms; after nine, the median of five: the clock seems to follow the power that the last
+    0.2 s drew, so each is timed under its own load, whoever ran before. On a CPU it runs once."""
     times, longest = {}, max(map(len, contenders.values()))
     for name, calls in contenders.items():
         calls = [calls[i % len(calls)] for i in range(longest)]
@@ -272,6 +272,7 @@ def bench_kernels(args):
                     torch.cuda.empty_cache()
         means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
         yield {"what": "seconds of one linear layer, medians of CUDA-graph replays under the layer's own load, over weights that together exceed L2",
+               "vllm_version": importlib.metadata.version("vllm") if any("marlin" in r for r in results) else None,
                "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
     names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
     print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
@@ -389,7 +390,7 @@ def vllm_folders(name, weights, rank, folder):
 def vllm_rollout(name, weights, rank, batches, tokens):
     """{batch: tokens per second} as decode_seconds measures ours, by vLLM on random weights, at its best of two: with its defaults
     (CUDA graphs, torch.compile), CUDA graphs of these very batches, prefill in one go, and no text made of the tokens."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                        # a forked engine hangs where PyTorch's threads have run
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                        # else its engine is a fork of this process, and hung
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
