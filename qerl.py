@@ -708,7 +708,7 @@ def record_graph(step, generator=None):
 def to_device(numbers, device):
     """(Lists of) ints as an int64 tensor, without waiting for the GPU's queue, which torch.tensor(numbers, device) does."""
     tensor = torch.tensor(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Sampler:
