@@ -49,21 +49,19 @@ def reason(error):
 # A format is first of all a pair of functions; every 4-bit format stores even input indices in the low nibble of a byte:
 #   quantize(weight [out, in])                        -> packed uint8 [out, in/2], block_scale [out, in/block], global_scale
 #   dequantize(packed, block_scale, global_scale, dtype) -> weight [out, in]
-# global_scale is [1], or [out, 1] where layers with different scales were stacked. Rounding is to nearest, as in the paper's
+# global_scale is [1], in a QuantLinear [out, 1], as stacked layers differ. Rounding is to nearest, as in the paper's
 # public checkpoints; the calibration (AWQ) of its experiments is left out.
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-# Halfway points between neighbouring magnitudes. A tie goes to the even code: bucketize gives a value on a boundary the
-# lower code, so the boundaries below an even code are moved down by one ulp.
+# Halfway points between neighbouring magnitudes, i between codes i and i + 1. A tie goes to the even code, but bucketize gives
+# a value on boundary i code i: odd for 1, 3 and 5, which are therefore moved down by one ulp.
 E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
 # QLoRA's NF4 (arXiv 2305.14314, appendix E): quantiles of N(0, 1), 7 below and 8 above an exact 0, over their maximum.
-NF4 = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-                    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-                    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-                    0.7229568362236023, 1.0])
+NF4 = torch.tensor([-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0,
+                    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1])
 
 
 def pack_nibbles(codes):
@@ -92,14 +90,13 @@ def quantize_nvfp4(weight):
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale float8_e4m3fn [out, in/16] and
     global_scale float32 [1], which by that format's convention is the reciprocal of the S_FP32 of Eq. 6.
     """
-    weight = weight.float() if weight.dtype == torch.float16 else weight                  # whose range the global scale may exceed
-    blocks = weight.unflatten(1, (-1, 16))                                                # [out, in/16, 16]
-    amax = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
-    global_scale = (E4M3_MAX * E2M1_MAX / amax).float()                                   # the largest block scale becomes 448
+    weight = weight.float() if weight.dtype == torch.float16 else weight                  # float16 cannot hold every global scale
+    amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                                   # of each block, [out, in/16]
+    global_scale = (E4M3_MAX * E2M1_MAX / amax.amax()).float()                            # the largest block scale becomes 448
     global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)                # posinf: a tensor of zeros
-    scale = (global_scale * (blocks.abs().amax(-1) / E2M1_MAX)).clamp(max=E4M3_MAX)       # a block's largest weight becomes 6
+    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)                        # a block's largest weight becomes 6
     scale = scale.to(torch.float8_e4m3fn).float()
-    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125: empty blocks, by that format
+    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125, by that format: (nearly) empty blocks
     return encode_e2m1(weight, block_scale.float() / global_scale), block_scale, global_scale
 
 
@@ -113,9 +110,9 @@ def quantize_mxfp4(weight):
 
     weight [out, in], in divisible by 32 -> packed uint8 [out, in/2], block_scale uint8 [out, in/32], global_scale [1].
     """
-    blocks = weight.unflatten(1, (-1, 32)).float()
-    mantissa, exponent = torch.frexp(blocks.abs().amax(-1))            # amax = mantissa * 2^exponent, 0.5 <= mantissa < 1
-    # 2 is the exponent of the largest code, 6 = 1.5 * 2^2; an amax that would round to 8 = 2^3 takes the next power.
+    # The largest of a block is mantissa * 2^exponent, 0.5 <= mantissa < 1; the largest code is 6 = 1.5 * 2^2. What would round to
+    # 8 = 2^3 takes the next power.
+    mantissa, exponent = torch.frexp(weight.unflatten(1, (-1, 32)).float().abs().amax(-1))
     e8m0 = (127 + exponent - 1 - 2 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     return encode_e2m1(weight, torch.exp2(e8m0.float() - 127)), e8m0, torch.ones(1, device=weight.device)
 
@@ -133,8 +130,7 @@ def quantize_nf4(weight):
     blocks = weight.unflatten(1, (-1, 64)).float()
     absmax = blocks.abs().amax(-1)
     scaled = blocks * (1 / absmax.clamp_min(1e-38))[..., None]                            # as bitsandbytes rounds
-    table = NF4.to(weight.device)
-    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    codes = torch.bucketize(scaled, ((NF4[1:] + NF4[:-1]) / 2).to(weight.device)).to(torch.uint8)
     return pack_nibbles(codes.flatten(1)), absmax, torch.ones(1, device=weight.device)
 
 
@@ -143,20 +139,17 @@ def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     return unpack_nibbles(packed, NF4, block_scale, dtype)
 
 
-def quantize_bf16(weight):
-    """The 16-bit baseline: the weight itself, in the dtype it has."""
-    return weight, torch.ones(1, device=weight.device), torch.ones(1, device=weight.device)
-
-
 # block: input features that share a scale. The GPU's kernels use table, the value of each code, and tile, which puts a weight
-# into the order of the tensor cores: the same weight, but for NF4's scales, rounded to bfloat16 (fp4_kernels.py, 2).
+# into the order of the tensor cores: the same weight, but for NF4's scales, rounded to bfloat16 (fp4_kernels.py, 2). It takes
+# scales of 16 inputs (NF4: 64) to multiply by. Activations then come in tile order, too: with tiled=True what precedes writes it.
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
     "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
     "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32, E2M1,
                     lambda p, s, g: fp4_kernels.tile(p, torch.exp2(s.float() - 127).repeat_interleave(2, 1), g)),
     "nf4": Format(quantize_nf4, dequantize_nf4, 64, NF4, lambda p, s, g: fp4_kernels.tile(p, s, g, nf4=True)),
-    "bf16": Format(quantize_bf16, lambda weight, _, __, dtype=torch.bfloat16: weight.to(dtype), 1)}
+    "bf16": Format(lambda weight: (weight, *torch.ones(2, 1, device=weight.device)),     # the weight itself; two scales, not used
+                   lambda weight, _, __, dtype=torch.bfloat16: weight.to(dtype), 1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,13 +179,12 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, B, *weight = ctx.saved_tensors
-        grad_x = None
+        grad_x = grad_h = grad_B = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ (weight[0] if weight else ctx.layer.dequantize(grad.dtype))
-        if h is None:
-            return grad_x, None, None, None
-        grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in ctx.layer.pieces(grad, h, B)], -1)
-        grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in ctx.layer.pieces(grad, h, B)])
+        if h is not None:
+            grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in ctx.layer.pieces(grad, h, B)], -1)
+            grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in ctx.layer.pieces(grad, h, B)])
         return grad_x, grad_h, grad_B, None
 
 
@@ -240,7 +232,7 @@ class QuantLinear(nn.Module):
             self.decode_lora = self.lora_A.to(dtype), (scaling * torch.block_diag(*self.lora_B.split(self.sizes))).to(dtype)
 
     def decode(self, x, residual=None):
-        """forward(x) + residual without gradient, for x [slots, in], in the order of the tiles if self.tiled."""
+        """forward(x) + residual without gradient, for x [slots, in], its columns in tile order if self.tiled."""
         if self.tiled:
             return fp4_kernels.linear(x, self.weight, FORMATS[self.format].table, self.bias, residual, self.decode_lora)
         weight = self.dequantize(x.dtype)
@@ -251,15 +243,14 @@ class QuantLinear(nn.Module):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, and outside AQN, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded."""
-    layers = [m for m in model.modules() if isinstance(m, (QuantLinear, RMSNorm))]
-    before = [m.use_adapter for m in layers]
-    for layer in layers:
+    """Inside this, and not inside AQN, the model is the reference policy π_ref of Eq. 3: no LoRA, norm scales as loaded."""
+    before = [(m, m.use_adapter) for m in model.modules() if isinstance(m, (QuantLinear, RMSNorm))]
+    for layer, _ in before:
         layer.use_adapter = False
     try:
         yield
     finally:
-        for layer, on in zip(layers, before):
+        for layer, on in before:
             layer.use_adapter = on
 
 
@@ -268,7 +259,7 @@ def adapters_off(model):
 #
 #    RMSNorm_noise(x) = w_noise ⊙ x / √(mean(x²) + δ),     w_noise = w + Z,     Z ~ N(0, σ²)
 #
-# Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is the same as multiplying
+# w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is the same as multiplying
 # each input channel of their weights by 1 + Z/w (appendix G): parameter noise, for one addition per rollout batch. As in
 # the paper's code every RMSNorm of the model is noisy, so the final norm and Qwen3's norms of q and k are, too.
 
@@ -277,19 +268,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name, weight, eps, trainable=False):
         super().__init__()
-        self.name, self.eps, self.use_adapter = name, eps, True
+        self.name, self.eps, self.use_adapter, self.noisy_weight = name, eps, True, None
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
         self.register_buffer("reference_weight", self.weight.detach().clone() if trainable else self.weight.detach())
-        self.noisy_weight = None
 
     def forward(self, x, tiled=False):
-        """tiled: written in the order of the next layer's tiles, for decoding."""
-        return fp4_kernels.rms_norm(x, self.scale, self.eps, tiled)
-
-    @property
-    def scale(self):
+        """tiled: columns in tile order, for the next layer's decode."""
         weight = self.weight if self.use_adapter else self.reference_weight
-        return weight if self.noisy_weight is None else self.noisy_weight
+        return fp4_kernels.rms_norm(x, weight if self.noisy_weight is None else self.noisy_weight, self.eps, tiled)
 
 
 @contextlib.contextmanager
@@ -312,7 +298,7 @@ def adaptive_quantization_noise(model, sigma, generator=None):
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 
-    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (if there are more than two, and no fewer steps);
+    Exponential is Eq. 8 with K = stages - 1, so that the last stage has `end` (for stages > 2 and steps >= stages);
     it needs start and end positive, or both 0. The other three are Figure 9's.
     """
     stage = step * stages // steps
@@ -329,12 +315,11 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 
-def rope_frequencies(config):
+def rope_frequencies(config, head_dim):
     """(inverse frequencies [head_dim/2] in radians per position, factor on cos and sin) as config.rope_parameters say."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
@@ -342,7 +327,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)         # cuDNN plans each new [B, T
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; cache, slots and packing as in Transformer.hidden, rope = (cos, sin) [T, head_dim]."""
+    """Grouped-query attention; rope = (cos, sin), each [T, head_dim]; cache and slots as in Transformer.hidden. With a packing (see
+    pack) x is a line of tokens [S, d]: .place lays it out as rows for attention, .origin takes the results back."""
 
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
@@ -358,7 +344,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
         qkv = self.qkv(x)
-        if packing is not None:                          # qkv[place], (S, ..) -> (B, T, ..); indexing's backward is slow
+        if packing is not None:                          # = qkv[packing.place], (S, ..) -> (B, T, ..), whose backward is slow
             qkv = F.embedding(packing.place, qkv)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
         q, k = fp4_kernels.rotary(self.q_norm(q), *rope), fp4_kernels.rotary(self.k_norm(k), *rope)
@@ -369,7 +355,7 @@ class Attention(nn.Module):
         return self.o(y if packing is None else y.flatten(0, 1).index_select(0, packing.origin))          # (S, q)
 
     def decode(self, qkv, rope, cache):
-        """One new token for each slot, qkv [slots, q + k + v] -> [slots, q]; its k and v are appended to the cache."""
+        """What lies between qkv and o, for one new token of each slot: [slots, q + k + v] -> [slots, q]; k and v go into the cache."""
         if isinstance(self.q_norm, RMSNorm):
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split(self.qkv.sizes, -1))
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
@@ -400,7 +386,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d]; eight kernels for Qwen2.5 in tiles, up to 128 slots and rank 128."""
+        """forward for one new token of each slot, x [slots, d]; for Qwen2.5 on Hopper eight kernels, up to 128 slots and rank 128."""
         qkv, o, gate_up, down = self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
         y = self.attention.decode(qkv.decode(self.attention_norm(x, qkv.tiled)), rope, cache)
         x = o.decode(y, residual=x)
@@ -414,17 +400,15 @@ class Transformer(nn.Module):
     def __init__(self, config, checkpoint):
         check_config(config)
         super().__init__()
-        self.config = config
-        self.recompute_blocks = False
+        self.config, self.recompute_blocks = config, False
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
-        tied = config.tie_word_embeddings
-        self.register_buffer("lm_head", self.embedding if tied else checkpoint.tensor("lm_head.weight", shape))
-        self.blocks = nn.ModuleList(
-            Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
+        self.register_buffer("lm_head", self.embedding if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight", shape))
+        self.device = self.embedding.device
+        self.blocks = nn.ModuleList(Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
         self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        frequencies, self.rope_factor = rope_frequencies(config)
-        self.register_buffer("frequencies", frequencies.to(self.embedding.device))
+        frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
+        self.register_buffer("frequencies", frequencies.to(self.device))
 
     def rope(self, positions, dtype):
         """cos and sin of int64 positions [...], each [..., head_dim]."""
@@ -435,19 +419,20 @@ class Transformer(nn.Module):
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
         int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing (see pack): [S] -> [S, d]."""
-        training = self.recompute_blocks and torch.is_grad_enabled()
-        x = F.embedding(tokens, self.embedding).requires_grad_(training)      # as reentrant recomputation needs it; see below
+        recomputing = self.recompute_blocks and torch.is_grad_enabled()
+        x = F.embedding(tokens, self.embedding).requires_grad_(recomputing)   # reentrant recomputation needs one input with it
         T = tokens.shape[1] if packing is None else packing.place.shape[1]
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
-            if training:                                       # the other kind hooks every tensor, twice the work for the host
+            if recomputing:                    # use_reentrant=False would hook every tensor: twice the work for the host
                 x = recompute(block, x, rope, None, None, packing, use_reentrant=True, preserve_rng_state=False)
             else:
                 x = block(x, rope, cache, slots, packing)
         return self.norm(x)
 
     def decode(self, tokens, cache):
-        """The next token of every slot of the cache, int64 [slots], at position cache.length -> hidden states [slots, d]."""
+        """The next token of every slot of the cache, int64 [slots], at position cache.length -> hidden states [slots, d]. Sampler.pick
+        moves the length on."""
         x = F.embedding(tokens, self.embedding)
         rope = self.rope(cache.length, x.dtype)
         for block in self.blocks:
@@ -468,17 +453,12 @@ class Transformer(nn.Module):
     def forward(self, tokens):
         return F.linear(self.hidden(tokens), self.lm_head)
 
-    @property
-    def device(self):
-        return self.embedding.device
-
 
 class Checkpoint:
     """Hands a model its tensors one layer at a time, read, checked and quantised, so that of the quantised layers no more
     than one is ever held in full precision. Override `read` and `has` to make a model without files (random weights)."""
 
-    def __init__(self, folder, weights="nvfp4", lora_rank=0, lora_alpha=None, train_norms=False, device="cpu",
-                 dtype=torch.float32):
+    def __init__(self, folder, weights="nvfp4", lora_rank=0, lora_alpha=None, train_norms=False, device="cpu", dtype=torch.float32):
         self.weights, self.lora_rank, self.lora_alpha, self.train_norms = weights, lora_rank, lora_alpha, train_norms
         self.device, self.dtype = torch.device(device), dtype
         self.files = {}                                                       # tensor name -> open safetensors file
@@ -489,8 +469,7 @@ class Checkpoint:
                 raise UserError(f"{path}: not a readable safetensors file ({reason(e)}); fetch it again")
             self.files.update((name, file) for name in file.keys())
         if folder and not self.files:
-            raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, "
-                            "convert them first")
+            raise UserError(f"{folder}: holds no .safetensors file; pickled weights (.bin, .pt) are never loaded, convert them first")
         self.packed = any(name.endswith(".weight_packed") for name in self.files)
 
     def has(self, name):
@@ -526,14 +505,12 @@ class Checkpoint:
             if parts[1].dtype != torch.float8_e4m3fn or parts[2] <= 0:
                 raise UserError(f"layer {name}: its scales are not NVFP4's (float8_e4m3fn, and a positive global scale); "
                                 "quantise the model again")
-            if format == "nvfp4":
-                return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
-            weight = dequantize_nvfp4(*parts, self.dtype)
+            if format != "nvfp4":
+                parts = FORMATS[format].quantize(dequantize_nvfp4(*parts, self.dtype))
         else:
             weight = self.read(f"{name}.weight", (out_features, in_features))           # quantised in the dtype it has
-            weight = weight.to(self.dtype) if format == "bf16" else weight
-        packed, block_scale, global_scale = FORMATS[format].quantize(weight)
-        return packed, block_scale, global_scale.expand(out_features).reshape(-1, 1)
+            parts = FORMATS[format].quantize(weight.to(self.dtype) if format == "bf16" else weight)
+        return (*parts[:2], parts[2].expand(out_features).reshape(-1, 1))
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features), with fresh LoRA."""
@@ -556,7 +533,7 @@ def model_folder(name):
             raise UserError(f"model {name}: no config.json in this folder; give a Hugging Face model's folder")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"model {name}: no such folder")
+        raise UserError(f"model {name}: no such folder; check the path")
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as e:
@@ -595,7 +572,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as e:
-        raise UserError(f"model {path}: config.json cannot be used ({reason(e)})")
+        raise UserError(f"model {path}: config.json cannot be used ({reason(e)}); give the folder of a Qwen2.5, Qwen3 or Llama 3 model")
     dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     return Transformer(config, Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype))
 
@@ -617,8 +594,7 @@ class KVCache:
     """Keys and values [layers, slots, kv_heads, max_len, head_dim]; length int64 [slots] is how many are filled."""
 
     def __init__(self, model, slots, max_len):
-        attention = model.blocks[0].attention
-        shape = (len(model.blocks), slots, model.config.num_key_value_heads, max_len, attention.head_dim)
+        shape = (len(model.blocks), slots, model.config.num_key_value_heads, max_len, model.blocks[0].attention.head_dim)
         self.k = torch.zeros(shape, dtype=model.embedding.dtype, device=model.device)
         self.v = torch.zeros_like(self.k)
         self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
@@ -637,16 +613,12 @@ class KVCache:
 
 @dataclass
 class Rollout:
-    """N completions, padded to C tokens, in the order of the prompts (each repeated group_size times).
-
-    tokens int64 [N, C], logprobs float32 [N, C] of the sampled tokens at the sampling temperature, entropy float32
-    [N, C] of the policy at each token in nats, length int64 [N], finished bool [N]: ended by an EOS token.
-    """
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    length: torch.Tensor
-    finished: torch.Tensor
+    """N completions, padded to C tokens, in the order of the prompts (each repeated group_size times)."""
+    tokens: torch.Tensor                # int64 [N, C]
+    logprobs: torch.Tensor              # float32 [N, C], of the sampled tokens at the sampling temperature
+    entropy: torch.Tensor               # float32 [N, C], of the policy at each token, in nats
+    length: torch.Tensor                # int64 [N]
+    finished: torch.Tensor              # bool [N]: ended by an EOS token
 
     @property
     def mask(self):
@@ -671,7 +643,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
     Log-probability and entropy are of softmax(logits/temperature), before top_p cuts it. temperature 0 takes the likeliest
     token; the two are then those of temperature 1. Sampling is the Gumbel-max trick in its exponential form: for E_i ~ Exp(1),
-    argmax p_i/E_i is a draw from p, normalised or not, without a sort and without waiting for the device.
+    argmax p_i/E_i is a draw from p, normalised or not, without waiting for the device.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
         return fp4_kernels.sample(logits, temperature, torch.randint(2 ** 62, (1,), device=logits.device, generator=generator))
@@ -712,7 +684,8 @@ def to_device(numbers, device):
 
 
 class Sampler:
-    """The state of one `generate` call: the n completions so far, and for each slot which of them it continues.
+    """The state of one `generate` call. Of each slot: row, column, token, cache.length; of each of the n completions: tokens,
+    logprobs, entropy, length, finished, limit.
 
     Made anew for each call, and with it the CUDA graph, which has the call's cache and noisy norms in it.
     """
@@ -722,10 +695,10 @@ class Sampler:
         self.model, self.n, self.cache = model, n, KVCache(model, slots, max_len)
         self.temperature, self.top_p, self.generator = temperature, top_p, generator
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
-        self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n: idle
+        self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n, a spare row: idle
         self.column = torch.zeros_like(self.row)                           # and its next token's place in it
         self.token = torch.zeros_like(self.row)                            # next input of each slot
-        shape = (n + 1, max_new_tokens)                                    # idle slots write into row n
+        shape = (n + 1, max_new_tokens)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
@@ -736,7 +709,7 @@ class Sampler:
         self.record()
 
     def record(self):
-        """On a GPU, `replay` is the step as a graph, or, as top-p sorts, the part of it before `pick`."""
+        """On a GPU with Triton, `replay` is the step as a graph; with top-p, the step without `pick`, which follows outside it."""
         self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.triton:
             self.replay = record_graph(self.step, self.generator) if self.top_p == 1 else record_graph(self.forward)
@@ -756,7 +729,7 @@ class Sampler:
                 self.pick()
 
     def admit(self, prompts, slots, rows, prefill_tokens=32768):
-        """Let idle slots [P*G] continue the completions `rows` [P*G] of `prompts` (P lists of token ids).
+        """Let idle slots [P*G] begin the completions `rows` [P*G] of `prompts` (P lists of token ids).
 
         All but the last token of a prompt are prefilled, prefill_tokens at a time; the last is the slot's first decode input.
         """
@@ -764,7 +737,7 @@ class Sampler:
         longest = max(len(p) for p in prompts)
         padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
         at_once = max(1, prefill_tokens // longest)
-        for i in range(0, len(prompts) if longest > 1 else 0, at_once):
+        for i in range(0, len(prompts), at_once) if longest > 1 else ():            # a single token needs no prefill
             self.model.hidden(padded[i:i + at_once, :-1], self.cache, slots[i * group:(i + at_once) * group])
         last = to_device([len(p) - 1 for p in prompts], device)
         self.cache.length[slots] = last.repeat_interleave(group)
@@ -809,23 +782,23 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     slots = max(group_size, min(slots, n))
     max_len = max(len(p) for p in prompts) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1       # looking at the slots makes the host wait for the GPU
-    waiting = 0                                                 # first prompt that has no slots yet
+    entered = 0                                                 # prompts that have had their slots
     with torch.no_grad():
         sampler = Sampler(model, n, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
         while True:
             idle = (sampler.row == n).nonzero()[:, 0]
-            admitted = min(len(idle) // group_size, len(prompts) - waiting)
+            admitted = min(len(idle) // group_size, len(prompts) - entered)
             busy = len(sampler.row) - len(idle)
             if not busy and not admitted:
                 return sampler.rollout()
-            if waiting == len(prompts) and len(sampler.row) >= 32 and busy <= len(idle):
+            if entered == len(prompts) and len(sampler.row) >= 32 and busy <= len(idle):
                 sampler.shrink()
             if busy:                                            # first, so that the GPU decodes while the host issues the prefill
                 sampler.steps(check_every)
             if admitted:
-                rows = torch.arange(waiting * group_size, (waiting + admitted) * group_size, device=model.device)
-                sampler.admit(prompts[waiting:waiting + admitted], idle[:len(rows)], rows)
-                waiting += admitted
+                rows = torch.arange(entered * group_size, (entered + admitted) * group_size, device=model.device)
+                sampler.admit(prompts[entered:entered + admitted], idle[:len(rows)], rows)
+                entered += admitted
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -859,6 +832,7 @@ def pack(prompts, length):
 
     prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which token of the line stands at each
     position (any, at padding); origin int64 [S]: the position in [B * T] that each token came from).
+    Rows "p q a" and "p q b c" -> line "p q a b c", place [[0, 1, 2, -], [0, 1, 3, 4]], origin [0, 1, 2, 6, 7].
     """
     prompt_length = to_device([len(p) for p in prompts], length.device)
     first = to_device([prompts.index(p) for p in prompts], length.device)                   # the first row with this prompt
@@ -880,8 +854,8 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                                   # (B, T)
     column = torch.arange(T, device=device) - to_device([len(p) for p in prompts], device)[:, None]         # in the completion
     tokens = torch.where(column < 0, padded, completions.gather(1, column.clamp(0, completions.shape[1] - 1)))
-    before = (column >= -1) & (column + 1 < length[:, None])                 # the places that predict a completion's tokens
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[before]]         # (n, d)
+    predicts = (column >= -1) & (column + 1 < length[:, None])               # a completion's token comes next
+    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[predicts]]       # (n, d)
 
     def head(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
@@ -897,14 +871,11 @@ def token_weights(mask, algorithm="grpo"):
     grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: the mean over all tokens.
     """
     mask = mask.float()
-    assert algorithm in ("grpo", "dapo"), algorithm
-    if algorithm == "grpo":
-        return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
-    return mask / mask.sum().clamp_min(1)
+    return {"grpo": mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask),
+            "dapo": mask / mask.sum().clamp_min(1)}[algorithm]
 
 
-def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0,
-                importance=None):
+def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0, importance=None):
     """-J of Eq. 3 for sequences [B, C], advantages [B], weights of token_weights -> (loss, mean KL to the reference).
 
     Losses of micro-batches add up to the batch's, because weights are of the batch. KL is Schulman's unbiased estimate
@@ -914,10 +885,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip_low, 1 + clip_high) * advantages[:, None])
     if importance is not None:
         gain = gain * importance
-    kl = torch.zeros_like(logprobs)
-    if ref_logprobs is not None:
-        d = ref_logprobs - logprobs
-        kl = d.exp() - d - 1
+    d = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
+    kl = d.exp() - d - 1
     return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
 
 
