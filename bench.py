@@ -362,15 +362,19 @@ def busy_slots(name, model, slots, prompts, group):
             "tokens_per_s": total / seconds}
 
 
-def vllm_folders(name, weights, rank, folder):
-    """What vLLM reads: a config in `folder`, random LoRA for all seven projections in folder/adapter, which is returned."""
-    config, adapter = config_of(name), os.path.join(folder, "adapter")
+def write_vllm_config(name, weights, folder):
+    """A config.json from which vLLM makes the model."""
+    config = config_of(name)
     config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
     if weights == "nvfp4":
         codes = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False}
         config.quantization_config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
                                       "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes}}}
     config.save_pretrained(folder)
+
+
+def write_adapter(name, rank, folder):
+    """Random LoRA for all seven projections, as PEFT stores it."""
     d, inner, layers, heads, kv_heads, _ = SHAPES[name]
     kv, tensors = d // heads * kv_heads, {}
     shapes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
@@ -380,14 +384,13 @@ def vllm_folders(name, weights, rank, folder):
             prefix = f"base_model.model.model.layers.{i}.{leaf}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, dtype=torch.bfloat16) * 0.01
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, dtype=torch.bfloat16) * 0.01
-    os.makedirs(adapter)
-    save_file(tensors, os.path.join(adapter, "adapter_model.safetensors"))
-    with open(os.path.join(adapter, "adapter_config.json"), "w") as f:
+    os.makedirs(folder)
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
+    with open(os.path.join(folder, "adapter_config.json"), "w") as f:
         json.dump({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": [leaf.split(".")[1] for leaf in shapes]}, f)
-    return adapter
 
 
-def vllm_rollout(name, weights, rank, batches, tokens):
+def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
     """{batch: tokens per second} as decode_seconds measures ours, by vLLM on random weights, at its best of two: with its defaults
     (CUDA graphs, torch.compile), CUDA graphs of these very batches, prefill in one go, and no text made of the tokens."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                        # else its engine is a fork of this process, and hung
@@ -410,39 +413,43 @@ def vllm_rollout(name, weights, rank, batches, tokens):
                 elif p.dim() > 1 or key.endswith("bias"):                     # norms stay one
                     p.data.normal_(std=0.02)
 
-    with tempfile.TemporaryDirectory() as folder:
-        adapter = LoRARequest("adapter", 1, vllm_folders(name, weights, rank, folder))
-        llm = LLM(folder, load_format="random", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=rank, max_model_len=2 * tokens,
-                  max_num_seqs=max(batches), max_num_batched_tokens=max(batches) * tokens, enable_prefix_caching=False,
-                  compilation_config={"cudagraph_capture_sizes": list(batches)})
+    lora = LoRARequest("adapter", 1, adapter)
+    llm = LLM(folder, load_format="random", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=rank, max_model_len=2 * tokens,
+              max_num_seqs=max(batches), max_num_batched_tokens=max(batches) * tokens, enable_prefix_caching=False,
+              compilation_config={"cudagraph_capture_sizes": list(batches)})
 
-        def seconds(batch, new):
-            prompts = [{"prompt_token_ids": row} for row in torch.randint(0, config_of(name).vocab_size, (batch, tokens)).tolist()]
-            settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, settings, lora_request=adapter, use_tqdm=False)
-            assert all(len(o.outputs[0].token_ids) == new for o in outputs)
-            return time.perf_counter() - began
-        result = {}
-        for batch in batches:
-            seconds(batch, 2)                                                 # warms up
-            prefill, whole = (min(seconds(batch, new) for _ in range(2)) for new in (1, tokens))
-            result[batch] = batch * (tokens - 1) / (whole - prefill)
+    def seconds(batch, new):
+        prompts = [{"prompt_token_ids": row} for row in torch.randint(0, vocabulary, (batch, tokens)).tolist()]
+        settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, settings, lora_request=lora, use_tqdm=False)
+        assert all(len(o.outputs[0].token_ids) == new for o in outputs)
+        return time.perf_counter() - began
+    result = {}
+    for batch in batches:
+        seconds(batch, 2)                                                     # warms up
+        prefill, whole = (min(seconds(batch, new) for _ in range(2)) for new in (1, tokens))
+        result[batch] = batch * (tokens - 1) / (whole - prefill)
     return result
 
 
 def vllm_tokens_per_s(name, rank, batches, tokens):
     """[{weights, batch, tokens_per_s, ...}] of vLLM with NVFP4 and with BF16 weights, each in a process of its own, or [] without vLLM."""
-    rows = []
-    for weights in ("nvfp4", "bf16") if importlib.util.find_spec("vllm") else ():
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            try:
-                rates = process.submit(vllm_rollout, name, weights, rank, batches, tokens).result()
-            except Exception as e:
-                print(f"vLLM's {LABELS[weights]} could not be measured: {qerl.reason(e)}")
-                continue
-        version = importlib.metadata.version("vllm")
-        rows += [{"model": name, "version": version, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate} for batch, rate in rates.items()]
+    if importlib.util.find_spec("vllm") is None:
+        return []
+    rows, version = [], importlib.metadata.version("vllm")
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(name, rank, f"{folder}/adapter")
+        for weights in ("nvfp4", "bf16"):
+            write_vllm_config(name, weights, f"{folder}/{weights}")
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                try:
+                    rates = process.submit(vllm_rollout, f"{folder}/{weights}", f"{folder}/adapter", SHAPES[name][-1], rank, batches, tokens).result()
+                except Exception as e:
+                    print(f"vLLM's {LABELS[weights]} could not be measured: {qerl.reason(e)}")
+                    continue
+            rows += [{"model": name, "version": version, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate}
+                     for batch, rate in rates.items()]
     return rows
 
 

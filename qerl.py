@@ -404,7 +404,6 @@ class Transformer(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
         self.register_buffer("lm_head", self.embedding if config.tie_word_embeddings else checkpoint.tensor("lm_head.weight", shape))
-        self.device = self.embedding.device
         self.blocks = nn.ModuleList(Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers))
         self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
@@ -452,6 +451,10 @@ class Transformer(nn.Module):
 
     def forward(self, tokens):
         return F.linear(self.hidden(tokens), self.lm_head)
+
+    @property
+    def device(self):
+        return self.embedding.device
 
 
 class Checkpoint:
@@ -823,7 +826,7 @@ def group_advantages(rewards, eps=1e-4):
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
-Packing = namedtuple("Packing", ["place", "origin"])                                      # see pack
+Packing = namedtuple("Packing", ["place", "origin", "start"])                             # see pack
 
 
 def pack(prompts, length):
@@ -831,16 +834,17 @@ def pack(prompts, length):
     Attention alone works on rows, all other layers on the line (as in Prefix Grouper, arXiv 2506.05433).
 
     prompts: B lists; length int64 [B] of the completions -> Packing(place int64 [B, T]: which token of the line stands at each
-    position (any, at padding); origin int64 [S]: the position in [B * T] that each token came from).
-    Rows "p q a" and "p q b c" -> line "p q a b c", place [[0, 1, 2, -], [0, 1, 3, 4]], origin [0, 1, 2, 6, 7].
+    position (any, at padding); origin int64 [S]: the position in [B * T] that each token came from; start int64 [B]: the
+    position of each completion in its row).
+    Rows "p q a" and "p q b c" -> line "p q a b c", place [[0, 1, 2, -], [0, 1, 3, 4]], origin [0, 1, 2, 6, 7], start [2, 2].
     """
-    prompt_length = to_device([len(p) for p in prompts], length.device)
+    start = to_device([len(p) for p in prompts], length.device)
     first = to_device([prompts.index(p) for p in prompts], length.device)                   # the first row with this prompt
-    t = torch.arange((prompt_length + length).max(), device=length.device)
-    in_prompt, is_first = t < prompt_length[:, None], first == torch.arange(len(prompts), device=length.device)
-    is_origin = torch.where(in_prompt, is_first[:, None], t < (prompt_length + length)[:, None])         # (B, T)
+    t = torch.arange((start + length).max(), device=length.device)
+    in_prompt, is_first = t < start[:, None], first == torch.arange(len(prompts), device=length.device)
+    is_origin = torch.where(in_prompt, is_first[:, None], t < (start + length)[:, None])    # (B, T)
     place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1
-    return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0])
+    return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0], start)
 
 
 def token_logprobs(model, prompts, completions, length, chunk=2048):
@@ -852,7 +856,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     device, packing, mask = completions.device, pack(prompts, length), length_mask(length, completions.shape[1])
     T = packing.place.shape[1]
     padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                                   # (B, T)
-    column = torch.arange(T, device=device) - to_device([len(p) for p in prompts], device)[:, None]         # in the completion
+    column = torch.arange(T, device=device) - packing.start[:, None]                                        # in the completion
     tokens = torch.where(column < 0, padded, completions.gather(1, column.clamp(0, completions.shape[1] - 1)))
     predicts = (column >= -1) & (column + 1 < length[:, None])               # a completion's token comes next
     hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[predicts]]       # (n, d)
@@ -871,8 +875,10 @@ def token_weights(mask, algorithm="grpo"):
     grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: the mean over all tokens.
     """
     mask = mask.float()
-    return {"grpo": mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask),
-            "dapo": mask / mask.sum().clamp_min(1)}[algorithm]
+    assert algorithm in ("grpo", "dapo"), algorithm
+    if algorithm == "grpo":
+        return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
+    return mask / mask.sum().clamp_min(1)
 
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28, ref_logprobs=None, beta=0.0, importance=None):
