@@ -455,7 +455,7 @@ def vllm_tokens_per_s(name, rank, batches, tokens):
 
 def bench_rollout(args):
     cuda = args.device == "cuda"
-    batches, tokens = ((1, 2, 4, 8, 32, 128), 256) if cuda else ((1, 4), 8)
+    batches, tokens = ((1, 8, 32, 128), 256) if cuda else ((1, 4), 8)
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
     results, theirs, busy = [], [], []
     print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
@@ -478,7 +478,7 @@ def bench_rollout(args):
                     results.append(r)
                     ratio = f"{r['tokens_per_s'] / best:.2f}x" if best else ""
                     print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
-                if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32):
+                if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32) and args.ranks:
                     busy = [busy_slots(name, model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
                 del model
                 if cuda:
@@ -588,7 +588,7 @@ def main():
     p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
     p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
     p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], help="rollout, step: default nvfp4 bf16 nf4")
-    p.add_argument("--ranks", nargs="*", type=int, help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128)")
+    p.add_argument("--ranks", nargs="*", type=int, help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); given none, no busy slots either")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one")
     p.add_argument("--out", default="results", help="folder for the results (default results)")
     try:
