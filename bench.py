@@ -460,25 +460,26 @@ def bench_rollout(args):
     results, theirs, busy = [], [], []
     print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
     for name in models:
-        theirs += vllm_tokens_per_s(name, RANKS.get(name, 32), batches, tokens) if cuda else []
-        for r in theirs:
-            if r["model"] == name:
-                print(f"| {name} | {r['rank']} | vLLM, {LABELS[r['weights']]} | {r['batch']} | {r['tokens_per_s']:.0f} | | | |", flush=True)
-        for rank in dict.fromkeys((RANKS.get(name, 32), *(args.ranks if name == models[0] else ()))):
-            for weights in args.weights if rank == RANKS.get(name, 32) else ["nvfp4"]:
+        own, others = RANKS.get(name, 32), args.ranks if name == models[0] else []
+        vllm = vllm_tokens_per_s(name, own, batches, tokens) if cuda else []
+        theirs += vllm
+        for r in vllm:
+            print(f"| {name} | {own} | vLLM, {LABELS[r['weights']]} | {r['batch']} | {r['tokens_per_s']:.0f} | | | |", flush=True)
+        for rank in dict.fromkeys((own, *others)):
+            for weights in args.weights if rank == own else ["nvfp4"]:
                 model = random_model(name, weights, rank, args.device)
                 decode_seconds(model, 1, tokens, 2)                           # compiles what prefill needs
                 for batch in batches:
                     prefill, seconds = decode_seconds(model, batch, tokens, tokens)
                     r = {"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": batch * tokens / seconds,
                          "step_ms": seconds / tokens * 1e3, "prefill_s": prefill}
-                    best = max((v["tokens_per_s"] for v in theirs if [v["model"], v["rank"], v["batch"]] == [name, rank, batch]), default=0)
+                    best = max((v["tokens_per_s"] for v in vllm if (v["rank"], v["batch"]) == (rank, batch)), default=0)
                     if best:
                         r["vllm"] = best
                     results.append(r)
                     ratio = f"{r['tokens_per_s'] / best:.2f}x" if best else ""
                     print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
-                if weights == "nvfp4" and name == models[0] and rank == RANKS.get(name, 32) and args.ranks:
+                if weights == "nvfp4" and rank == own and others:
                     busy = [busy_slots(name, model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
                 del model
                 if cuda:
