@@ -372,11 +372,13 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
+    by_tma = s.rows > 32
+    x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
+    residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
-        tma_descriptor(x, [s.rows, s.C * 64]) if s.rows > 32 else None, x, words, scales, out_scale,
-        table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
+        x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial, counters, M, N, chunks, ranks,
         bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages,
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
         AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
 
@@ -388,11 +390,23 @@ if triton is not None:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
 
     @triton.jit
+    def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
+        """Sums [64R, ROWS] by the thread that holds them, [128W, R / W * ROWS / 8, 4], so that none changes hands."""
+        n: tl.constexpr = acc.shape[1] // 8
+        return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(1, 3, 5, 0, 4, 2, 6).reshape(128 * W, R // W * n, 4)
+
+    @triton.jit
+    def by_row(acc, R: tl.constexpr, W: tl.constexpr):
+        """by_thread's inverse."""
+        n: tl.constexpr = acc.shape[1] // (R // W)
+        return acc.reshape(4 * W, 8, 4, R // W, n, 2, 2).permute(3, 0, 5, 1, 4, 2, 6).reshape(64 * R, 8 * n)
+
+    @triton.jit
     def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
         """acc + parts[first] + ... + parts[last - 1], some loads at once; .cg: from the L2 cache, where other SMs write to."""
         for q in range(first, last, AT_ONCE):
             for u in tl.static_range(AT_ONCE):
-                there = tl.full([1, 1], q + u, tl.int32) < last
+                there = tl.full([1] * len(acc.shape), q + u, tl.int32) < last
                 acc += tl.load(parts + (q + u) * STRIDE, mask=there, other=0.0, cache_modifier=".cg")
         return acc
 
@@ -423,7 +437,6 @@ if triton is not None:
                lora_tiles, RANK: tl.constexpr):
         """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]: yᵀ, as Ŵ xᵀ gives it."""
         n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
-        at_y = m[None].to(tl.int64) * N + n[:, None]
         scale = tl.load(out_scale + n)[:, None]
         shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
         if RANK > 0:
@@ -434,9 +447,15 @@ if triton is not None:
             H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
         out = acc * scale + shift                                    # lora_for_tiles has divided B by out_scale
-        if residual is not None:
-            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+        if acc.shape[1] > 32:                                        # by TMA, which leaves out rows from M on
+            if residual is not None:
+                out += residual.load([m0, n0]).T
+            y.store([m0, n0], out.to(y.dtype).T)
+        else:
+            at_y = m[None].to(tl.int64) * N + n[:, None]
+            if residual is not None:
+                out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+            tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
         if RANK > 0:
             tl.debug_barrier()
             if tl.atomic_add(finished, 1) == tiles - 1:              # the last tile: no one waits any more
@@ -446,8 +465,8 @@ if triton is not None:
     @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
-                      AT_ONCE: tl.constexpr):
+                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+                      STAGES: tl.constexpr, AT_ONCE: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
@@ -491,8 +510,9 @@ if triton is not None:
                 let_next_start()
             finishes = last - first == steps
             if not finishes:                                         # leave it; whoever is last finishes the tile
-                here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)  # slot 2p: of a tile that others begin; 2p + 1: that p begins
+                here = tl.arange(0, 128 * W)[:, None, None] * 4 + tl.arange(0, SIZE // (512 * W))[None, :, None] * (512 * W)
+                here = partial + here + tl.arange(0, 4)[None, None]
+                tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))         # slot 2p: of a tile that others begin; 2p + 1: that p begins
                 tl.debug_barrier()
                 # step i is in the share of program ((i + 1) P - 1) // total: those of this tile's first and last step
                 p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total
@@ -500,7 +520,7 @@ if triton is not None:
                 if finishes:
                     tl.store(arrived + tile, 0)
                     acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-                    acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+                    acc = by_row(add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
             if finishes:
                 finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N,
                        ranks, bound1, bound2, lora_programs // parts, RANK)
