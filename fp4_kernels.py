@@ -280,7 +280,7 @@ if triton is not None:
 # Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
 # equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
 # each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its
-# sums in `partial`; whoever is last to do so adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along
+# sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along
 # the input, too: over the first few programs (more than 128 rows have it computed before); when they are done, `ready` says so, and
 # tiles are finished with their share of B. Who waits relies on programs starting in their order: it waits for one that runs.
 #
@@ -372,12 +372,12 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
-    by_tma = s.rows > 32
+    by_tma = s.rows > 32                                                      # fewer rows reach their places faster without
     x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
     residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
-        x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial, counters, M, N, chunks, ranks,
-        bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
+        x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial,
+        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
         ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
         AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
@@ -391,7 +391,8 @@ if triton is not None:
 
     @triton.jit
     def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
-        """Sums [64R, ROWS] by the thread that holds them, [128W, R / W * ROWS / 8, 4], so that none changes hands."""
+        """Sums [64R, ROWS], as the tensor cores leave them in the registers of 4W warps -> [thread 128W, R / W * ROWS / 8, 4]: written
+        and read in this order, none goes through shared memory to another thread."""
         n: tl.constexpr = acc.shape[1] // 8
         return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(1, 3, 5, 0, 4, 2, 6).reshape(128 * W, R // W * n, 4)
 
@@ -512,7 +513,8 @@ if triton is not None:
             if not finishes:                                         # leave it; whoever is last finishes the tile
                 here = tl.arange(0, 128 * W)[:, None, None] * 4 + tl.arange(0, SIZE // (512 * W))[None, :, None] * (512 * W)
                 here = partial + here + tl.arange(0, 4)[None, None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))         # slot 2p: of a tile that others begin; 2p + 1: that p begins
+                # slot 2p: of a tile that others begin; 2p + 1: that p begins
+                tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))
                 tl.debug_barrier()
                 # step i is in the share of program ((i + 1) P - 1) // total: those of this tile's first and last step
                 p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total
