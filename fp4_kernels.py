@@ -372,7 +372,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
-    by_tma = s.rows > 32                                                      # fewer rows reach their places faster without
+    by_tma = s.rows > 32
     x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
     residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
