@@ -10,6 +10,7 @@ Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
     5. output         log-probabilities; a token, its log-probability and entropy      token_logprob, sample
 """
 import functools
+import math
 import os
 from collections import namedtuple
 
@@ -294,7 +295,7 @@ if triton is not None:
 
 # rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; registers a thread at most
 Shape = namedtuple("Shape", "rows R C warps stages programs registers")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (middle,) large layers: see linear;
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (other,) large layers: see shape_for;
           (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255)),                # from searches on an H200
           (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 3, 2, 255)),
           (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 4, 2, 255)),
@@ -339,6 +340,15 @@ def scratch(device):
     return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
+def shape_for(M, N, columns, bounds):
+    """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`; the thresholds are measured on an H200."""
+    small, *middle, large = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
+    other = middle[0] if middle else small
+    if N * columns > 1e8 or N * M > 2.4e6:
+        return large if math.gcd(N, *bounds) % (64 * large.R) == 0 else other
+    return small if columns % (64 * small.C) == 0 else other
+
+
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; shape: a Shape
     instead of the one chosen here, for tests."""
@@ -349,18 +359,15 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
-    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    big = N * columns > 1e8                                                   # such thresholds: measured on an H200
-    middle = N * columns > 4e7 or chunks % 4 > 0                              # the small shape of 128 rows takes four tiles a step
-    s = shape or shapes[-1 if big or N * M > 2.4e6 else -2 if middle else 0]
+    A, B, (bound1, bound2) = lora or (None, None, (N, N))
+    s = shape or shape_for(M, N, columns, (bound1, bound2))
     assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    A, B, (bound1, bound2) = lora or (None, None, (N, N))
     ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if big else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
+    parts = min(16, chunks // (16 if N * columns > 1e8 else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
     parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
@@ -377,8 +384,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
         x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial,
-        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
+        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1],
+        NF4=scales.dtype == torch.bfloat16, ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
         AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
 
