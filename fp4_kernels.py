@@ -280,10 +280,11 @@ if triton is not None:
 #
 # Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
 # equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
-# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its
-# sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along
-# the input, too: over the first few programs (more than 128 rows have it computed before); when they are done, `ready` says so, and
-# tiles are finished with their share of B. Who waits relies on programs starting in their order: it waits for one that runs.
+# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves
+# its sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the
+# tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it computed before); when they
+# are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on programs starting in their order: it
+# waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
@@ -350,8 +351,8 @@ def shape_for(M, N, columns, bounds):
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
-    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; shape: a Shape
-    instead of the one chosen here, for tests."""
+    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; x and residual
+    contiguous; shape: a Shape instead of the one chosen here, for tests."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows of a small layer, or a GPU it is not made for.
@@ -379,6 +380,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
+    assert s.R % (s.warps // 4) == 0 and 2 * programs * 64 * s.R * s.rows <= len(partial), f"{s} is not made for this kernel"
     by_tma = s.rows > 32
     x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
     residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
@@ -398,23 +400,23 @@ if triton is not None:
 
     @triton.jit
     def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
-        """Sums [64R, ROWS], as the tensor cores leave them in the registers of 4W warps -> [thread 128W, R / W * ROWS / 8, 4]: written
-        and read in this order, none goes through shared memory to another thread."""
+        """Sums [64R, ROWS] in the registers of 4W warps, one above the other, as the tensor cores leave them -> [R / W * ROWS / 8, 512 W],
+        four of each thread in turn: written and read in this order, none goes through shared memory to another thread."""
         n: tl.constexpr = acc.shape[1] // 8
-        return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(1, 3, 5, 0, 4, 2, 6).reshape(128 * W, R // W * n, 4)
+        return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(R // W * n, 512 * W)
 
     @triton.jit
     def by_row(acc, R: tl.constexpr, W: tl.constexpr):
         """by_thread's inverse."""
-        n: tl.constexpr = acc.shape[1] // (R // W)
-        return acc.reshape(4 * W, 8, 4, R // W, n, 2, 2).permute(3, 0, 5, 1, 4, 2, 6).reshape(64 * R, 8 * n)
+        n: tl.constexpr = acc.shape[0] // (R // W)
+        return acc.reshape(R // W, n, 4 * W, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(64 * R, 8 * n)
 
     @triton.jit
     def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
         """acc + parts[first] + ... + parts[last - 1], some loads at once; .cg: from the L2 cache, where other SMs write to."""
         for q in range(first, last, AT_ONCE):
             for u in tl.static_range(AT_ONCE):
-                there = tl.full([1] * len(acc.shape), q + u, tl.int32) < last
+                there = tl.full([1, 1], q + u, tl.int32) < last
                 acc += tl.load(parts + (q + u) * STRIDE, mask=there, other=0.0, cache_modifier=".cg")
         return acc
 
@@ -518,8 +520,7 @@ if triton is not None:
                 let_next_start()
             finishes = last - first == steps
             if not finishes:                                         # leave it; whoever is last finishes the tile
-                here = tl.arange(0, 128 * W)[:, None, None] * 4 + tl.arange(0, SIZE // (512 * W))[None, :, None] * (512 * W)
-                here = partial + here + tl.arange(0, 4)[None, None]
+                here = partial + tl.arange(0, SIZE // (512 * W))[:, None] * (512 * W) + tl.arange(0, 512 * W)[None]
                 # slot 2p: of a tile that others begin; 2p + 1: that p begins
                 tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))
                 tl.debug_barrier()
