@@ -10,6 +10,7 @@ Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
     5. output         log-probabilities; a token, its log-probability and entropy      token_logprob, sample
 """
 import functools
+import math
 import os
 from collections import namedtuple
 
@@ -279,10 +280,11 @@ if triton is not None:
 #
 # Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
 # equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
-# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves its
-# sums in `partial`; whoever is last to do so adds them up, always in the same order, and finishes the tile. LoRA's x Aᵀ is cut along
-# the input, too: over the first few programs (more than 128 rows have it computed before); when they are done, `ready` says so, and
-# tiles are finished with their share of B. Who waits relies on programs starting in their order: it waits for one that runs.
+# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves
+# its sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the
+# tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it computed before); when they
+# are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on programs starting in their order: it
+# waits for one that runs.
 #
 # What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
 # cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
@@ -294,7 +296,7 @@ if triton is not None:
 
 # rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; registers a thread at most
 Shape = namedtuple("Shape", "rows R C warps stages programs registers")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (middle,) large layers: see linear;
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (other,) large layers: see shape_for;
           (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255)),                # from searches on an H200
           (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 3, 2, 255)),
           (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 4, 2, 255)),
@@ -339,9 +341,18 @@ def scratch(device):
     return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
+def shape_for(M, N, columns, bounds):
+    """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`; the thresholds are measured on an H200."""
+    small, *middle, large = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
+    other = middle[0] if middle else small
+    if N * columns > 1e8 or N * M > 2.4e6:
+        return large if math.gcd(N, *bounds) % (64 * large.R) == 0 else other
+    return small if columns % (64 * small.C) == 0 else other
+
+
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
-    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; shape: a Shape
-    instead of the one chosen here, for tests."""
+    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; x and residual
+    contiguous; shape: a Shape instead of the one chosen here, for tests."""
     words, scales, out_scale = tiled
     (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
     # Decode first where the kernel does not pay: many rows of a small layer, or a GPU it is not made for.
@@ -349,18 +360,15 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
         return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
-    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    big = N * columns > 1e8                                                   # such thresholds: measured on an H200
-    middle = N * columns > 4e7 or chunks % 4 > 0                              # the small shape of 128 rows takes four tiles a step
-    s = shape or shapes[-1 if big or N * M > 2.4e6 else -2 if middle else 0]
+    A, B, (bound1, bound2) = lora or (None, None, (N, N))
+    s = shape or shape_for(M, N, columns, (bound1, bound2))
     assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    A, B, (bound1, bound2) = lora or (None, None, (N, N))
     ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if big else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
+    parts = min(16, chunks // (16 if N * columns > 1e8 else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
     parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
@@ -372,11 +380,14 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
+    assert s.R % (s.warps // 4) == 0 and 2 * programs * 64 * s.R * s.rows <= len(partial), f"{s} is not made for this kernel"
+    by_tma = s.rows > 32
+    x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
+    residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
-        tma_descriptor(x, [s.rows, s.C * 64]) if s.rows > 32 else None, x, words, scales, out_scale,
-        table_on(table, x.device), bias, residual, A, B, h, y, partial, lora_partial, counters, M, N, chunks, ranks,
-        bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1], NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, STAGES=s.stages,
+        x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial,
+        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1],
+        NF4=scales.dtype == torch.bfloat16, ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
         AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
 
@@ -386,6 +397,19 @@ if triton is not None:
     def product(a, b, acc):
         """acc + a b; the interpreter multiplies float32 only."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
+
+    @triton.jit
+    def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
+        """Sums [64R, ROWS] in the registers of 4W warps, one above the other, as the tensor cores leave them -> [R / W * ROWS / 8, 512 W],
+        four of each thread in turn: written and read in this order, none goes through shared memory to another thread."""
+        n: tl.constexpr = acc.shape[1] // 8
+        return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(R // W * n, 512 * W)
+
+    @triton.jit
+    def by_row(acc, R: tl.constexpr, W: tl.constexpr):
+        """by_thread's inverse."""
+        n: tl.constexpr = acc.shape[0] // (R // W)
+        return acc.reshape(R // W, n, 4 * W, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(64 * R, 8 * n)
 
     @triton.jit
     def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
@@ -423,7 +447,6 @@ if triton is not None:
                lora_tiles, RANK: tl.constexpr):
         """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]: yᵀ, as Ŵ xᵀ gives it."""
         n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
-        at_y = m[None].to(tl.int64) * N + n[:, None]
         scale = tl.load(out_scale + n)[:, None]
         shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
         if RANK > 0:
@@ -434,9 +457,15 @@ if triton is not None:
             H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
         out = acc * scale + shift                                    # lora_for_tiles has divided B by out_scale
-        if residual is not None:
-            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+        if acc.shape[1] > 32:                                        # by TMA, which leaves out rows from M on
+            if residual is not None:
+                out += residual.load([m0, n0]).T
+            y.store([m0, n0], out.to(y.dtype).T)
+        else:
+            at_y = m[None].to(tl.int64) * N + n[:, None]
+            if residual is not None:
+                out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+            tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
         if RANK > 0:
             tl.debug_barrier()
             if tl.atomic_add(finished, 1) == tiles - 1:              # the last tile: no one waits any more
@@ -446,8 +475,8 @@ if triton is not None:
     @triton.jit
     def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
                       counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
-                      AT_ONCE: tl.constexpr):
+                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+                      STAGES: tl.constexpr, AT_ONCE: tl.constexpr):
         SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
         S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
         BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
@@ -491,8 +520,9 @@ if triton is not None:
                 let_next_start()
             finishes = last - first == steps
             if not finishes:                                         # leave it; whoever is last finishes the tile
-                here = partial + tl.arange(0, 64 * R)[:, None] * ROWS + tl.arange(0, ROWS)[None]
-                tl.store(here + (2 * p + (first == 0)) * SIZE, acc)  # slot 2p: of a tile that others begin; 2p + 1: that p begins
+                here = partial + tl.arange(0, SIZE // (512 * W))[:, None] * (512 * W) + tl.arange(0, 512 * W)[None]
+                # slot 2p: of a tile that others begin; 2p + 1: that p begins
+                tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))
                 tl.debug_barrier()
                 # step i is in the share of program ((i + 1) P - 1) // total: those of this tile's first and last step
                 p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total
@@ -500,7 +530,7 @@ if triton is not None:
                 if finishes:
                     tl.store(arrived + tile, 0)
                     acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-                    acc = add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE)
+                    acc = by_row(add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
             if finishes:
                 finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N,
                        ranks, bound1, bound2, lora_programs // parts, RANK)

@@ -3,6 +3,7 @@
     python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
+import itertools
 import json
 import math
 import os
@@ -885,14 +886,16 @@ def test_kernel_untile(name):
                                                       ("nvfp4", 130, 256, 3), ("nvfp4", 300, 256, 4), ("mxfp4", 21, 256, 0), ("nf4", 21, 256, 3)])
 def test_kernel_linear(name, rows, columns, shapes):
     """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero."""
-    tiled, table, dense = tiled_weight(name, 384, columns)
-    x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
-    bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(384, 8) * 8
+    piece = 64 * max(shape.R for shape in fp4_kernels.SHAPES[shapes])        # a tile lies in one piece
+    out = 3 * piece
+    tiled, table, dense = tiled_weight(name, out, columns)
+    x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, out).bfloat16() * 64
+    bias, A, B = torch.randn(out) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(out, 8) * 8
     h = (x.double() @ A.double().T).split(8, -1)
     plain = x.double() @ dense.T
-    with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(128))], -1)
+    with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(piece))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
-    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128] * 3, 2.0, tiled)
+    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, tiled)
     for shape in (None, *fp4_kernels.SHAPES[shapes]):
         assert relative(fp4_kernels.linear(x, tiled, table, shape=shape).cpu().double(), plain) < 5e-3
         for sign in (1, -1):
@@ -901,6 +904,31 @@ def test_kernel_linear(name, rows, columns, shapes):
         assert not fp4_kernels.scratch(x.device)[3].any()
     twin = fp4_kernels.linear_torch(x, tiled, table, bias_there, residual_there, lora)
     assert relative(twin.cpu().double(), with_lora + bias + residual) < 5e-3
+
+
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_kernel_shapes_fit(monkeypatch, R):
+    """A layer is whole tiles of its pieces and whole steps of its columns, also where those are odd multiples of 128."""
+    monkeypatch.setattr(fp4_kernels, "SHAPES", [(*shapes[:-1], shapes[-1]._replace(R=R)) for shapes in fp4_kernels.SHAPES])
+    layers = [(37888, 3584, (18944, 37888)), (37888 + 256, 3584, (18944 + 128, 37888 + 256)), (4608, 3584, (3584, 4096)), (3584, 18944, (3584, 3584)),
+              (128 * 301, 128 * 27, (128 * 301,) * 2), (384, 384, (128, 256))]
+    for M, (N, columns, bounds) in itertools.product((1, 16, 17, 32, 64, 65, 128, 129, 256, 257, 1024), layers):
+        shape = fp4_kernels.shape_for(M, N, columns, bounds)
+        assert all(n % (64 * shape.R) == 0 for n in (N, *bounds)) and columns % (64 * shape.C) == 0
+        assert shape.rows >= min(M, 256)
+
+
+@runs_kernels
+@pytest.mark.parametrize("rows,shapes", [(20, 1), (50, 2), (100, 3), (200, 4)])
+def test_kernel_linear_adds_parts(rows, shapes):
+    """One tile of W, cut among three programs."""
+    tiled, table, dense = tiled_weight("nvfp4", 128, 384)
+    x = torch.randn(rows, 384).bfloat16()
+    for shape in fp4_kernels.SHAPES[shapes]:
+        shape = shape._replace(C=1, programs=1)
+        y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table, shape=shape)
+        assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
+        assert not fp4_kernels.scratch(y.device)[3].any()
 
 
 @runs_kernels
