@@ -286,20 +286,21 @@ if triton is not None:
 # are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on programs starting in their order: it
 # waits for one that runs.
 #
-# What bounds it on an H200. To 16 rows: for 8 weights a thread runs 25-29 instructions (15 decode, the others feed the tensor
-# cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where reading takes 2, waiting and adding
-# up parts. At 128 rows and more: each tile's rows of W read all of x again, 50 MB out of the L2 cache for 3584 x 3584, and parts of
-# 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster: 512 rows with W of 3584 x 18944 take
-# 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K with a second kernel, mma.sync, 8 warps
-# below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, whole tiles and an evenly cut rest, all programs of a
-# tile finishing it together (waiting costs what it saves), fetching bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
+# What bounds it on an H200. To 16 rows: for 8 weights a thread runs 22 instructions in tiles of 256 rows of W, 26-29 in smaller ones
+# (15 decode, the others feed the tensor cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where
+# reading takes 2, waiting and adding up parts. At 128 rows and more: each tile's rows of W read all of x again, 50 MB out of the L2
+# cache for 3584 x 3584, and parts of 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster:
+# 512 rows with W of 3584 x 18944 take 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K
+# with a second kernel, mma.sync, 8 warps below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, tiles of 256
+# rows of W above 32 rows of x, whole tiles and an evenly cut rest, all programs of a tile finishing it together (waiting costs what it
+# saves), fetching bias and B ahead as well, cuBLAS for x Aᵀ of rank 128.
 
 # rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; registers a thread at most
 Shape = namedtuple("Shape", "rows R C warps stages programs registers")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168)),                # small, (other,) large layers: see shape_for;
-          (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255)),                # from searches on an H200
-          (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 3, 2, 255)),
-          (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 4, 2, 255)),
+SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168), Shape(16, 4, 2, 4, 3, 2, 255)),       # from searches on an H200,
+          (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255), Shape(32, 4, 2, 4, 3, 2, 255)),       # small layers' first,
+          (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 4, 2, 255)),                                      # large ones' last
+          (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 5, 2, 255)),
           (Shape(256, 1, 2, 4, 3, 1, 255), Shape(256, 2, 2, 8, 3, 1, 255))]
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
@@ -341,13 +342,13 @@ def scratch(device):
     return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
 
 
-def shape_for(M, N, columns, bounds):
-    """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`; the thresholds are measured on an H200."""
-    small, *middle, large = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    other = middle[0] if middle else small
-    if N * columns > 1e8 or N * M > 2.4e6:
-        return large if math.gcd(N, *bounds) % (64 * large.R) == 0 else other
-    return small if columns % (64 * small.C) == 0 else other
+def shape_for(M, N, columns, bounds, rank):
+    """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`, LoRA of `rank` (0: none): the first that is whole
+    tiles and steps of it, and whose tiles' part of LoRA's B is not too large. Thresholds are measured on an H200."""
+    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
+    large = N * columns > 1e8 or N * M > 2.4e6
+    return next(s for s in (reversed(shapes) if large else shapes)
+                if math.gcd(N, *bounds) % (64 * s.R) == 0 and columns % (64 * s.C) == 0 and s.R * rank <= 256)
 
 
 def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
@@ -361,7 +362,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    s = shape or shape_for(M, N, columns, (bound1, bound2))
+    s = shape or shape_for(M, N, columns, (bound1, bound2), 0 if lora is None else B.shape[1])
     assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -377,7 +378,7 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
     assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
     even = programs // tiles * tiles                                          # programs, if each gets a whole tile or an equal part
-    if even > programs * (0.7 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
+    if even > programs * (0.8 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
         programs = even
     programs = min(programs, tiles * (chunks // s.C))
     assert s.R % (s.warps // 4) == 0 and 2 * programs * 64 * s.R * s.rows <= len(partial), f"{s} is not made for this kernel"

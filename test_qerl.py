@@ -912,19 +912,19 @@ def test_kernel_shapes_fit(monkeypatch, R):
     monkeypatch.setattr(fp4_kernels, "SHAPES", [(*shapes[:-1], shapes[-1]._replace(R=R)) for shapes in fp4_kernels.SHAPES])
     layers = [(37888, 3584, (18944, 37888)), (37888 + 256, 3584, (18944 + 128, 37888 + 256)), (4608, 3584, (3584, 4096)), (3584, 18944, (3584, 3584)),
               (128 * 301, 128 * 27, (128 * 301,) * 2), (384, 384, (128, 256))]
-    for M, (N, columns, bounds) in itertools.product((1, 16, 17, 32, 64, 65, 128, 129, 256, 257, 1024), layers):
-        shape = fp4_kernels.shape_for(M, N, columns, bounds)
+    for M, (N, columns, bounds), rank in itertools.product((1, 16, 17, 32, 64, 65, 128, 129, 256, 257, 1024), layers, (0, 16, 128)):
+        shape = fp4_kernels.shape_for(M, N, columns, bounds, rank)
         assert all(n % (64 * shape.R) == 0 for n in (N, *bounds)) and columns % (64 * shape.C) == 0
         assert shape.rows >= min(M, 256)
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows,shapes", [(20, 1), (50, 2), (100, 3), (200, 4)])
+@pytest.mark.parametrize("rows,shapes", [(5, 0), (20, 1), (50, 2), (100, 3), (200, 4)])
 def test_kernel_linear_adds_parts(rows, shapes):
-    """One tile of W, cut among three programs."""
-    tiled, table, dense = tiled_weight("nvfp4", 128, 384)
+    """One or two tiles of W, cut among three programs."""
     x = torch.randn(rows, 384).bfloat16()
     for shape in fp4_kernels.SHAPES[shapes]:
+        tiled, table, dense = tiled_weight("nvfp4", 64 * max(2, shape.R), 384)
         shape = shape._replace(C=1, programs=1)
         y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table, shape=shape)
         assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
