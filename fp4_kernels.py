@@ -302,6 +302,7 @@ SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168), Shape(1
           (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 4, 2, 255)),                                      # large ones' last
           (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 5, 2, 255)),
           (Shape(256, 1, 2, 4, 3, 1, 255), Shape(256, 2, 2, 8, 3, 1, 255))]
+LARGE = 1e8                                  # weights of a large layer, from such searches, too
 Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
 
 
@@ -346,7 +347,7 @@ def shape_for(M, N, columns, bounds, rank):
     """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`, LoRA of `rank` (0: none): the first that is whole
     tiles and steps of it, and whose tiles' part of LoRA's B is not too large. Thresholds are measured on an H200."""
     shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    large = N * columns > 1e8 or N * M > 2.4e6
+    large = N * columns > LARGE or N * M > 2.4e6
     return next(s for s in (reversed(shapes) if large else shapes)
                 if math.gcd(N, *bounds) % (64 * s.R) == 0 and columns % (64 * s.C) == 0 and s.R * rank <= 256)
 
@@ -362,14 +363,14 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
         return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
     A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    s = shape or shape_for(M, N, columns, (bound1, bound2), 0 if lora is None else B.shape[1])
+    rank, ranks = (0, 0) if lora is None else (B.shape[1], len(A))
+    s = shape or shape_for(M, N, columns, (bound1, bound2), rank)
     assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
     sms, partial, lora_partial, counters = scratch(x.device)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    ranks = 0 if lora is None else len(A)
     lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
     lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if N * columns > 1e8 else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
+    parts = min(16, chunks // (16 if N * columns > LARGE else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
     parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
     if lora is not None and M > 128:                                         # many rows are worth a product of their own
         h, lora_programs = F.linear(x, A), 0
@@ -387,8 +388,8 @@ def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
     residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
     linear_kernel[(lora_programs + programs,)](
         x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial,
-        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=0 if lora is None else B.shape[1],
-        NF4=scales.dtype == torch.bfloat16, ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
+        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=rank, NF4=scales.dtype == torch.bfloat16,
+        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
         AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
     return y
 
@@ -445,7 +446,7 @@ if triton is not None:
 
     @triton.jit
     def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N, ranks, bound1, bound2,
-               lora_tiles, RANK: tl.constexpr):
+               lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
         """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]: yᵀ, as Ŵ xᵀ gives it."""
         n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
         scale = tl.load(out_scale + n)[:, None]
@@ -458,7 +459,7 @@ if triton is not None:
             H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
         out = acc * scale + shift                                    # lora_for_tiles has divided B by out_scale
-        if acc.shape[1] > 32:                                        # by TMA, which leaves out rows from M on
+        if BY_TMA:                                                   # which leaves out rows from M on
             if residual is not None:
                 out += residual.load([m0, n0]).T
             y.store([m0, n0], out.to(y.dtype).T)
@@ -534,7 +535,7 @@ if triton is not None:
                     acc = by_row(add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
             if finishes:
                 finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N,
-                       ranks, bound1, bound2, lora_programs // parts, RANK)
+                       ranks, bound1, bound2, lora_programs // parts, RANK, x_tma is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
