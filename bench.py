@@ -149,30 +149,38 @@ def wait(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # One linear layer
 
+def replay_seconds(run):
+    """Seconds of one call of `run` (a CUDA graph's replay) under its own load: it runs back to back in chunks of 20 ms, and after 0.2 s
+    the median of five counts, because the clock seems to follow the power drawn in the last 0.2 s."""
+    def chunk_seconds(chunks, repeats):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
+        for event in events:
+            event.record()
+            for _ in range(repeats):
+                run()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
+    once = chunk_seconds(2, 1)[-1]
+    repeats = max(1, round(0.02 / once))
+    return statistics.median(chunk_seconds(5 + round(0.18 / (repeats * once)), repeats)[-5:])
+
+
 def replay_times(contenders, device):
     """{name: seconds a call} of each contender's list of calls, repeated to the length of the longest. On a GPU the list is one CUDA
-    graph, replayed back to back in chunks of 20 ms; after nine, the median of five: the clock seems to follow the power that the last
-    0.2 s drew, so each is timed under its own load, whoever ran before. On a CPU it runs once."""
-    times, longest = {}, max(map(len, contenders.values()))
+    graph, and the median of three rounds counts: now and then the clock drops for a third of a second, and whoever had its turn then
+    seemed up to a quarter slower. On a CPU the list runs once."""
+    longest = max(map(len, contenders.values()))
+    contenders = {name: [calls[i % len(calls)] for i in range(longest)] for name, calls in contenders.items()}
+    if device == "cuda":
+        graphs = {name: qerl.record_graph(lambda calls=calls: [call() for call in calls]) for name, calls in contenders.items()}
+        rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
+        return {name: statistics.median(r[name] for r in rounds) / longest for name in contenders}
+    times = {}
     for name, calls in contenders.items():
-        calls = [calls[i % len(calls)] for i in range(longest)]
-        if device == "cuda":
-            run, repeats = qerl.record_graph(lambda: [call() for call in calls]), 1
-            for chunks in (2, 14):                                            # the second replay tells how many make a chunk
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
-                for event in events:
-                    event.record()
-                    for _ in range(repeats):
-                        run()
-                torch.cuda.synchronize()
-                seconds = [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
-                repeats = max(1, round(0.02 / seconds[-1]))
-            times[name] = statistics.median(seconds[-5:]) / longest
-        else:
-            began = time.perf_counter()
-            for call in calls:
-                call()
-            times[name] = (time.perf_counter() - began) / longest
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        times[name] = (time.perf_counter() - began) / longest
     return times
 
 
