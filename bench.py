@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -202,6 +203,7 @@ def layers_of(name):
 
 def bitsandbytes_linears(weights):
     """bitsandbytes' NF4 linear, x -> y, for each weight, or none where it cannot be imported."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)                 # on a CPU it asks for a package that it can do without
     try:
         import bitsandbytes
     except ImportError:
@@ -616,7 +618,10 @@ def main():
             print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
         folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
-        os.makedirs(folder, exist_ok=True)                                    # before the work, in case it cannot be
+        try:
+            os.makedirs(folder, exist_ok=True)                                # before the work, in case it cannot be
+        except OSError as e:
+            raise qerl.UserError(f"--out {args.out}: cannot be written ({e.strerror}); choose another folder")
         for result in bench(args):                                            # each time there is more of it
             result = {"command": command_line(), **result, **environment(args.device)}
             if plot:

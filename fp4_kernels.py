@@ -279,8 +279,8 @@ if triton is not None:
 # bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
 #
 # Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
-# equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once, or a multiple of the number of tiles, so that
-# each gets a whole tile or an equal part of one, if most of those have work then. A program that has only a part of a tile leaves
+# equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once; if a multiple of the number of tiles is not
+# much less, it is that, and each program has a whole tile or an equal part of one. A program that has only a part of a tile leaves
 # its sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the
 # tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it computed before); when they
 # are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on programs starting in their order: it

@@ -54,8 +54,8 @@ def reason(error):
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-# Halfway points between neighbouring magnitudes, i between codes i and i + 1. A tie goes to the even code, but bucketize gives
-# a value on boundary i code i: odd for 1, 3 and 5, which are therefore moved down by one ulp.
+# Halfway points between neighbouring magnitudes, i between codes i and i + 1. bucketize gives a value on point i the lower code, i;
+# a tie must go to the even one, so points 1, 3 and 5 are moved down by one ulp, and their ties go up.
 E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
@@ -94,10 +94,9 @@ def quantize_nvfp4(weight):
     amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                                   # of each block, [out, in/16]
     global_scale = (E4M3_MAX * E2M1_MAX / amax.amax()).float()                            # the largest block scale becomes 448
     global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)                # posinf: a tensor of zeros
-    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)                        # a block's largest weight becomes 6
-    scale = scale.to(torch.float8_e4m3fn).float()
-    block_scale = torch.where(scale == 0, 0.125, scale).to(torch.float8_e4m3fn)           # 0.125, by that format: (nearly) empty blocks
-    return encode_e2m1(weight, block_scale.float() / global_scale), block_scale, global_scale
+    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()     # a block's largest becomes 6
+    scale = torch.where(scale == 0, 0.125, scale)                                         # 0.125, by that format: (nearly) empty blocks
+    return encode_e2m1(weight, scale / global_scale), scale.to(torch.float8_e4m3fn), global_scale
 
 
 def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
@@ -139,9 +138,9 @@ def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
     return unpack_nibbles(packed, NF4, block_scale, dtype)
 
 
-# block: input features that share a scale. The GPU's kernels use table, the value of each code, and tile, which puts a weight
-# into the order of the tensor cores: the same weight, but for NF4's scales, rounded to bfloat16 (fp4_kernels.py, 2). It takes
-# scales of 16 inputs (NF4: 64) to multiply by. Activations then come in tile order, too: with tiled=True what precedes writes it.
+# block: input features that share a scale. table: the value of each code, for the GPU's kernels. tile(packed, block_scale,
+# global_scale) puts a weight into the order in which they read it (fp4_kernels.py, 2), the same values but for NF4's scales, rounded
+# to bfloat16; a tiled layer's `decode` takes its input's columns in that order, which the function before writes with tiled=True.
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
     "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
@@ -419,11 +418,11 @@ class Transformer(nn.Module):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row. With a cache and slots
         int64 [B*G], prefill: row b also fills the cache's slots[b*G : (b+1)*G]. With a packing (see pack): [S] -> [S, d]."""
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
-        x = F.embedding(tokens, self.embedding).requires_grad_(recomputing)   # reentrant recomputation needs one input with it
+        x = F.embedding(tokens, self.embedding).requires_grad_(recomputing)   # else reentrant recomputation has no gradient
         T = tokens.shape[1] if packing is None else packing.place.shape[1]
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
-            if recomputing:                    # use_reentrant=False would hook every tensor: twice the work for the host
+            if recomputing:                    # use_reentrant=False, today's default, hooks every tensor: twice the host's work
                 x = recompute(block, x, rope, None, None, packing, use_reentrant=True, preserve_rng_state=False)
             else:
                 x = block(x, rope, cache, slots, packing)
@@ -439,9 +438,9 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def recompute_in_backward(self):
-        """Keep no activations but each block's input, and recompute the others, block by block, in backward: less memory,
-        half as much time again. A block's dequantised weights are recomputed with it and live while it is in backward, so
-        that each is dequantised once a pass. Gradients then come from .backward() without `inputs`, not from autograd.grad."""
+        """Keep only each block's input; in backward run a block forward again, differentiate it and free it: less memory for one
+        more forward pass. Its dequantised weights live from this second forward to the end of its backward, so that each is
+        dequantised once a pass. Gradients then come from .backward() without `inputs`, not from autograd.grad."""
         self.recompute_blocks = True
         for layer in self.quantized_layers():
             layer.keep_dequantized = True
@@ -567,7 +566,8 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     weights: nvfp4, mxfp4, nf4 or bf16 (unquantised, in dtype). dtype of activations, embeddings and lm_head: bfloat16 on
     a GPU, float32 on a CPU unless given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank) and, with
     train_norms, to the norms' scales. A compressed-tensors NVFP4A16 folder is read as it is with weights="nvfp4", and
-    dequantised first for the others. Raises UserError for what the user can mend.
+    dequantised first for the others. Of several GPUs choose one by torch.cuda.set_device first: kernels start on the current one.
+    Raises UserError for what the user can mend.
     """
     if weights not in FORMATS:
         raise UserError(f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
@@ -607,11 +607,6 @@ class KVCache:
         group = len(slots) // len(k)
         self.k[layer, slots, :, :k.shape[2]] = k.repeat_interleave(group, 0)
         self.v[layer, slots, :, :k.shape[2]] = v.repeat_interleave(group, 0)
-
-    def keep(self, slots):
-        """Forget all slots but these, int64 [fewer]."""
-        self.k = self.k[:, slots]
-        self.v, self.length = self.v[:, slots], self.length[slots]
 
 
 @dataclass
@@ -701,9 +696,8 @@ class Sampler:
         self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n, a spare row: idle
         self.column = torch.zeros_like(self.row)                           # and its next token's place in it
         self.token = torch.zeros_like(self.row)                            # next input of each slot
-        shape = (n + 1, max_new_tokens)
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self.tokens = torch.zeros(n + 1, max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs, self.entropy = torch.zeros(2, n + 1, max_new_tokens, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each is cut; bench.py lowers it
@@ -712,7 +706,7 @@ class Sampler:
         self.record()
 
     def record(self):
-        """On a GPU with Triton, `replay` is the step as a graph; with top-p, the step without `pick`, which follows outside it."""
+        """`replay`: None, or on a GPU with Triton a graph of `step`; with top-p, of `forward` alone, which `pick` follows."""
         self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.triton:
             self.replay = record_graph(self.step, self.generator) if self.top_p == 1 else record_graph(self.forward)
@@ -721,8 +715,9 @@ class Sampler:
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time a token."""
         keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]           # the busy ones come first
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
-        self.replay = None                                                 # gives the old graph's memory back
-        self.cache.keep(keep)
+        self.replay, cache = None, self.cache                              # None gives the old graph's memory back
+        cache.k = cache.k[:, keep]                                         # the old k is free before v is copied
+        cache.v, cache.length = cache.v[:, keep], cache.length[keep]
         self.record()
 
     def steps(self, count):
@@ -796,7 +791,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 return sampler.rollout()
             if entered == len(prompts) and len(sampler.row) >= 32 and busy <= len(idle):
                 sampler.shrink()
-            if busy:                                            # first, so that the GPU decodes while the host issues the prefill
+            if busy:                                            # first: the GPU decodes while the host issues the prefill; idle slots stay so
                 sampler.steps(check_every)
             if admitted:
                 rows = torch.arange(entered * group_size, (entered + admitted) * group_size, device=model.device)
@@ -842,8 +837,8 @@ def pack(prompts, length):
     first = to_device([prompts.index(p) for p in prompts], length.device)                   # the first row with this prompt
     t = torch.arange((start + length).max(), device=length.device)
     in_prompt, is_first = t < start[:, None], first == torch.arange(len(prompts), device=length.device)
-    is_origin = torch.where(in_prompt, is_first[:, None], t < (start + length)[:, None])    # (B, T)
-    place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1
+    is_origin = torch.where(in_prompt, is_first[:, None], t < (start + length)[:, None])    # (B, T): where it enters the line
+    place = is_origin.flatten().cumsum(0).view_as(is_origin) - 1                            # and how many before it do
     return Packing(torch.where(in_prompt, place[first], place), is_origin.flatten().nonzero()[:, 0], start)
 
 
@@ -859,7 +854,8 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     column = torch.arange(T, device=device) - packing.start[:, None]                                        # in the completion
     tokens = torch.where(column < 0, padded, completions.gather(1, column.clamp(0, completions.shape[1] - 1)))
     predicts = (column >= -1) & (column + 1 < length[:, None])               # a completion's token comes next
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)[packing.place[predicts]]       # (n, d)
+    # Not hidden[...], whose backward on several CPU threads adds up in any order, so that no run could be repeated exactly.
+    hidden = F.embedding(packing.place[predicts], model.hidden(tokens.flatten()[packing.origin], packing=packing))       # (n, d)
 
     def head(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)

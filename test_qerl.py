@@ -565,6 +565,16 @@ def test_recomputed_blocks_give_the_same_gradient(qwen):
     assert torch.equal(*gradients)
 
 
+def test_gradient_is_the_same_each_time_on_several_threads(qwen):
+    model, gradients = with_lora(qwen[0]), []
+    completions = torch.randint(0, 60, (512, 2), generator=torch.Generator().manual_seed(0))
+    for _ in range(8):
+        model.zero_grad()
+        qerl.token_logprobs(model, [[1, 2, 3]] * 512, completions, torch.full((512,), 2)).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in qerl.trainable(model).values()]))
+    assert all(torch.equal(gradients[0], g) for g in gradients[1:])
+
+
 def test_recomputed_blocks_decode_each_weight_once_a_pass(qwen, monkeypatch):
     """Forward, and the recomputation that backward needs: two times, and what forward decoded is not kept until then."""
     import weakref
