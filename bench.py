@@ -618,10 +618,8 @@ def main():
             print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
         folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
-        try:
-            os.makedirs(folder, exist_ok=True)                                # before the work, in case it cannot be
-        except OSError as e:
-            raise qerl.UserError(f"--out {args.out}: cannot be written ({e.strerror}); choose another folder")
+        with train_gsm8k.creating(args.out):                                  # before the work, in case it cannot be
+            os.makedirs(folder, exist_ok=True)
         for result in bench(args):                                            # each time there is more of it
             result = {"command": command_line(), **result, **environment(args.device)}
             if plot:

@@ -608,6 +608,11 @@ class KVCache:
         self.k[layer, slots, :, :k.shape[2]] = k.repeat_interleave(group, 0)
         self.v[layer, slots, :, :k.shape[2]] = v.repeat_interleave(group, 0)
 
+    def keep(self, slots):
+        """Forget all slots but these, int64 [fewer]."""
+        self.k = self.k[:, slots]                                          # the old k is free before v is copied
+        self.v, self.length = self.v[:, slots], self.length[slots]
+
 
 @dataclass
 class Rollout:
@@ -696,8 +701,9 @@ class Sampler:
         self.row = torch.full((slots,), n, device=device)                  # the completion each slot continues; n, a spare row: idle
         self.column = torch.zeros_like(self.row)                           # and its next token's place in it
         self.token = torch.zeros_like(self.row)                            # next input of each slot
-        self.tokens = torch.zeros(n + 1, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs, self.entropy = torch.zeros(2, n + 1, max_new_tokens, device=device)
+        shape = (n + 1, max_new_tokens)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logprobs, self.entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.length = torch.zeros(n + 1, dtype=torch.long, device=device)
         self.finished = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.limit = torch.full((n + 1,), max_new_tokens, device=device)   # where each is cut; bench.py lowers it
@@ -715,9 +721,8 @@ class Sampler:
         """Go on with half of the slots, when as many are idle: the last and longest completions then take less time a token."""
         keep = (self.row == self.n).int().argsort(stable=True)[:len(self.row) // 2]           # the busy ones come first
         self.row, self.column, self.token = self.row[keep], self.column[keep], self.token[keep]
-        self.replay, cache = None, self.cache                              # None gives the old graph's memory back
-        cache.k = cache.k[:, keep]                                         # the old k is free before v is copied
-        cache.v, cache.length = cache.v[:, keep], cache.length[keep]
+        self.replay = None                                                 # gives the old graph's memory back
+        self.cache.keep(keep)
         self.record()
 
     def steps(self, count):
@@ -791,7 +796,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 return sampler.rollout()
             if entered == len(prompts) and len(sampler.row) >= 32 and busy <= len(idle):
                 sampler.shrink()
-            if busy:                                            # first: the GPU decodes while the host issues the prefill; idle slots stay so
+            if busy:                    # first, so that the GPU decodes while the host issues the prefill; idle slots remain idle
                 sampler.steps(check_every)
             if admitted:
                 rows = torch.arange(entered * group_size, (entered + admitted) * group_size, device=model.device)

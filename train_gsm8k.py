@@ -562,6 +562,15 @@ def atomic_write(path, data):
     os.replace(f"{path}.tmp", path)
 
 
+@contextlib.contextmanager
+def creating(out):
+    """Around what first writes in the folder --out, so that an OSError names it."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"--out {out}: cannot be written ({e.strerror}); choose another folder")
+
+
 POLICY = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")       # what an adapter belongs to
 
 
@@ -670,11 +679,9 @@ def open_run(args):
         args.out = f"{stem}-{newest if args.resume else newest + 1}"
     if args.resume and not os.path.isdir(args.out):
         raise UserError(f"--resume --out {args.out}: no such folder; name a run's or start without --resume")
-    try:
+    with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
         lock = open(f"{args.out}/lock", "w")
-    except OSError as e:
-        raise UserError(f"--out {args.out}: cannot be written ({e.strerror}); choose another folder")
     if fcntl is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
