@@ -294,6 +294,9 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
+SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")
+
+
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, the first without noise, the others from start to end.
 

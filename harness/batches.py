@@ -1,0 +1,76 @@
+"""The completions of a step as rows that can be cut: into minibatches, one for each optimiser step, and these into
+micro-batches, as large as the memory allows. How rows are cut changes the memory and the speed, not the gradient."""
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+import qerl
+
+
+@dataclass
+class Batch:
+    """N completions with what the loss has to know of each. C: the longest completion."""
+    prompts: list                             # N lists of token ids
+    tokens: torch.Tensor                      # int64 [N, C]
+    length: torch.Tensor                      # int64 [N]
+    rollout_logprobs: torch.Tensor            # float32 [N, C], of the noisy policy that sampled
+    advantages: torch.Tensor                  # float32 [N]
+    mask: torch.Tensor                        # bool [N, C], True at tokens that give a gradient
+    old_logprobs: torch.Tensor = None         # float32 [N, C], of the policy before this step's updates
+    ref_logprobs: torch.Tensor = None         # float32 [N, C], of the reference policy, if the loss has a KL term
+    weights: torch.Tensor = None              # float32 [N, C], of each token in the loss (qerl.token_weights)
+
+    def rows(self, chosen):
+        """These rows (a list of ints) as a batch of their own."""
+        kept = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, torch.Tensor):
+                kept[f.name] = value[chosen]
+        return replace(self, prompts=[self.prompts[i] for i in chosen], **kept)
+
+    def minibatches(self, count):
+        """`count` batches of neighbouring rows, of equal size as far as it goes."""
+        for chosen in torch.arange(len(self.prompts)).chunk(count):
+            yield self.rows(chosen.tolist())
+
+    def pieces(self, budget):
+        """Batches of at most `budget` tokens each: see cut_rows."""
+        for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
+            yield self.rows(chosen)
+
+    @torch.no_grad()
+    def logprobs_under(self, model, budget):
+        """log π(token) of all completions under the model as it is, float32 [N, C], 0 at padding."""
+        result = torch.zeros_like(self.rollout_logprobs)
+        for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
+            micro = self.rows(chosen)
+            result[chosen] = qerl.token_logprobs(model, micro.prompts, micro.tokens, micro.length)
+        return result
+
+
+def cut_rows(prompts, lengths, budget):
+    """Rows (a prompt, its completion's length) cut into pieces, lists of row numbers.
+
+    A piece holds at most `budget` tokens, counting a prompt once that several of its rows share (qerl.pack), and at most four
+    times as many where attention pads the rows to one length; a longer row goes alone. Prompts with the longest rows come first.
+    """
+    longest = {}
+    for prompt, length in zip(map(tuple, prompts), lengths):
+        longest[prompt] = max(longest.get(prompt, 0), len(prompt) + length)
+    order = sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i]))
+    pieces = []
+    tokens = width = 0                                 # of the last piece: its tokens, its longest row
+    for i in order:
+        size = len(prompts[i]) + lengths[i]
+        shares_prompt = bool(pieces) and prompts[i] == prompts[pieces[-1][-1]]
+        added = lengths[i] if shares_prompt else size
+        too_many = tokens + added > budget
+        if not pieces or too_many or max(width, size) * (len(pieces[-1]) + 1) > 4 * budget:
+            pieces.append([])
+            tokens = width = 0
+            added = size
+        pieces[-1].append(i)
+        tokens += added
+        width = max(width, size)
+    return pieces

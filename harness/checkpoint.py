@@ -1,0 +1,132 @@
+"""What a run is resumed from (checkpoint.safetensors), and its adapter in PEFT's format, for every other tool.
+
+Any LoRA tool loads the adapter onto the original model or, closer to what it was trained on, onto its NVFP4 version.
+"""
+import json
+import os
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+import qerl
+from harness.run_folder import atomic_write
+from qerl import UserError
+
+
+def trained_norms(model):
+    """The RMSNorms whose scales are trained, too (--train-norms)."""
+    norms = [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+    return [norm for norm in norms if norm.weight.requires_grad]
+
+
+def adapter_tensors(model):
+    """PEFT's names -> the model's float32 tensors; stacked layers are taken apart."""
+    tensors = {}
+    for layer in model.quantized_layers():
+        if layer.rank:
+            pieces = zip(layer.names, layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes))
+            for name, A, B in pieces:
+                tensors[f"base_model.model.{name}.lora_A.weight"] = A
+                tensors[f"base_model.model.{name}.lora_B.weight"] = B
+    for norm in trained_norms(model):
+        tensors[f"base_model.model.{norm.name}.weight"] = norm.weight
+    return tensors
+
+
+def save_adapter(model, folder, base_model):
+    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
+    os.makedirs(folder, exist_ok=True)
+    layers = model.quantized_layers()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": layers[0].rank,
+        "lora_alpha": layers[0].alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-1] for layer in layers for name in layer.names}),
+        "modules_to_save": sorted({norm.name.split(".")[-1] for norm in trained_norms(model)}) or None,
+        "inference_mode": True,
+    }
+    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
+    stored = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    atomic_write(f"{folder}/adapter_model.safetensors", stored)
+    atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+
+
+@torch.no_grad()
+def load_adapter(model, folder):
+    """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
+    with open(f"{folder}/adapter_config.json") as f:
+        stored_alpha = json.load(f)["lora_alpha"]
+    alpha = model.quantized_layers()[0].alpha
+    if stored_alpha != alpha:
+        raise UserError(
+            f"{folder}: was trained with lora_alpha {stored_alpha}, the model has {alpha}; load the model with the adapter's"
+        )
+    stored = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
+    ours = adapter_tensors(model)
+    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
+        raise UserError(
+            f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms"
+        )
+    for name, tensor in ours.items():
+        tensor.copy_(stored[name])
+
+
+def save_checkpoint(folder, model, optimizer, generators, state, settings):
+    """Write the adapter, then everything that the next step depends on, as one file.
+
+    generators: list of torch.Generator; state and settings: what JSON can hold.
+    """
+    tensors = {f"rng.{i}": generator.get_state() for i, generator in enumerate(generators)}
+    for name, p in qerl.trainable(model).items():
+        tensors[f"model.{name}"] = p.detach()
+        for key, value in optimizer.state[p].items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    metadata = {"state": json.dumps(state), "settings": json.dumps(settings)}
+    save_adapter(model, f"{folder}/adapter", model.name_or_path)
+    atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
+
+
+def read_checkpoint(folder, settings, must_agree=None):
+    """(state, tensors) of the last checkpoint, or None where there is none.
+
+    Refuses one that was made with other settings; must_agree: the names that count (default: all).
+    """
+    path = f"{folder}/checkpoint.safetensors"
+    if not os.path.exists(path):
+        return None
+    try:
+        with safe_open(path, framework="pt") as f:
+            metadata = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+    except safetensors.SafetensorError as e:
+        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over")
+    if "settings" not in metadata:
+        raise UserError(f"{path}: not a checkpoint of this program; remove it to start over, or choose another --out")
+    then = json.loads(metadata["settings"])
+    for name in must_agree or sorted(settings.keys() | then.keys()):
+        if settings.get(name) != then.get(name):
+            raise UserError(
+                f"--resume: {folder} was started with {name} = {then.get(name)}, now it is {settings.get(name)}; "
+                "give the same settings or another --out"
+            )
+    return json.loads(metadata["state"]), tensors
+
+
+@torch.no_grad()
+def restore(tensors, model, optimizer=None, generators=()):
+    """Put a checkpoint's tensors where save_checkpoint took them from."""
+    for i, generator in enumerate(generators):
+        generator.set_state(tensors[f"rng.{i}"])
+    for name, p in qerl.trainable(model).items():
+        p.copy_(tensors[f"model.{name}"])
+        prefix = f"optimizer.{name}."
+        for key in [k for k in tensors if optimizer and k.startswith(prefix)]:
+            value = tensors[key]
+            # AdamW's moments live on the parameter's device; its step count, of no dimension, on the CPU.
+            optimizer.state[p][key.removeprefix(prefix)] = value if value.dim() == 0 else value.to(p.device)

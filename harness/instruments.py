@@ -1,0 +1,110 @@
+"""What a run measures beside the learning: seconds, memory, the environment; and where else it sends its metrics."""
+import contextlib
+import os
+import platform
+import sys
+import time
+
+import torch
+import transformers
+
+import qerl
+from qerl import UserError
+
+try:
+    import resource
+except ImportError:                                    # Windows: memory on a CPU is not measured
+    resource = None
+
+
+class Clock:
+    """Seconds spent in each phase of a step: `with clock("rollout"): ...`."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        self.restart()
+
+    def restart(self):
+        self.seconds = {}
+        self.began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def since_restart(self):
+        return time.perf_counter() - self.began
+
+
+def peak_memory_gb(device):
+    """The most memory in use so far, in 10^9 bytes: of the GPU, or of the process on a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    if resource is None:
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def command_line():
+    return "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+
+
+def environment(device):
+    """Date, hardware and versions, as every file of results states them."""
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else cpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": getattr(qerl.fp4_kernels.triton, "__version__", None),
+    }
+
+
+def fail(message):
+    """Print the one line of an error that the user can mend; returns the exit status, 2."""
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def flat(metrics):
+    """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers alone, as trackers want them."""
+    numbers = {}
+    for key, value in metrics.items():
+        if isinstance(value, dict):
+            numbers.update((f"{key}/{inner}", v) for inner, v in value.items())
+        else:
+            numbers[key] = value
+    return numbers
+
+
+def open_tracker(name, folder, settings):
+    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases; without a name it does nothing.
+
+    Either package is imported only here. settings: what the tracker shows as the run's configuration.
+    """
+    if name is None:
+        return lambda step, metrics: None
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+        else:
+            import wandb
+    except ImportError:
+        raise UserError(f"--log {name}: the package {name} is not installed; pip install {name}, or leave --log out")
+    if name == "wandb":
+        run = wandb.init(project="qerl", name=os.path.basename(folder), dir=folder, config=settings)
+        return lambda step, metrics: run.log(flat(metrics), step=step)
+    writer = SummaryWriter(folder)
+
+    def write(step, metrics):
+        for key, value in flat(metrics).items():
+            writer.add_scalar(key, value, step)
+        writer.flush()
+    return write

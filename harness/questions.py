@@ -1,0 +1,63 @@
+"""GSM8K's questions, from a folder or downloaded once: worked steps with <<calculations>>, then "#### number"."""
+import glob
+import http.client
+import json
+import os
+import urllib.request
+
+from harness.answers import final_number
+from harness.run_folder import CACHE, atomic_write
+from qerl import UserError
+
+GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
+
+
+def gsm8k(folder):
+    """(train, test) from a folder of jsonl files, or downloaded once into the cache."""
+    if folder is None:
+        folder = os.path.join(CACHE, "gsm8k")
+        os.makedirs(folder, exist_ok=True)
+        for split in ("train", "test"):
+            download(GSM8K_URL.format(split), f"{folder}/{split}.jsonl")
+    return read_questions(folder, "train*.jsonl"), read_questions(folder, "test*.jsonl")
+
+
+def download(url, path):
+    """Fetch a file once."""
+    if os.path.exists(path):
+        return
+    try:
+        atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
+    except (OSError, http.client.HTTPException) as e:
+        raise UserError(f"GSM8K could not be downloaded from {url} ({e}); "
+                        "pass --data FOLDER with train.jsonl and test.jsonl")
+
+
+def read_questions(folder, pattern):
+    """The questions of all files in `folder` that match `pattern`: a list of {"question", "answer"}."""
+    if not os.path.isdir(folder):
+        raise UserError(f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl")
+    matching = sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
+    paths = [path for path in matching if "socratic" not in os.path.basename(path)]
+    if not paths:
+        raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
+                        "as GSM8K's repository has them")
+    questions = []
+    for path in paths:
+        with open(path, "rb") as f:
+            questions += [read_question(line, path, number) for number, line in enumerate(f, 1)]
+    if not questions:
+        raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
+    return questions
+
+
+def read_question(line, path, number):
+    """One line of a file: worked steps with <<calculations>>, then "#### number"."""
+    try:
+        question = json.loads(line)
+        if not (isinstance(question["question"], str) and final_number(question) is not None):
+            raise ValueError
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+                        "mend or remove it")
+    return question

@@ -1,0 +1,162 @@
+"""The built-in policy and its problems: a million parameters, trained to imitate worked answers of which most are careless.
+
+It can do the format and the arithmetic; which operation a problem needs, the reward has to teach. A problem is
+{"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
+"""
+import hashlib
+import inspect
+import os
+import random
+import shutil
+import tempfile
+
+import tiktoken
+import torch
+import torch.nn.functional as F
+import transformers
+from tqdm import tqdm
+
+from harness.run_folder import CACHE
+
+NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
+THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
+OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+CARELESS = {"+": "-", "-": "+", "*": "+"}              # the operation that a careless answer takes instead
+
+
+def word_problem(rng, careless=False):
+    """One made-up problem of one or two steps, with numbers below 20 and results below 82.
+
+    A careless answer takes the wrong last operation.
+    """
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    a = rng.randint(10, 19)
+    b = rng.randint(2, 9)
+    c = rng.randint(2, 9)
+    question, steps = rng.choice([
+        (f"{name} has {a} {thing} and buys {b} more. How many {thing} now?", [(a, "+", b)]),
+        (f"{name} has {a} {thing} and loses {b}. How many {thing} now?", [(a, "-", b)]),
+        (f"{name} fills {b} bags with {c} {thing} each. How many {thing}?", [(b, "*", c)]),
+        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?", [(a, "+", b), (a + b, "-", c)]),
+    ])
+    if careless:
+        x, op, y = steps[-1]
+        steps[-1] = (x, CARELESS[op], y)
+    lines = []
+    for x, op, y in steps:
+        z = OPERATIONS[op](x, y)
+        lines.append(f"{x}{op}{y}=<<{x}{op}{y}={z}>>{z}")
+    return {"question": question, "answer": "\n".join(lines) + f"\n#### {z}"}
+
+
+def word_problems(count, seed, exclude=(), careless=0.0):
+    """`count` different problems from a seeded generator, none of whose questions is in `exclude`."""
+    rng = random.Random(seed)
+    problems = []
+    seen = set(exclude)
+    while len(problems) < count:
+        problem = word_problem(rng, rng.random() < careless)
+        if problem["question"] not in seen:
+            seen.add(problem["question"])
+            problems.append(problem)
+    return problems
+
+
+def made_up_problems(careless=0.0):
+    """(train, held-out), disjoint; `careless` is the fraction of wrong answers in train."""
+    held_out = word_problems(512, seed=1)
+    known = {p["question"] for p in held_out}
+    return word_problems(8192, seed=2, exclude=known, careless=careless), held_out
+
+
+class ByteText:
+    """Text <-> tokens of the small policy: one token a byte, and one for each tag of the answer format."""
+
+    TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<eos>"]
+
+    def __init__(self):
+        self.encoding = tiktoken.Encoding(
+            "bytes",
+            pat_str=r"[\s\S]",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={tag: 256 + i for i, tag in enumerate(self.TAGS)},
+        )
+        self.eos = {self.encoding.encode_single_token("<eos>")}
+
+    def prompt(self, question):
+        return self.encoding.encode_ordinary(question + "\n")
+
+    def worked_answer(self, answer):
+        work, final = answer.split("\n#### ")
+        return self.encoding.encode(f"<think>{work}</think><answer>{final}</answer><eos>", allowed_special="all")
+
+    def decode(self, ids):
+        return self.encoding.decode([i for i in ids if i not in self.eos])
+
+
+def make_policy():
+    """A transformers model of a million parameters, with random weights."""
+    config = transformers.Qwen2Config(
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256 + len(ByteText.TAGS),
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def imitation_loss(model, text, problems):
+    """Cross-entropy of the worked answers after their questions."""
+    pairs = [(text.prompt(p["question"]), text.worked_answer(p["answer"])) for p in problems]
+    tokens = [torch.tensor(question + answer) for question, answer in pairs]
+    labels = [torch.tensor([-100] * len(question) + answer) for question, answer in pairs]       # -100: not learned
+    tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    return F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def train_policy(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
+    """The small policy, trained on worked answers of which a fraction is careless."""
+    text = ByteText()
+    problems, _ = made_up_problems(careless)
+    torch.manual_seed(0)
+    model = make_policy()
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in named if p.dim() != 2 or "embed" in name]
+    optimizers = [
+        (torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95), muon_lr),
+        (torch.optim.AdamW(others, lr=adam_lr), adam_lr),
+    ]
+    rng = random.Random(0)
+    for step in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
+        imitation_loss(model, text, rng.sample(problems, batch)).backward()
+        for optimizer, lr in optimizers:
+            optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, max(0.1, 1 - step / steps))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def warm_start():
+    """A Hugging Face folder with the small policy; made in one to two minutes the first time, then cached."""
+    makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy, imitation_loss, train_policy)
+    sources = "".join(inspect.getsource(maker) for maker in makers)
+    folder = os.path.join(CACHE, f"warm-start-{hashlib.sha256(sources.encode()).hexdigest()[:12]}")
+    if os.path.exists(folder):
+        return folder
+    model = train_policy()
+    os.makedirs(CACHE, exist_ok=True)
+    temporary = tempfile.mkdtemp(dir=CACHE)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(temporary)
+    try:
+        os.rename(temporary, folder)
+    except OSError:                                    # another run was faster
+        shutil.rmtree(temporary)
+    return folder
