@@ -48,6 +48,12 @@ def is_hopper(device):
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+def take(device, dtype, in_features, sizes):
+    """Whether weights [size, in_features] are to lie in tiles: the kernels run here and take them."""
+    whole_tiles = all(n % 128 == 0 for n in (in_features, *sizes))
+    return whole_tiles and triton is not None and device.type == "cuda" and dtype == torch.bfloat16
+
+
 @functools.lru_cache
 def table_on(table, device):
     """A constant table on a device, copied there once."""

@@ -111,7 +111,7 @@ def quantize_nvfp4(weight):
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
 
-def dequantize_nvfp4(packed, block_scale, global_scale, dtype=torch.bfloat16):
+def dequantize_nvfp4(packed, block_scale, global_scale, dtype):
     """Eq. 6: what quantize_nvfp4 returns -> weight [out, in] in dtype."""
     return unpack_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
 
@@ -123,10 +123,10 @@ def quantize_mxfp4(weight):
     in/32], global_scale [1], which is 1.
     """
     amax = weight.unflatten(1, (-1, 32)).float().abs().amax(-1)
-    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest code is 6 = 1.5 *
-    # 2^2. What would round to 8 = 2^3 takes the next power.
+    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest code is 6 = 1.5 * 2^2: the
+    # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next.
     mantissa, exponent = torch.frexp(amax)
-    e8m0 = (127 + exponent - 1 - 2 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
+    e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     packed = encode_e2m1(weight, torch.exp2(e8m0.float() - 127))
     return packed, e8m0, torch.ones(1, device=weight.device)
 
@@ -183,10 +183,10 @@ def tile_nf4(packed, block_scale, global_scale):
 @dataclass(frozen=True)
 class Format:
     """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
-    quantize: Callable     # weight -> the three, whatever shapes and dtypes the format gives them
+    quantize: Callable      # weight -> the three, in whatever shapes and dtypes the format needs
     dequantize: Callable    # the three and a dtype -> weight; global_scale may be [1] or [out, 1]
-    block: int                 # so many input features share a scale, and `in` is divisible by it
-    tile: Callable | None = None  # the three -> fp4_kernels.TiledWeight; None: no kernels for it
+    block: int              # so many input features share a scale, and `in` is divisible by it
+    tile: Callable = None   # the three -> fp4_kernels.TiledWeight; None: there are no kernels for it
 
 
 FORMATS = {
@@ -387,7 +387,7 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")                   # Figure 9
+SCHEDULES = "exponential linear cosine logarithmic".split()                      # Figure 9
 
 
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
@@ -479,10 +479,9 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, RMSNorm):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
-        k_cache = cache.k[self.index]
-        v_cache = cache.v[self.index]
-        y = fp4_kernels.decode_attention(qkv, *rope, k_cache, v_cache, cache.filled,
-                                         interleaved=self.o.weight.interleaved)
+        y = fp4_kernels.decode_attention(
+            qkv, *rope, cache.k[self.index], cache.v[self.index], cache.filled,
+            interleaved=self.o.weight.interleaved)
         return self.o.decode(y, residual)
 
 
@@ -636,7 +635,7 @@ class KVCache:
 
     def __init__(self, model, slots, max_len):
         heads = model.config.num_key_value_heads
-        shape = (len(model.blocks), slots, heads, max_len, model.blocks[0].attention.head_dim)
+        shape = len(model.blocks), slots, heads, max_len, model.blocks[0].attention.head_dim
         self.k = torch.zeros(shape, dtype=model.embedding.dtype, device=model.device)
         self.v = torch.zeros_like(self.k)
         self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
@@ -808,13 +807,13 @@ class Sampler:
         self.pick()
 
     def forward(self):
-        hidden = self.model.decode(self.token, self.cache)
+        hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
         self.logits = F.linear(hidden, self.model.lm_head)                       # [slots, V]
 
     def pick(self):
         """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
         token, logprob, entropy = sample(self.logits, self.temperature, self.top_p, self.generator)
-        place = (self.completion, self.position)
+        place = self.completion, self.position
         self.tokens[place] = token
         self.logprobs[place] = logprob
         self.entropy[place] = entropy
@@ -1059,7 +1058,7 @@ class Checkpoint:
     folder: str
     weights: str = "nvfp4"
     lora_rank: int = 0
-    lora_alpha: float | None = None
+    lora_alpha: float = None
     train_norms: bool = False
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -1085,11 +1084,11 @@ class Checkpoint:
         """The stored tensor `name`, checked to exist, to have `shape` and to be finite."""
         require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
         tensor = self.files[name].get_tensor(name)
-        found = tuple(tensor.shape)
-        require(found == shape, f"tensor {name} has shape {found}, config.json asks for {shape}; use the "
-                                "config that belongs to the weights")
-        finite = torch.isfinite(tensor.float()).all()
-        require(finite, f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
+        require(tensor.shape == shape,
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
+                "config that belongs to the weights")
+        require(torch.isfinite(tensor.float()).all(),
+                f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
 
     def tensor(self, name, shape):
@@ -1130,9 +1129,7 @@ class Checkpoint:
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part).contiguous() for part in zip(*layers)]
         format = FORMATS[weights]
-        has_kernels = fp4_kernels.triton and self.device.type == "cuda" and self.dtype == torch.bfloat16
-        fits = all(n % 128 == 0 for n in (in_features, *sizes))
-        if format.tile and has_kernels and fits:
+        if format.tile and fp4_kernels.take(self.device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 
