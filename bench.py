@@ -8,6 +8,7 @@
 The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
 through them; its times mean nothing.
 """
+import copy
 import importlib.metadata
 import importlib.util
 import itertools
@@ -28,7 +29,6 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
-import fp4_kernels
 import qerl
 import train_gsm8k
 from train_gsm8k import Parser, command_line, environment, fail, save_figure, warm_start
@@ -123,12 +123,11 @@ class RandomWeights(qerl.Checkpoint):
         if leaves[0] not in self.first:
             self.first[leaves[0]] = super().linear(prefix, leaves, sizes, in_features, bias)
         layer = self.first[leaves[0]]
-        weight = [t.clone() for t in layer.weight]
-        copy = qerl.QuantLinear([f"{prefix}.{leaf}" for leaf in leaves], sizes, in_features,
-                                fp4_kernels.Tiled(*weight) if layer.tiled else weight, layer.bias, layer.format, layer.rank)
+        layer_copy = qerl.QuantLinear([f"{prefix}.{leaf}" for leaf in leaves], sizes, in_features,
+                                      copy.deepcopy(layer.weight), layer.bias, layer.format, layer.rank)
         if layer.rank:
-            copy.lora_B.data.normal_(std=0.01)
-        return copy
+            layer_copy.lora_B.data.normal_(std=0.01)
+        return layer_copy
 
 
 def config_of(name):
@@ -246,20 +245,18 @@ def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
     for name in ("nvfp4", "nf4"):
         format = qerl.FORMATS[name]
         first = format.tile(*format.quantize(dense[0]))
-        tiled[name] = [fp4_kernels.Tiled(*(t.clone() for t in first)) for _ in range(copies)]
+        tiled[name] = [copy.deepcopy(first) for _ in range(copies)]
     theirs = {"bitsandbytes": bitsandbytes_linears(dense * 4)}                # each a quarter of the size
     if cuda:
         theirs["marlin"] = marlin_linears(dense[0], copies)
-    linear = fp4_kernels.linear if fp4_kernels.use_triton(dense[0]) else fp4_kernels.linear_torch
     for M in rows:
         x = torch.randn(M, columns, device=device, dtype=dtype)
         contenders = {"bf16": [lambda w=w: F.linear(x, w) for w in dense]}
         for name, weights in tiled.items():
-            table = qerl.FORMATS[name].table
             if M < 4096:
-                contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
+                contenders[name] = [lambda w=w: w.multiply(x) for w in weights]
             else:                                                             # as training does it
-                contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
+                contenders[name] = [lambda w=w: F.linear(x, w.dequantize(dtype)) for w in weights]
         for name, calls in theirs.items():
             if calls:
                 contenders[name] = [lambda call=call: call(x) for call in calls]

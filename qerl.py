@@ -140,13 +140,13 @@ def dequantize_nf4(packed, block_scale, global_scale, dtype=torch.bfloat16):
 
 # block: input features that share a scale. table: the value of each code, for the GPU's kernels. tile(packed, block_scale,
 # global_scale) puts a weight into the order in which they read it (fp4_kernels.py, 2), the same values but for NF4's scales, rounded
-# to bfloat16; a tiled layer's `decode` takes its input's columns in that order, which the function before writes with tiled=True.
+# to bfloat16; a tiled layer's `decode` takes its input's columns in that order, which the function before writes with interleaved=True.
 Format = namedtuple("Format", "quantize dequantize block table tile", defaults=(None, None))
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g)),
+    "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, E2M1, lambda p, s, g: fp4_kernels.tile(p, s.float(), 1 / g, E2M1)),
     "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32, E2M1,
-                    lambda p, s, g: fp4_kernels.tile(p, torch.exp2(s.float() - 127).repeat_interleave(2, 1), g)),
-    "nf4": Format(quantize_nf4, dequantize_nf4, 64, NF4, lambda p, s, g: fp4_kernels.tile(p, s, g, nf4=True)),
+                    lambda p, s, g: fp4_kernels.tile(p, torch.exp2(s.float() - 127).repeat_interleave(2, 1), g, E2M1)),
+    "nf4": Format(quantize_nf4, dequantize_nf4, 64, NF4, lambda p, s, g: fp4_kernels.tile(p, s, g, NF4, nf4=True)),
     "bf16": Format(lambda weight: (weight, *torch.ones(2, 1, device=weight.device)),     # the weight itself; two scales, not used
                    lambda weight, _, __, dtype=torch.bfloat16: weight.to(dtype), 1)}
 
@@ -191,26 +191,25 @@ class QuantLinear(nn.Module):
     """One or several linear layers over one input, frozen in one of FORMATS, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: (packed, block_scale, global_scale) of
-    all, stacked along out, or fp4_kernels.Tiled; bias [out] or None; neither moves with .to(). lora_A [layers * r, in] and
+    all, stacked along out, or fp4_kernels.TiledWeight; bias [out] or None; neither moves with .to(). lora_A [layers * r, in] and
     lora_B [out, r] are float32 whatever the activations are; lora_alpha defaults to the rank.
     """
 
     def __init__(self, names, sizes, in_features, weight, bias, format="nvfp4", lora_rank=0, lora_alpha=None):
         super().__init__()
         self.names, self.sizes, self.format = names, sizes, format
-        self.weight, self.bias, self.tiled = weight, bias, isinstance(weight, fp4_kernels.Tiled)
+        self.weight, self.bias, self.tiled = weight, bias, isinstance(weight, fp4_kernels.TiledWeight)
         self.rank, self.use_adapter = lora_rank, lora_rank > 0
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
         self.keep_dequantized = False                                        # see Transformer.recompute_in_backward
         if lora_rank:
-            device, bound = weight[0].device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
+            device, bound = (weight if self.tiled else weight[0]).device, in_features ** -0.5            # kaiming_uniform(a=√5), PEFT's start
             self.lora_A = nn.Parameter(torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound).to(device))
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank, device=device))
 
     def dequantize(self, dtype):
         """The whole weight [out, in], a temporary."""
-        format = FORMATS[self.format]
-        return fp4_kernels.untile(self.weight, format.table, dtype) if self.tiled else format.dequantize(*self.weight, dtype)
+        return self.weight.dequantize(dtype) if self.tiled else FORMATS[self.format].dequantize(*self.weight, dtype)
 
     def pieces(self, y, h, B):
         """The stacked layers' shares of y [n, out], h [n, layers * r] and B [out, r]."""
@@ -226,14 +225,14 @@ class QuantLinear(nn.Module):
         """Cast LoRA for `decode`, before each rollout; without tiles B's pieces become the blocks of a block-diagonal matrix."""
         self.decode_lora, scaling = None, self.alpha / max(self.rank, 1)
         if self.use_adapter and self.tiled:
-            self.decode_lora = fp4_kernels.lora_for_tiles(self.lora_A, self.lora_B, self.sizes, scaling, self.weight)
+            self.decode_lora = self.weight.prepare_lora(self.lora_A, self.lora_B, self.sizes, scaling, dtype)
         elif self.use_adapter:
             self.decode_lora = self.lora_A.to(dtype), (scaling * torch.block_diag(*self.lora_B.split(self.sizes))).to(dtype)
 
     def decode(self, x, residual=None):
         """forward(x) + residual without gradient, for x [slots, in], its columns in tile order if self.tiled."""
         if self.tiled:
-            return fp4_kernels.linear(x, self.weight, FORMATS[self.format].table, self.bias, residual, self.decode_lora)
+            return self.weight.multiply(x, self.bias, residual, self.decode_lora)
         weight = self.dequantize(x.dtype)
         y = F.linear(x, weight, self.bias) if residual is None else torch.addmm(residual, x, weight.T)
         y = y + self.bias if residual is not None and self.bias is not None else y
