@@ -864,6 +864,21 @@ def test_tiles_hold_the_weight_exactly(name):
     torch.testing.assert_close(fp4_kernels.untile_torch(tiled, torch.float64).cpu(), dense, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", TILED_FORMATS)
+def test_tiles_multiply_as_the_weight(name):
+    """The kernel's twin in float64, with bias, residual and LoRA of three pieces whose rank is not a power of two."""
+    tiled, dense = tiled_weight(name, 256, 192)
+    x, bias, residual, A, B = (torch.randn(*shape).double() for shape in ((5, 192), (256,), (5, 256), (3 * 6, 192), (256, 6)))
+    sizes = [128, 64, 64]
+    h = (x @ A.T).split(6, -1)
+    expected = x @ dense.T + bias + residual + 2 * torch.cat([h_i @ B_i.T for h_i, B_i in zip(h, B.split(sizes))], -1)
+    x, bias, residual, A, B = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x), bias, residual, A, B))
+    lora = tiled.prepare_lora(A, B, sizes, 2.0, torch.float64)
+    assert lora.A.shape == (3 * 16, 192) and lora.B.shape == (256, 16)
+    y = fp4_kernels.linear_torch(x, tiled, bias, residual, lora)
+    assert relative(y.cpu(), expected) < 1e-6
+
+
 @pytest.mark.parametrize("nf4", [False, True])
 def test_words_hold_every_code_in_every_place(nf4):
     codes = torch.stack([torch.arange(16, dtype=torch.uint8).roll(i) for i in range(8)], -1)
@@ -901,7 +916,7 @@ def test_kernel_untile(name):
     tolerance = 3e-3 if name == "nf4" and CUDA else 1e-6                                  # its table, too, is bfloat16 there
     weight = tiled.dequantize(torch.float32)
     assert relative(weight.cpu().double(), dense) < tolerance
-    assert torch.equal(tiled.dequantize(torch.float32, tile_order=True), fp4_kernels.interleave(weight))
+    assert torch.equal(tiled.dequantize(torch.float32, interleaved=True), fp4_kernels.interleave(weight))
 
 
 @runs_kernels
