@@ -225,16 +225,19 @@ class TiledWeight:
     def nf4(self):
         return self.scales.dtype == torch.bfloat16
 
-    def dequantize(self, dtype=torch.bfloat16, tile_order=False):
-        """The whole weight [out, in] in dtype, a temporary; tile_order: its columns interleaved."""
+    def dequantize(self, dtype=torch.bfloat16, interleaved=False):
+        """The whole weight [out, in] in dtype, a temporary.
+
+        interleaved: with its columns in the order of the tiles.
+        """
         row_tiles, column_tiles, _ = self.words.shape
         if not use_triton(self.words) or column_tiles % 2:
             weight = untile_torch(self, dtype)
-            return interleave(weight) if tile_order else weight
+            return interleave(weight) if interleaved else weight
         weight = torch.empty(64 * row_tiles, 64 * column_tiles, dtype=dtype, device=self.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
             self.words, self.scales, self.out_scale, self.table, tma_descriptor(weight, [64, 128]),
-            column_tiles, NF4=self.nf4, INTERLEAVED=tile_order, num_warps=4)
+            column_tiles, NF4=self.nf4, INTERLEAVED=interleaved, num_warps=4)
         return weight
 
     def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
@@ -265,7 +268,7 @@ class TiledWeight:
         weights = 8 * self.words.numel()
         many = len(x) > 512 and weights <= 2 ** 25 and shape is None
         if many or not is_hopper(x.device):
-            weight = self.dequantize(x.dtype, tile_order=True)
+            weight = self.dequantize(x.dtype, interleaved=True)
             return dense_linear(x, weight, self, bias, residual, lora)
 
         if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
@@ -560,9 +563,10 @@ if triton is not None:
 # --------------------------------------------------------------------------------------------------
 # 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
 #
-# The twin. `x` and the columns of A are interleaved, so the weight has to be.
+# The twin, in which h = x Aᵀ. x and the columns of A are interleaved, so the weight has to be, too.
 
 def linear_torch(x, tiled, bias=None, residual=None, lora=None):
+    """Twin of linear_kernel; the arguments are those of TiledWeight.multiply."""
     return dense_linear(x, interleave(untile_torch(tiled, x.dtype)), tiled, bias, residual, lora)
 
 
@@ -623,8 +627,8 @@ class Shape(NamedTuple):
     registers: int       # of a thread at most; an SM has 65,536 for all its threads
 
 
-# Found by searches on an H200. Of the shapes for so many rows the first ones are for small layers,
-# the last for large.
+# Found by searches on an H200. A group is for layers with up to so many rows of x; in it the first
+# shape is for small layers and the last for large ones.
 SHAPES = [
     (Shape(rows=16, R=1, C=2, warps=4, stages=4, programs=3, registers=168),
      Shape(rows=16, R=2, C=2, warps=4, stages=4, programs=3, registers=168),
@@ -718,8 +722,9 @@ def plan_linear(rows, out, columns, bounds, pieces, rank, sms, shape=None):
     programs = min(programs, tiles * (columns // (64 * shape.C)))
 
     at_once = min(8, max(1, 64 * shape.warps // (shape.R * shape.rows)))
-    return LinearPlan(shape, tiles, programs, at_once,
-                      rank, pieces * rank, lora_rows, lora_parts, lora_programs)
+    return LinearPlan(shape=shape, tiles=tiles, programs=programs, at_once=at_once,
+                      rank=rank, ranks=pieces * rank, lora_rows=lora_rows, lora_parts=lora_parts,
+                      lora_programs=lora_programs)
 
 
 class Scratch(NamedTuple):
@@ -852,7 +857,7 @@ if triton is not None:
             acc = product(b, a.T, acc)
 
         here = partial + tile * parts * (ROWS * J)
-        here += tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+        here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
         tl.store(here + part * (ROWS * J), acc)
         tl.debug_barrier()                                   # all threads store before one counts
         last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
@@ -860,19 +865,23 @@ if triton is not None:
             tl.store(arrived + tile, 0)
             acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
             inside = (m[:, None] < M) & (j[None] < ranks)
-            tl.store(h + m[:, None] * ranks + j[None], acc.to(h.dtype.element_ty), mask=inside)
+            at_h = h + m[:, None] * ranks + j[None]
+            tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
             tl.debug_barrier()
         return last
 
     @triton.jit
     def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks,
                       R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
-        """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale."""
+        """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
+
+        A tile has 512 words, which are 2,048 bytes.
+        """
         SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
         BYTES: tl.constexpr = 128 if NF4 else 256            # their size
         tile_row = at // steps // m_tiles * R
         start = (tile_row * chunks + at % steps * C).to(tl.int64)
-        there = tl.minimum(end - at, steps - at % steps) * C         # tiles side by side in the share
+        there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
         prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
         prefetch(scales + start * SCALES, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
         prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
@@ -897,8 +906,8 @@ if triton is not None:
             else:
                 m = m0 + tl.arange(0, ROWS)
                 k = step * C * 64 + tl.arange(0, 64 * C)
-                at_x = x + m[:, None] * (chunks * 64) + k[None]
-                b = tl.load(at_x, mask=m[:, None] < M, other=0.0)
+                there = m[:, None] < M
+                b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=there, other=0.0)
             acc = product(w, b.T, acc)
         return acc
 
@@ -942,8 +951,9 @@ if triton is not None:
             B = tl.load(lora_B + n[:, None] * RANK + r[None])
             while tl.atomic_add(ready, 0) < lora_tiles:      # an atomic read
                 pass
-            h += m[:, None] * ranks + piece * RANK + r[None]
-            H = tl.load(h, mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+            there = m[:, None] < M
+            at_h = h + m[:, None] * ranks + piece * RANK + r[None]
+            H = tl.load(at_h, mask=there, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
         out = acc * scale + shift
 
@@ -988,7 +998,7 @@ if triton is not None:
         at = p * total // P                                  # this program's share of the line:
         end = (p + 1) * total // P                           # the steps from `at` to end - 1
 
-        if ROWS > 64:                                        # here, or after the last product: see there
+        if ROWS > 64:                                        # with fewer rows, after the last product
             let_next_start()
         if p >= 0:
             prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks, R, C, NF4)
@@ -1010,7 +1020,8 @@ if triton is not None:
             acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
                             NF4, ROWS, R, C, STAGES)
 
-            # Sooner, the next kernel's few short programs would lie unevenly on the SMs.
+            # If the next kernel were let start sooner, its few short programs would lie unevenly on
+            # the SMs.
             if ROWS <= 64 and at == end:
                 let_next_start()
 
@@ -1103,8 +1114,9 @@ if triton is not None:
         k = tl.arange(0, SIZE)
         v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
         v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
-        place = tile_place(k) if INTERLEAVED else k
-        tl.store(y + row * d + place, v.to(y.dtype.element_ty), mask=k < d)
+        at = y + row * d
+        at += tile_place(k) if INTERLEAVED else k
+        tl.store(at, v.to(y.dtype.element_ty), mask=k < d)
 
     @triton.jit
     def rms_norm_gradient_kernel(x, weight, grad, grad_x, d, eps, SIZE: tl.constexpr):
@@ -1175,8 +1187,9 @@ if triton is not None:
         up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
         silu = gate / (1 + tl.exp(-gate))
         silu = silu.to(y.dtype.element_ty).to(tl.float32)             # rounded, as the twin's is
-        place = tile_place(k) if INTERLEAVED else k
-        tl.store(y + row * n + place, (silu * up).to(y.dtype.element_ty), mask=k < n)
+        at = y + row * n
+        at += tile_place(k) if INTERLEAVED else k
+        tl.store(at, (silu * up).to(y.dtype.element_ty), mask=k < n)
 
     @triton.jit
     def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
@@ -1187,10 +1200,10 @@ if triton is not None:
         up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
         g = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32)
         s = 1 / (1 + tl.exp(-gate))
-        grad_gate = g * up * s * (1 + gate * (1 - s))
-        grad_up = g * gate * s
         at = grad_gate_up + row * 2 * n + k
+        grad_gate = g * up * s * (1 + gate * (1 - s))
         tl.store(at, grad_gate.to(grad.dtype.element_ty), mask=k < n)
+        grad_up = g * gate * s
         tl.store(at + n, grad_up.to(grad.dtype.element_ty), mask=k < n)
 
 
@@ -1243,9 +1256,9 @@ if triton is not None:
         d = tl.arange(0, HALF_PAD)[None]
         inside = (h < heads) & (d < HALF)
         t = row % T
-        angle = t * 2 * HALF + d                               # the second half has the same angles
-        c = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
+        # The second half of a head has the same angles as the first.
+        c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
         at = x + row // T * stride_b + t * stride_t + h * stride_h + d
         left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -1341,17 +1354,17 @@ if triton is not None:
         return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
     @triton.jit
-    def attend(Q, top, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
+    def attend(Q, top, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
                HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
         """(top, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
-        The cache has n tokens.
+        The cache has n tokens, which begin at `cached`.
         """
         for start in range(first, last, BLOCK):
             t = start + tl.arange(0, BLOCK)
             there = (t[:, None] < n) & (d[None] < D)
-            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+            V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
             if PLAIN:
                 score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
             else:
@@ -1446,20 +1459,22 @@ if triton is not None:
                 top = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
                 total += 1.0
                 out += v.to(tl.float32)[None]
+            first = part * SPLIT
             last = tl.minimum(n, (part + 1) * SPLIT)
-            top, total, out = attend(Q, top, total, out, k_cache + cached, v_cache + cached,
-                                     part * SPLIT, last, n, d, scale_log2e, HEADS, D, BLOCK)
+            top, total, out = attend(Q, top, total, out, k_cache, v_cache, cached, first, last, n, d,
+                                     scale_log2e, HEADS, D, BLOCK)
 
+            parts = n // SPLIT + 1
             done = n < SPLIT
             if not done:
-                parts = n // SPLIT + 1
                 done, total, out = leave_attention(top, total, out, outs, stats, arrived, part,
                                                    parts, row, head, d, HEADS, D_PAD)
             if done:
                 place = (g * SHARE + head[:, None]) * D + d[None]
-                place = b * (kv_heads * SHARE * D) + (tile_place(place) if INTERLEAVED else place)
+                place = tile_place(place) if INTERLEAVED else place
+                at_y = y + (b * (kv_heads * SHARE * D) + place)
                 result = (out / total[:, None]).to(y.dtype.element_ty)
-                tl.store(y + place, result, mask=inside)
+                tl.store(at_y, result, mask=inside)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1630,7 +1645,7 @@ if triton is not None:
         e = tl.exp(m - top)
         Z = tl.sum(total * e)
         log_Z = top + tl.log(Z)
-        best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
         tl.store(token + b, tl.load(index + b * PARTS + where))
+        best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
         tl.store(logprob + b, best_z - log_Z)
         tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)

@@ -906,7 +906,7 @@ TILED_FORMATS = [name for name, format in qerl.FORMATS.items() if format.tile]
 
 
 def tiled_weight(name, out_features, in_features, seed=0):
-    """(Tiled, table, its weight float64): random, with rows of very different size and stacked global scales."""
+    """(TiledWeight, its weight float64): random, with rows of very different size and stacked global scales."""
     torch.manual_seed(seed)
     format = qerl.FORMATS[name]
     weight = torch.randn(out_features, in_features) * torch.exp2(torch.randint(-6, 7, (out_features, 1)).float())
@@ -914,13 +914,35 @@ def tiled_weight(name, out_features, in_features, seed=0):
     dense = format.dequantize(*parts, torch.float64)
     if name == "nf4":                                                                     # its scales become bfloat16
         dense = format.dequantize(parts[0], parts[1].bfloat16().float(), parts[2], torch.float64)
-    return fp4_kernels.Tiled(*(t.to(KERNEL_DEVICE) for t in format.tile(*parts))), format.table, dense
+    return format.tile(*(p.to(KERNEL_DEVICE) for p in parts)), dense
 
 
 @pytest.mark.parametrize("name", TILED_FORMATS)
 def test_tiles_hold_the_weight_exactly(name):
-    tiled, table, dense = tiled_weight(name, 256, 192)
-    torch.testing.assert_close(fp4_kernels.untile_torch(tiled, table, torch.float64).cpu(), dense, rtol=1e-6, atol=0)
+    tiled, dense = tiled_weight(name, 256, 192)
+    torch.testing.assert_close(fp4_kernels.untile_torch(tiled, torch.float64).cpu(), dense, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", TILED_FORMATS)
+def test_tiles_multiply_as_the_weight(name):
+    """The kernel's twin in float64, with bias, residual and LoRA of three pieces whose rank is not a power of two."""
+    tiled, dense = tiled_weight(name, 256, 192)
+    x, bias, residual, A, B = (torch.randn(*shape).double() for shape in ((5, 192), (256,), (5, 256), (3 * 6, 192), (256, 6)))
+    sizes = [128, 64, 64]
+    h = (x @ A.T).split(6, -1)
+    expected = x @ dense.T + bias + residual + 2 * torch.cat([h_i @ B_i.T for h_i, B_i in zip(h, B.split(sizes))], -1)
+    x, bias, residual, A, B = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x), bias, residual, A, B))
+    lora = tiled.prepare_lora(A, B, sizes, 2.0, torch.float64)
+    assert lora.A.shape == (3 * 16, 192) and lora.B.shape == (256, 16)
+    y = fp4_kernels.linear_torch(x, tiled, bias, residual, lora)
+    assert relative(y.cpu(), expected) < 1e-6
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_words_hold_every_code_in_every_place(nf4):
+    codes = torch.stack([torch.arange(16, dtype=torch.uint8).roll(i) for i in range(8)], -1)
+    words = fp4_kernels.pack_words(codes, nf4)
+    assert words.dtype == torch.int32 and torch.equal(fp4_kernels.unpack_words(words, nf4), codes.int())
 
 
 def test_interleave_puts_a_threads_columns_side_by_side():
@@ -949,8 +971,11 @@ def test_kernel_encode(monkeypatch, dtype, block):
 @runs_kernels
 @pytest.mark.parametrize("name", TILED_FORMATS)
 def test_kernel_untile(name):
-    tiled, table, dense = tiled_weight(name, 192, 384)
-    assert relative(fp4_kernels.untile(tiled, table, torch.float32).cpu().double(), dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)    # its table, too, is bfloat16 there
+    tiled, dense = tiled_weight(name, 192, 384)
+    tolerance = 3e-3 if name == "nf4" and CUDA else 1e-6                                  # its table, too, is bfloat16 there
+    weight = tiled.dequantize(torch.float32)
+    assert relative(weight.cpu().double(), dense) < tolerance
+    assert torch.equal(tiled.dequantize(torch.float32, interleaved=True), fp4_kernels.interleave(weight))
 
 
 @runs_kernels
@@ -960,21 +985,21 @@ def test_kernel_linear(name, rows, columns, shapes):
     """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero."""
     piece = 64 * max(shape.R for shape in fp4_kernels.SHAPES[shapes])        # a tile lies in one piece
     out = 3 * piece
-    tiled, table, dense = tiled_weight(name, out, columns)
+    tiled, dense = tiled_weight(name, out, columns)
     x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, out).bfloat16() * 64
     bias, A, B = torch.randn(out) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(out, 8) * 8
     h = (x.double() @ A.double().T).split(8, -1)
     plain = x.double() @ dense.T
     with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(piece))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
-    lora = fp4_kernels.lora_for_tiles(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, tiled)
+    lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, torch.bfloat16)
     for shape in (None, *fp4_kernels.SHAPES[shapes]):
-        assert relative(fp4_kernels.linear(x, tiled, table, shape=shape).cpu().double(), plain) < 5e-3
+        assert relative(tiled.multiply(x, shape=shape).cpu().double(), plain) < 5e-3
         for sign in (1, -1):
-            y = fp4_kernels.linear(sign * x, tiled, table, bias_there, residual_there, lora, shape)
+            y = tiled.multiply(sign * x, bias_there, residual_there, lora, shape)
             assert relative(y.cpu().double(), sign * with_lora + bias + residual) < 5e-3
-        assert not fp4_kernels.scratch(x.device)[3].any()
-    twin = fp4_kernels.linear_torch(x, tiled, table, bias_there, residual_there, lora)
+        assert not fp4_kernels.scratch(x.device).counters.any()
+    twin = fp4_kernels.linear_torch(x, tiled, bias_there, residual_there, lora)
     assert relative(twin.cpu().double(), with_lora + bias + residual) < 5e-3
 
 
@@ -990,37 +1015,60 @@ def test_kernel_shapes_fit(monkeypatch, R):
         assert shape.rows >= min(M, 256)
 
 
+@pytest.mark.skipif(fp4_kernels.triton is None, reason="needs Triton")
+def test_kernel_linear_plans_fit():
+    """All programs of a plan run at once, have work, and leave no more sums than there is room for."""
+    layers = [(37888, 3584, (18944, 37888), 2), (4608, 3584, (3584, 4096), 3), (3584, 18944, (3584, 3584), 1), (128, 128, (128, 128), 1)]
+    for M, (N, columns, bounds, pieces), rank, sms in itertools.product((1, 16, 17, 64, 128, 129, 1024), layers, (0, 16, 128), (3, 132)):
+        plan = fp4_kernels.plan_linear(M, N, columns, bounds, pieces, rank, sms)
+        shape = plan.shape
+        assert plan.tiles * 64 * shape.R * shape.rows >= M * N > (plan.tiles - N // (64 * shape.R)) * 64 * shape.R * shape.rows
+        assert 1 <= plan.programs <= min(shape.programs * sms, plan.tiles * columns // (64 * shape.C))
+        assert plan.ranks == pieces * rank and (plan.lora_programs > 0) == (rank > 0 and M <= 128)
+        if sms == 132:                                                                    # 3 SMs may have fewer programs than h has tiles
+            assert plan.lora_programs + plan.programs <= shape.programs * sms
+
+
+@pytest.mark.skipif(fp4_kernels.triton is None, reason="needs Triton")
+def test_kernel_linear_refuses_what_is_not_whole_tiles():
+    with pytest.raises(ValueError, match="not divisible by 128"):
+        fp4_kernels.plan_linear(1, 160, 256, (160, 160), 0, 0, 132)
+    for out, shape in ((192, None), (384, fp4_kernels.SHAPES[0][2])):
+        with pytest.raises(ValueError, match="not whole steps"):
+            fp4_kernels.plan_linear(1, out, 256, (out, out), 0, 0, 132, shape)
+
+
 @runs_kernels
 @pytest.mark.parametrize("rows,shapes", [(5, 0), (20, 1), (50, 2), (100, 3), (200, 4)])
 def test_kernel_linear_adds_parts(rows, shapes):
     """One or two tiles of W, cut among three programs."""
     x = torch.randn(rows, 384).bfloat16()
     for shape in fp4_kernels.SHAPES[shapes]:
-        tiled, table, dense = tiled_weight("nvfp4", 64 * max(2, shape.R), 384)
+        tiled, dense = tiled_weight("nvfp4", 64 * max(2, shape.R), 384)
         shape = shape._replace(C=1, programs=1)
-        y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table, shape=shape)
+        y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), shape=shape)
         assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
-        assert not fp4_kernels.scratch(y.device)[3].any()
+        assert not fp4_kernels.scratch(y.device).counters.any()
 
 
 @runs_kernels
 @pytest.mark.parametrize("out", [128, 4480])
 def test_kernel_linear_cuts_its_work(out):
     """2 tiles: less work than programs; 70: programs with parts of two tiles, both on a GPU and on the interpreter's three SMs."""
-    tiled, table, dense = tiled_weight("nvfp4", out, 256)
+    tiled, dense = tiled_weight("nvfp4", out, 256)
     x = torch.randn(5, 256).bfloat16()
-    y = fp4_kernels.linear(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), tiled, table,
-                           shape=fp4_kernels.SHAPES[0][0]._replace(programs=1 if out > 128 else 3))
+    shape = fp4_kernels.SHAPES[0][0]._replace(programs=1 if out > 128 else 3)
+    y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), shape=shape)
     assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
 
 
 @runs_kernels
-@pytest.mark.parametrize("tiled", [False, True])
-def test_kernel_norm_and_silu(tiled):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kernel_norm_and_silu(interleaved):
     torch.manual_seed(0)
     x, weight = torch.randn(5, 2 * 192).to(KERNEL_DEVICE), torch.randn(2 * 192).to(KERNEL_DEVICE)
-    torch.testing.assert_close(fp4_kernels.rms_norm(x, weight, 1e-6, tiled), fp4_kernels.rms_norm_torch(x, weight, 1e-6, tiled))
-    torch.testing.assert_close(fp4_kernels.silu_mul(x, tiled), fp4_kernels.silu_mul_torch(x, tiled))
+    torch.testing.assert_close(fp4_kernels.rms_norm(x, weight, 1e-6, interleaved), fp4_kernels.rms_norm_torch(x, weight, 1e-6, interleaved))
+    torch.testing.assert_close(fp4_kernels.silu_mul(x, interleaved), fp4_kernels.silu_mul_torch(x, interleaved))
 
 
 @runs_kernels
@@ -1074,21 +1122,21 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads,kv_heads,dim,tiled", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
-def test_kernel_decode_attention(heads, kv_heads, dim, tiled):
+@pytest.mark.parametrize("heads,kv_heads,dim,interleaved", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
+def test_kernel_decode_attention(heads, kv_heads, dim, interleaved):
     torch.manual_seed(0)
     split, longest = 128, 2 * 128 + 9
-    length = torch.tensor([0, 64, 65, longest - 1, 7, split - 1, split])
-    heads = heads if not tiled else 7 * 2                                                 # whole tiles of columns
-    kv_heads = kv_heads if not tiled else 2
+    filled = torch.tensor([0, 64, 65, longest - 1, 7, split - 1, split])
+    heads = heads if not interleaved else 7 * 2                                           # whole tiles of columns
+    kv_heads = kv_heads if not interleaved else 2
     qkv, cos, sin = torch.randn(7, (heads + 2 * kv_heads) * dim), torch.randn(7, dim), torch.randn(7, dim)
     k, v = torch.randn(2, 7, kv_heads, longest, dim)
-    for b, n in enumerate(length):                                                        # what lies behind must not matter
+    for b, n in enumerate(filled):                                                        # what lies behind must not matter
         k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
     k_kernel, v_kernel = k.clone().to(KERNEL_DEVICE), v.clone().to(KERNEL_DEVICE)
     k_twin, v_twin = k.nan_to_num().double(), v.nan_to_num().double()
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), k_kernel, v_kernel, length.to(KERNEL_DEVICE), tiled, split)
-    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), k_twin, v_twin, length, tiled)
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), k_kernel, v_kernel, filled.to(KERNEL_DEVICE), interleaved, split)
+    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), k_twin, v_twin, filled, interleaved)
     assert relative(kernel.cpu().double(), twin) < 1e-5
     assert relative(k_kernel.cpu().nan_to_num().double(), k_twin) < 1e-6 and relative(v_kernel.cpu().nan_to_num().double(), v_twin) < 1e-6
 
@@ -1117,7 +1165,7 @@ def test_kernel_decode_of_a_layer_is_its_forward():
     torch.manual_seed(0)
     format = qerl.FORMATS["nvfp4"]
     parts = [torch.cat(p) for p in zip(*((a, b, c.view(1, 1).expand(128, 1)) for a, b, c in map(format.quantize, torch.randn(3, 128, 256))))]
-    weight = fp4_kernels.Tiled(*(t.to(KERNEL_DEVICE) for t in format.tile(*parts)))
+    weight = format.tile(*(p.to(KERNEL_DEVICE) for p in parts))
     layer = qerl.QuantLinear(["q", "k", "v"], [128] * 3, 256, weight, torch.randn(384).to(KERNEL_DEVICE).bfloat16(), lora_rank=4, lora_alpha=8)
     layer.lora_B.data.normal_()
     x, residual = torch.randn(5, 256).to(KERNEL_DEVICE).bfloat16(), torch.randn(5, 384).to(KERNEL_DEVICE).bfloat16()
@@ -1130,14 +1178,14 @@ def test_kernel_decode_of_a_layer_is_its_forward():
 @runs_kernels
 def test_kernel_gradient_through_tiles():
     """dL/dx of a frozen layer in tiles; on a GPU the weight is decoded in autograd's thread, which like any new one has no context."""
-    tiled, table, dense = tiled_weight("nvfp4", 384, 256)
+    tiled, dense = tiled_weight("nvfp4", 384, 256)
     with ThreadPoolExecutor(1) as new_thread:
-        weight = new_thread.submit(fp4_kernels.untile, tiled, table).result()
+        weight = new_thread.submit(tiled.dequantize).result()
     assert relative(weight.cpu().double(), dense) < 5e-3
     x = torch.randn(40, 256).bfloat16()
     interleaved = fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE)
     with ThreadPoolExecutor(1) as new_thread:                                             # 40 rows: x by TMA, too
-        y = new_thread.submit(fp4_kernels.linear, interleaved, tiled, table).result()
+        y = new_thread.submit(tiled.multiply, interleaved).result()
     assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
     layer = qerl.QuantLinear(["a"], [384], 256, tiled, None)
     x = torch.randn(5, 256, device=KERNEL_DEVICE, dtype=torch.bfloat16, requires_grad=True)
