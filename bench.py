@@ -1,13 +1,18 @@
-"""Measure this project. Each command prints its tables and writes them, all but the first with a picture, under results/.
+"""Measure this project. Each command prints its tables and writes them under results/, all but the
+first with a picture.
 
-    python bench.py formats [--model FOLDER_OR_NAME]     relative error of each 4-bit format
-    python bench.py kernels [--model Qwen2.5-7B ...]     one linear layer, by rows of x: NVFP4 and NF4 against cuBLAS BF16, Marlin
-    python bench.py rollout [--model Qwen2.5-7B ...]     decoded tokens per second with LoRA, by sequences decoded at once
-    python bench.py step [--model Qwen2.5-7B ...]        an RL step: rollout, reward, log-probabilities, update
+    python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
+    python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
+                                                       against cuBLAS BF16, Marlin, bitsandbytes
+    python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
+                                                       by sequences decoded at once
+    python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
+                                                       log-probabilities, update
 
-The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape, so that one can step
-through them; its times mean nothing.
+The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape,
+so that one can step through them; its times mean nothing.
 """
+import copy
 import importlib.metadata
 import importlib.util
 import itertools
@@ -22,94 +27,149 @@ import tempfile
 import time
 import types
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
-import fp4_kernels
 import qerl
-import train_gsm8k
-from train_gsm8k import Parser, command_line, environment, fail, save_figure, warm_start
-
-# hidden size, intermediate size, layers, heads, kv heads, vocabulary
-SHAPES = {"Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
-          "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936), "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064),
-          "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064), "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064),
-          "tiny": (256, 512, 2, 4, 2, 512)}
-LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
-COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red", "marlin": "black"}
+from harness.batches import Batch
+from harness.figures import save_figure
+from harness.flags import Parser, check_device, require
+from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
+from harness.run_folder import atomic_write, creating
+from harness.small_policy import warm_start
+from train_gsm8k import full_name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+class Shape(NamedTuple):
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 151936),
+    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
+    "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 151936),
+    "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-14B": Shape(5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-32B": Shape(5120, 27648, 64, 40, 8, 152064),
+    "tiny": Shape(256, 512, 2, 4, 2, 512),
+}
+LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4",
+          "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
+COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red",
+          "marlin": "black"}
+
+
+def print_row(*cells):
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def print_head(*titles):
+    print_row(*titles)
+    print("|" + "---|" * len(titles))
+
+
+# --------------------------------------------------------------------------------------------------
 # Relative error of the formats
 
 def quantize_nf4_double(weight):
-    """NF4 with QLoRA's double quantisation (section 3; here with one second-level block a row): block_scale float8_e4m3fn
-    [out, in/64], global_scale float32 [out, 2] of each row's offset and scale."""
+    """NF4 with QLoRA's double quantisation (section 3; here with one second-level block a row).
+
+    Returns packed as NF4, block_scale float8_e4m3fn [out, in/64] and global_scale float32 [out, 2],
+    each row's offset and scale.
+    """
     packed, absmax, _ = qerl.quantize_nf4(weight)
     offset = absmax.mean(1, keepdim=True)
-    second = ((absmax - offset).abs().amax(1, keepdim=True) / qerl.E4M3_MAX).clamp_min(1e-38)
-    return packed, ((absmax - offset) / second).to(torch.float8_e4m3fn), torch.cat([offset, second], 1)
+    centred = absmax - offset
+    scale = (centred.abs().amax(1, keepdim=True) / qerl.E4M3_MAX).clamp_min(1e-38)
+    return packed, (centred / scale).to(torch.float8_e4m3fn), torch.cat([offset, scale], 1)
 
 
 def dequantize_nf4_double(packed, block_scale, global_scale, dtype=torch.bfloat16):
-    return qerl.dequantize_nf4(packed, block_scale.float() * global_scale[:, 1:] + global_scale[:, :1], None, dtype)
+    offset, scale = global_scale.split(1, dim=1)
+    return qerl.dequantize_nf4(packed, block_scale.float() * scale + offset, None, dtype)
 
 
-FORMATS = {**{name: (format.quantize, format.dequantize) for name, format in qerl.FORMATS.items()},
-           "nf4 double": (quantize_nf4_double, dequantize_nf4_double)}
+FORMATS = {
+    **qerl.FORMATS,
+    "nf4 double": qerl.Format(quantize_nf4_double, dequantize_nf4_double, block=64, tile=None),
+}
 
 
 def gaussian_layers(count=8, size=2048):
     generator = torch.Generator().manual_seed(0)
-    for i in range(count):
-        yield f"layer {i}", torch.randn(size, size, generator=generator)
+    for _ in range(count):
+        yield torch.randn(size, size, generator=generator)
 
 
 def model_layers(folder):
-    """(name, weight float32) of every linear layer of a Hugging Face folder."""
+    """The weight, float32, of every linear layer of a Hugging Face folder."""
     files = qerl.Checkpoint(folder).files
     for name in files:
         if name.endswith("_proj.weight"):
-            yield name, files[name].get_tensor(name).float()
+            yield files[name].get_tensor(name).float()
 
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    error, norm, bits, weights = dict.fromkeys(FORMATS, 0.0), 0.0, dict.fromkeys(FORMATS, 0), 0
-    for _, weight in layers:
+    error = dict.fromkeys(FORMATS, 0.0)
+    bits = dict.fromkeys(FORMATS, 0)
+    norm = 0.0
+    count = 0
+    for weight in layers:
         weight = weight.to(device)
-        norm, weights = norm + weight.double().square().sum().item(), weights + weight.numel()
-        for name, (quantize, dequantize) in FORMATS.items():
-            stored = quantize(weight.bfloat16() if name == "bf16" else weight)
-            error[name] += (dequantize(*stored, torch.float32) - weight).double().square().sum().item()
+        norm += weight.double().square().sum().item()
+        count += weight.numel()
+        for name, format in FORMATS.items():
+            stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
+            difference = format.dequantize(*stored, torch.float32) - weight
+            error[name] += difference.double().square().sum().item()
             bits[name] += 8 * sum(t.nbytes for t in stored)
-    return {name: ((error[name] / norm) ** 0.5, bits[name] / weights) for name in FORMATS}
+    return {name: ((error[name] / norm) ** 0.5, bits[name] / count) for name in FORMATS}
 
 
 def bench_formats(args):
-    model = train_gsm8k.full_name(args.model[0]) if args.model else None
-    folder = qerl.model_folder(model) if model else warm_start()
-    label = os.path.basename(os.path.normpath(model)) if model else "the built-in policy"
-    gaussian, real = relative_errors(gaussian_layers(), args.device), relative_errors(model_layers(folder), args.device)
-    rows = [{"format": name, "bits": gaussian[name][1], "gaussian": gaussian[name][0], "model": real[name][0]} for name in LABELS]
-    print(f"| format | bits a weight | Gaussian | {label} |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {LABELS[row['format']]} | {row['bits']:.2f} | {row['gaussian']:.4f} | {row['model']:.4f} |")
-    command = f"python bench.py formats --model {label}" if model else "python bench.py formats"
-    yield {"what": "relative error of quantised weights", "command": command, "model": label, "rows": rows}
+    if args.model:
+        model = full_name(args.model[0])
+        folder = qerl.model_folder(model)
+        label = os.path.basename(os.path.normpath(model))
+        command = f"python bench.py formats --model {label}"
+    else:
+        folder = warm_start()
+        label = "the built-in policy"
+        command = "python bench.py formats"
+    gaussian = relative_errors(gaussian_layers(), args.device)
+    real = relative_errors(model_layers(folder), args.device)
+    rows = []
+    print_head("format", "bits a weight", "Gaussian", label)
+    for name in LABELS:
+        error, bits = gaussian[name]
+        real_error, _ = real[name]
+        rows.append({"format": name, "bits": bits, "gaussian": error, "model": real_error})
+        print_row(LABELS[name], f"{bits:.2f}", f"{error:.4f}", f"{real_error:.4f}")
+    what = "relative error of quantised weights"
+    yield {"what": what, "command": command, "model": label, "rows": rows}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Random models
 
 class RandomWeights(qerl.Checkpoint):
-    """Normal weights of any shape. Layers of one kind hold the same values, each in its own memory."""
+    """Normal weights of any shape. Layers of a kind are equal, but each lies in its own memory."""
 
     def __init__(self, weights, lora_rank, device):
-        super().__init__(None, weights, lora_rank, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        super().__init__(None, weights, lora_rank, device=device, dtype=dtype)
         self.first = {}
 
     def has(self, name):
@@ -117,24 +177,34 @@ class RandomWeights(qerl.Checkpoint):
 
     def read(self, name, shape):
         scale = 0.02 if len(shape) > 1 else 0.1
-        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale + name.endswith("norm.weight")
+        tensor = torch.randn(shape, device=self.device, dtype=self.dtype) * scale
+        return tensor + 1 if name.endswith("norm.weight") else tensor
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
-        if leaves[0] not in self.first:
-            self.first[leaves[0]] = super().linear(prefix, leaves, sizes, in_features, bias)
-        layer = self.first[leaves[0]]
-        weight = [t.clone() for t in layer.weight]
-        copy = qerl.QuantLinear([f"{prefix}.{leaf}" for leaf in leaves], sizes, in_features,
-                                fp4_kernels.Tiled(*weight) if layer.tiled else weight, layer.bias, layer.format, layer.rank)
-        if layer.rank:
-            copy.lora_B.data.normal_(std=0.01)
-        return copy
+        """As Checkpoint.linear, but only the first layer of a kind is quantised; others copy it."""
+        kind = leaves[0]
+        if kind not in self.first:
+            self.first[kind] = super().linear(prefix, leaves, sizes, in_features, bias)
+        first = self.first[kind]
+        names = [f"{prefix}.{leaf}" for leaf in leaves]
+        weight = copy.deepcopy(first.weight)
+        layer = qerl.QuantLinear(names, sizes, in_features, weight, first.bias, self.lora_rank)
+        if self.lora_rank:
+            layer.lora_B.data.normal_(std=0.01)
+        return layer
 
 
 def config_of(name):
-    d, inner, layers, heads, kv_heads, vocabulary = SHAPES[name]
-    return transformers.Qwen2Config(hidden_size=d, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-                                    num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=False)
+    shape = SHAPES[name]
+    return transformers.Qwen2Config(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=False,
+    )
 
 
 def random_model(name, weights, lora_rank, device):
@@ -142,17 +212,30 @@ def random_model(name, weights, lora_rank, device):
     return qerl.Transformer(config_of(name), RandomWeights(weights, lora_rank, device))
 
 
+def random_prompts(vocabulary, count, length):
+    return torch.randint(0, vocabulary, (count, length)).tolist()
+
+
 def wait(device):
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def free_memory(device):
+    """Give back what deleted tensors leave in PyTorch's cache, which other sizes cannot use."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --------------------------------------------------------------------------------------------------
 # One linear layer
 
 def replay_seconds(run):
-    """Seconds of one call of `run` (a CUDA graph's replay) under its own load: it runs back to back in chunks of 20 ms, and after 0.2 s
-    the median of five counts, because the clock seems to follow the power drawn in the last 0.2 s."""
+    """Seconds of one call of `run` (a CUDA graph's replay) under its own load.
+
+    It runs back to back in chunks of 20 ms, and after 0.2 s the median of five counts, because the
+    clock seems to follow the power drawn in the last 0.2 s.
+    """
     def chunk_seconds(chunks, repeats):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
         for event in events:
@@ -161,252 +244,394 @@ def replay_seconds(run):
                 run()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
+
     once = chunk_seconds(2, 1)[-1]
     repeats = max(1, round(0.02 / once))
-    return statistics.median(chunk_seconds(5 + round(0.18 / (repeats * once)), repeats)[-5:])
+    warm_up = round(0.18 / (repeats * once))
+    return statistics.median(chunk_seconds(warm_up + 5, repeats)[-5:])
+
+
+def run_all(calls):
+    for call in calls:
+        call()
 
 
 def replay_times(contenders, device):
-    """{name: seconds a call} of each contender's list of calls, repeated to the length of the longest. On a GPU the list is one CUDA
-    graph, and the median of three rounds counts: now and then the clock drops for a third of a second, and whoever had its turn then
-    seemed up to a quarter slower. On a CPU the list runs once."""
+    """{name: seconds a call} of each contender's list of calls, repeated to the longest's length.
+
+    On a GPU the list is one CUDA graph, and the median of three rounds counts: now and then the
+    clock drops for a third of a second, and whoever had its turn then seemed up to a quarter slower.
+    On a CPU the list runs once.
+    """
     longest = max(map(len, contenders.values()))
-    contenders = {name: [calls[i % len(calls)] for i in range(longest)] for name, calls in contenders.items()}
-    if device == "cuda":
-        graphs = {name: qerl.record_graph(lambda calls=calls: [call() for call in calls]) for name, calls in contenders.items()}
-        rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
-        return {name: statistics.median(r[name] for r in rounds) / longest for name in contenders}
-    times = {}
+    runs = {}
     for name, calls in contenders.items():
+        repeated = itertools.islice(itertools.cycle(calls), longest)
+        runs[name] = partial(run_all, list(repeated))
+    if device == "cuda":
+        graphs = {name: qerl.record_graph(run) for name, run in runs.items()}
+        rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
+        return {name: statistics.median(r[name] for r in rounds) / longest for name in graphs}
+    times = {}
+    for name, run in runs.items():
         began = time.perf_counter()
-        for call in calls:
-            call()
+        run()
         times[name] = (time.perf_counter() - began) / longest
     return times
 
 
 def ceilings(device):
-    """(bytes per second of an elementwise kernel over gigabytes, read + written; BF16 FLOP per second of a large matrix product)."""
-    n, side = (2 ** 31, 8192) if device == "cuda" else (2 ** 24, 256)
-    a = torch.rand(n // 4, device=device)
-    b, m = torch.empty_like(a), torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    times = replay_times({"copy": [lambda: torch.neg(a, out=b)] * 3, "product": [lambda: m @ m] * 3}, device)
-    return 2 * n / times["copy"], 2 * side ** 3 / times["product"]
+    """What the GPU reaches: (bytes per second, read and written; BF16 FLOP per second).
+
+    The one is of an elementwise kernel over gigabytes, the other of a large matrix product.
+    """
+    size = 2 ** 31 if device == "cuda" else 2 ** 24
+    side = 8192 if device == "cuda" else 256
+    a = torch.rand(size // 4, device=device)
+    b = torch.empty_like(a)
+    m = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    negate = partial(torch.neg, a, out=b)
+    product = partial(torch.mm, m, m)
+    times = replay_times({"copy": [negate] * 3, "product": [product] * 3}, device)
+    return 2 * size / times["copy"], 2 * side ** 3 / times["product"]
 
 
 def layers_of(name):
     """{layer: (out_features, in_features)} of the four stacked linear layers of a block."""
-    d, inner, _, heads, kv_heads, _ = SHAPES[name]
-    head_dim = d // heads
-    return {"qkv": ((heads + 2 * kv_heads) * head_dim, d), "o": (d, heads * head_dim), "gate_up": (2 * inner, d), "down": (d, inner)}
+    shape = SHAPES[name]
+    head_dim = shape.hidden // shape.heads
+    return {
+        "qkv": ((shape.heads + 2 * shape.kv_heads) * head_dim, shape.hidden),
+        "o": (shape.hidden, shape.heads * head_dim),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
 
 
 def bitsandbytes_linears(weights):
     """bitsandbytes' NF4 linear, x -> y, for each weight, or none where it cannot be imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)                 # on a CPU it asks for a package that it can do without
+    # On a CPU it asks for a package that it can do without.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes
     except ImportError:
         return []
+
+    def linear(packed, state, x):
+        return bitsandbytes.matmul_4bit(x, packed.t(), state)
     stored = [bitsandbytes.functional.quantize_nf4(weight, blocksize=64) for weight in weights]
-    return [lambda x, packed=packed, state=state: bitsandbytes.matmul_4bit(x, packed.t(), state) for packed, state in stored]
+    return [partial(linear, packed, state) for packed, state in stored]
 
 
 def marlin_linears(weight, copies):
-    """vLLM's Marlin NVFP4 linear, x -> y, for each of so many copies of a weight, or none where vLLM cannot be had."""
+    """vLLM's Marlin NVFP4 linear, x -> y, for so many copies of a weight; none without vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return []
     try:
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as marlin
         torch.ops._C.marlin_gemm
     except (ImportError, AttributeError) as e:
-        print(f"vLLM is installed, but without a Marlin kernel that can be called: {qerl.reason(e)}")
+        print("vLLM is installed, but without a Marlin kernel that can be called: "
+              + qerl.reason(e))
         return []
-    calls, (out, columns) = [], weight.shape
+    out, columns = weight.shape
     packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
-    for _ in range(copies):
-        w = types.SimpleNamespace(weight=packed.clone(), weight_scale=block_scale.clone(), weight_global_scale=1 / global_scale, params_dtype=weight.dtype,
-                                  output_size_per_partition=out, input_size_per_partition=columns)
-        marlin.prepare_fp4_layer_for_marlin(w)
-        calls.append(lambda x, w=w: marlin.apply_fp4_marlin_linear(x, w.weight, w.weight_scale, w.weight_global_scale, w.workspace, out, columns))
+
+    def stored():
+        layer = types.SimpleNamespace(
+            weight=packed.clone(),
+            weight_scale=block_scale.clone(),
+            weight_global_scale=1 / global_scale,
+            params_dtype=weight.dtype,
+            output_size_per_partition=out,
+            input_size_per_partition=columns,
+        )
+        marlin.prepare_fp4_layer_for_marlin(layer)
+        return layer
+
+    def linear(layer, x):
+        return marlin.apply_fp4_marlin_linear(
+            x, layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace,
+            out, columns)
+
+    linears = [partial(linear, stored()) for _ in range(copies)]
     x = torch.randn(16, columns, device=weight.device, dtype=weight.dtype)
     right = F.linear(x, qerl.dequantize_nvfp4(packed, block_scale, global_scale))
-    assert (calls[0](x) - right).norm() < 0.01 * right.norm(), "this vLLM takes NVFP4 weights in another form"
-    return calls
+    error = (linears[0](x) - right).norm() / right.norm()
+    assert error < 0.01, "this vLLM takes NVFP4 weights in another form"
+    return linears
 
 
-def bench_layer(model, layer, shape, rows, device, bandwidth, flops):
+def tiled_copies(name, weight, copies):
+    """A weight in a format, as the kernels take it, so many times in different memory."""
+    format = qerl.FORMATS[name]
+    tiled = format.tile(*format.quantize(weight))
+    return [copy.deepcopy(tiled) for _ in range(copies)]
+
+
+def multiply(weight, x):
+    """x Ŵᵀ as decoding computes it, and from 4,096 rows on as training does."""
+    if len(x) < 4096:
+        return weight.multiply(x)
+    return F.linear(x, weight.dequantize(x.dtype))
+
+
+def bench_layer(model, layer, rows, device, bandwidth, flops):
     """One line of the table for each number of rows."""
-    out, columns = shape
-    cuda = device == "cuda"
-    copies = max(2, math.ceil(2e8 / (out * columns * 9 / 16))) if cuda else 2          # together well beyond the L2 cache
-    dtype = torch.bfloat16 if cuda else torch.float32
-    dense = [torch.randn(out, columns, device=device, dtype=dtype) * 0.02 for _ in range(max(2, math.ceil(2e8 / (2 * out * columns))) if cuda else 2)]
-    tiled = {}
+    out, columns = layers_of(model)[layer]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    packed_bytes = out * columns * 9 / 16
+
+    def copies(nbytes):
+        """How many weights of so many bytes lie together well beyond the L2 cache."""
+        return max(2, math.ceil(2e8 / nbytes)) if device == "cuda" else 2
+
+    dense = [
+        torch.randn(out, columns, device=device, dtype=dtype) * 0.02
+        for _ in range(copies(2 * out * columns))
+    ]
+    linears = {"bf16": [partial(F.linear, weight=weight) for weight in dense]}
     for name in ("nvfp4", "nf4"):
-        format = qerl.FORMATS[name]
-        first = format.tile(*format.quantize(dense[0]))
-        tiled[name] = [fp4_kernels.Tiled(*(t.clone() for t in first)) for _ in range(copies)]
-    theirs = {"bitsandbytes": bitsandbytes_linears(dense * 4)}                # each a quarter of the size
-    if cuda:
-        theirs["marlin"] = marlin_linears(dense[0], copies)
-    linear = fp4_kernels.linear if fp4_kernels.use_triton(dense[0]) else fp4_kernels.linear_torch
+        tiled = tiled_copies(name, dense[0], copies(packed_bytes))
+        linears[name] = [partial(multiply, weight) for weight in tiled]
+    # bitsandbytes has each weight four times, as its copies take a quarter of the memory.
+    linears["bitsandbytes"] = bitsandbytes_linears(dense * 4)
+    if device == "cuda":
+        linears["marlin"] = marlin_linears(dense[0], copies(packed_bytes))
     for M in rows:
         x = torch.randn(M, columns, device=device, dtype=dtype)
-        contenders = {"bf16": [lambda w=w: F.linear(x, w) for w in dense]}
-        for name, weights in tiled.items():
-            table = qerl.FORMATS[name].table
-            if M < 4096:
-                contenders[name] = [lambda w=w, table=table: linear(x, w, table) for w in weights]
-            else:                                                             # as training does it
-                contenders[name] = [lambda w=w, table=table: F.linear(x, fp4_kernels.untile(w, table, dtype)) for w in weights]
-        for name, calls in theirs.items():
-            if calls:
-                contenders[name] = [lambda call=call: call(x) for call in calls]
+        contenders = {}
+        for name, functions in linears.items():
+            if functions:
+                contenders[name] = [partial(linear, x) for linear in functions]
         times = replay_times(contenders, device)
-        floor = max(out * columns * 9 / 16 / bandwidth, 2 * M * out * columns / flops)
-        yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, "floor": floor, **times}
+        floor = max(packed_bytes / bandwidth, 2 * M * out * columns / flops)
+        shape = {"model": model, "layer": layer, "out": out, "in": columns, "M": M}
+        yield {**shape, "floor": floor, **times}
 
 
 def bench_kernels(args):
     cuda = args.device == "cuda"
     bandwidth, flops = ceilings(args.device)
-    print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, {flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
+    print(f"ceilings measured here: {bandwidth / 1e12:.2f} TB/s read and written, "
+          f"{flops / 1e12:.0f} TFLOP/s; they make the floor. M: rows of x")
     rows = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384) if cuda else (1, 16)
-    results, means = [], []
+    results = []
+    means = []
     for model in args.model or (["Qwen2.5-7B", "Qwen2.5-32B"] if cuda else ["tiny"]):
-        for layer, shape in layers_of(model).items():
-            for r in bench_layer(model, layer, shape, rows, args.device, bandwidth, flops):
-                results.append(r)
-                if cuda:
-                    torch.cuda.empty_cache()
-        means += [{"model": model, "M": M, **geometric_means([r for r in results if r["model"] == model and r["M"] == M])} for M in rows]
-        yield {"what": "seconds of one linear layer, medians of CUDA-graph replays under the layer's own load, over weights that together exceed L2",
-               "vllm_version": importlib.metadata.version("vllm") if any("marlin" in r for r in results) else None,
-               "bandwidth": bandwidth, "flops": flops, "rows": results, "means": means}
-    names = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor") if any(n in r for r in results)]
-    print("| layer | M | " + " | ".join(f"{n}, us" for n in names) + " | of the floor |\n|" + "---|" * (len(names) + 3))
-    for r in results:
-        cells = [f"{r[n] * 1e6:.1f}" if n in r else "" for n in names]
-        print(f"| {r['model']} {r['layer']} | {r['M']} | " + " | ".join(cells) + f" | {r['floor'] / r['nvfp4']:.0%} |")
-    peers_there = [n for n in ("bf16", "marlin", "bitsandbytes", "nf4") if any(n in m for m in means)]
-    print("\n| model | M | " + " | ".join(f"NVFP4 over {n}" for n in peers_there) + " | of the floor |\n|" + "---|" * (len(peers_there) + 3))
-    for m in means:
-        print(f"| {m['model']} | {m['M']} | " + " | ".join(f"{m[n]:.2f}x" if n in m else "" for n in peers_there) + f" | {m['floor']:.0%} |")
+        for layer in layers_of(model):
+            for result in bench_layer(model, layer, rows, args.device, bandwidth, flops):
+                results.append(result)
+                free_memory(args.device)
+        for M in rows:
+            same = [r for r in results if r["model"] == model and r["M"] == M]
+            means.append({"model": model, "M": M, **geometric_means(same)})
+        with_marlin = any("marlin" in r for r in results)
+        yield {
+            "what": "seconds of one linear layer, medians of CUDA-graph replays under the layer's "
+                    "own load, over weights that together exceed L2",
+            "vllm_version": importlib.metadata.version("vllm") if with_marlin else None,
+            "bandwidth": bandwidth,
+            "flops": flops,
+            "rows": results,
+            "means": means,
+        }
+    print_kernels(results, means)
 
 
 def geometric_means(rows):
     """How many times faster NVFP4 is than each other column, geometric mean over the layers."""
-    names = [n for n in ("bf16", "marlin", "nf4", "bitsandbytes", "floor") if all(n in r for r in rows)]
-    return {n: math.exp(sum(math.log(r[n] / r["nvfp4"]) for r in rows) / len(rows)) for n in names}
+    means = {}
+    for name in ("bf16", "marlin", "nf4", "bitsandbytes", "floor"):
+        if all(name in r for r in rows):
+            means[name] = statistics.geometric_mean(r[name] / r["nvfp4"] for r in rows)
+    return means
+
+
+def print_kernels(results, means):
+    columns = ("bf16", "marlin", "bitsandbytes", "nf4", "nvfp4", "floor")
+    names = [name for name in columns if any(name in r for r in results)]
+    print_head("layer", "M", *(f"{name}, us" for name in names), "of the floor")
+    for r in results:
+        times = [f"{r[name] * 1e6:.1f}" if name in r else "" for name in names]
+        print_row(f"{r['model']} {r['layer']}", r["M"], *times, f"{r['floor'] / r['nvfp4']:.0%}")
+    print()
+    peers = [name for name in columns[:4] if any(name in mean for mean in means)]
+    print_head("model", "M", *(f"NVFP4 over {name}" for name in peers), "of the floor")
+    for mean in means:
+        ratios = [f"{mean[name]:.2f}x" if name in mean else "" for name in peers]
+        print_row(mean["model"], mean["M"], *ratios, f"{mean['floor']:.0%}")
+
+
+def panels(plt, count, width, sharey=True):
+    """A figure and its axes, side by side."""
+    figure, axes = plt.subplots(1, count, figsize=(width * count, 4.2), layout="constrained",
+                                sharey=sharey, squeeze=False)
+    return figure, axes[0]
 
 
 def plot_kernels(result, plt):
-    models = list(dict.fromkeys(m["model"] for m in result["means"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4.2), layout="constrained", sharey=True, squeeze=False)
-    for axis, model in zip(axes[0], models):
-        means = [m for m in result["means"] if m["model"] == model]
+    peers = {"bf16": "cuBLAS BF16", "marlin": "Marlin NVFP4", "nf4": "our NF4"}
+    models = list(dict.fromkeys(mean["model"] for mean in result["means"]))
+    figure, axes = panels(plt, len(models), 5.5)
+    highest = 0
+    for axis, model in zip(axes, models):
+        means = [mean for mean in result["means"] if mean["model"] == model]
         axis.axhline(1, color="gray", linewidth=1)
-        for name, label in (("bf16", "cuBLAS BF16"), ("marlin", "Marlin NVFP4"), ("nf4", "our NF4")):
-            points = [(m["M"], m[name]) for m in means if name in m]
-            axis.plot(*zip(*points), "o-", color=COLORS[name], label=f"over {label}") if points else None
+        for name, label in peers.items():
+            points = [(mean["M"], mean[name]) for mean in means if name in mean]
+            if points:
+                rows, ratios = zip(*points)
+                axis.plot(rows, ratios, "o-", color=COLORS[name], label=f"over {label}")
+                highest = max(highest, *ratios)
         axis.set(title=f"{model}, geometric mean of four layers", xlabel="rows of x", xscale="log")
-        axis.set_xticks([m["M"] for m in means], [str(m["M"]) for m in means], fontsize=8)
+        rows = [mean["M"] for mean in means]
+        axis.set_xticks(rows, [str(M) for M in rows], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set(ylabel="speed of NVFP4, relative", ylim=(0, 1.05 * max(m.get(n, 0) for m in result["means"] for n in ("bf16", "marlin", "nf4"))))
-    axes[0][0].legend(frameon=False)
+    axes[0].set(ylabel="speed of NVFP4, relative", ylim=(0, 1.05 * highest))
+    axes[0].legend(frameon=False)
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rollout
 
 RANKS = {"Qwen2.5-7B": 32, "Qwen2.5-14B": 16, "Qwen2.5-32B": 16}
+
+
+def rank_of(name):
+    """The LoRA rank with which a model's rollout is measured."""
+    return RANKS.get(name, 32)
 
 
 @torch.no_grad()
 def decode_seconds(model, batch, prompt_tokens, new_tokens):
     """(seconds of prefill, seconds of decoding new_tokens for each of `batch` prompts)."""
     device = model.device.type
-    sampler = qerl.Sampler(model, batch, batch, prompt_tokens + new_tokens, new_tokens, 1.0, 1.0, set(), None)
-    prompts = torch.randint(0, model.config.vocab_size, (batch, prompt_tokens)).tolist()
+    max_len = prompt_tokens + new_tokens
+    sampler = qerl.Sampler(model, batch, batch, max_len, new_tokens, 1.0, 1.0, set(), None)
+    prompts = random_prompts(model.config.vocab_size, batch, prompt_tokens)
+    numbers = torch.arange(batch, device=device)
     wait(device)
     began = time.perf_counter()
-    sampler.admit(prompts, torch.arange(batch, device=device), torch.arange(batch, device=device))
+    sampler.admit(prompts, numbers, numbers)
     wait(device)
     prefilled = time.perf_counter()
     sampler.steps(new_tokens)
     wait(device)
+    ended = time.perf_counter()
     assert sampler.length[:batch].eq(new_tokens).all()
-    return prefilled - began, time.perf_counter() - prefilled
+    return prefilled - began, ended - prefilled
+
+
+@dataclass
+class Work:
+    """What CutSampler counts: slots x decode steps, those of idle slots, too."""
+    slot_steps: int = 0
 
 
 class CutSampler(qerl.Sampler):
-    """Cuts completions at lengths like those of GSM8K solutions (random weights never end one), and counts slots x steps."""
+    """Cuts completions at lengths like those of GSM8K solutions, as random weights never end one.
 
-    def __init__(self, model, n, slots, max_len, max_new_tokens, *args):
-        super().__init__(model, n, slots, max_len, max_new_tokens, *args)
-        lengths = torch.randn(n, generator=torch.Generator().manual_seed(0)).mul(0.35).add(5.3).exp()             # mean 212
-        self.limit[:n] = (lengths.clamp(max=512) * max_new_tokens / 512).long().to(self.limit.device)
-        CutSampler.slot_steps = 0
+    work: a Work, which gets the count, as nobody outside `generate` sees the sampler.
+    """
+
+    def __init__(self, work, model, count, slots, max_len, max_new_tokens, *args):
+        super().__init__(model, count, slots, max_len, max_new_tokens, *args)
+        self.work = work
+        normal = torch.randn(count, generator=torch.Generator().manual_seed(0))
+        lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)                 # their mean is 212
+        self.limit[:count] = (lengths * max_new_tokens / 512).long().to(self.limit.device)
 
     def steps(self, count):
-        CutSampler.slot_steps += count * len(self.row)
+        self.work.slot_steps += count * len(self.completion)
         super().steps(count)
 
 
+def generate_cut(model, prompts, max_new_tokens, group, slots):
+    """qerl.generate by a CutSampler -> (Rollout, fraction of slots x steps that gave a token)."""
+    work = Work()
+    sampler_class = partial(CutSampler, work)
+    rollout = qerl.generate(
+        model, prompts, max_new_tokens, group, slots=slots, sampler_class=sampler_class)
+    return rollout, rollout.length.sum().item() / work.slot_steps
+
+
 def busy_slots(name, model, slots, prompts, group):
-    """How many of the slots `generate` keeps busy while they are refilled, and its tokens per second."""
-    qerl.Sampler, sampler = CutSampler, qerl.Sampler
-    prompt_tokens, new_tokens = (128, 512) if slots > 4 else (8, 12)
-    tokens = torch.randint(0, model.config.vocab_size, (prompts, prompt_tokens)).tolist()
-    qerl.generate(model, tokens[:slots // group], new_tokens // 4, group, slots=slots)           # compiles, for each number of slots
-    wait(model.device.type)
+    """How many of the slots `generate` keeps busy by refilling them, and its tokens per second."""
+    device = model.device.type
+    prompt_tokens = 128 if device == "cuda" else 8
+    new_tokens = 512 if device == "cuda" else 12
+    tokens = random_prompts(model.config.vocab_size, prompts, prompt_tokens)
+    # Kernels are compiled for each number of slots, so a short rollout goes first.
+    generate_cut(model, tokens[:slots // group], new_tokens // 4, group, slots)
+    wait(device)
     began = time.perf_counter()
-    rollout = qerl.generate(model, tokens, new_tokens, group, slots=slots)
-    wait(model.device.type)
-    seconds, total = time.perf_counter() - began, rollout.length.sum().item()
-    qerl.Sampler = sampler
-    return {"model": name, "completions": prompts * group, "slots": slots, "length": total / (prompts * group), "busy": total / CutSampler.slot_steps,
-            "tokens_per_s": total / seconds}
+    rollout, busy = generate_cut(model, tokens, new_tokens, group, slots)
+    wait(device)
+    seconds = time.perf_counter() - began
+    total = rollout.length.sum().item()
+    completions = prompts * group
+    return {
+        "model": name,
+        "completions": completions,
+        "slots": slots,
+        "length": total / completions,
+        "busy": busy,
+        "tokens_per_s": total / seconds,
+    }
 
 
 def write_vllm_config(name, weights, folder):
     """A config.json from which vLLM makes the model."""
     config = config_of(name)
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], "bfloat16"
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.dtype = "bfloat16"
     if weights == "nvfp4":
-        codes = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False}
-        config.quantization_config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
-                                      "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes}}}
+        codes = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                 "symmetric": True, "dynamic": False}
+        config.quantization_config = {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes}},
+        }
     config.save_pretrained(folder)
 
 
 def write_adapter(name, rank, folder):
     """Random LoRA for all seven projections, as PEFT stores it."""
-    d, inner, layers, heads, kv_heads, _ = SHAPES[name]
-    kv, tensors = d // heads * kv_heads, {}
-    shapes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
-              "mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d), "mlp.down_proj": (d, inner)}
-    for i in range(layers):
-        for leaf, (out, columns) in shapes.items():
-            prefix = f"base_model.model.model.layers.{i}.{leaf}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, dtype=torch.bfloat16) * 0.01
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, dtype=torch.bfloat16) * 0.01
+    shape = SHAPES[name]
+    d = shape.hidden
+    kv = d // shape.heads * shape.kv_heads
+    layers = {
+        "self_attn.q_proj": (d, d),
+        "self_attn.k_proj": (kv, d),
+        "self_attn.v_proj": (kv, d),
+        "self_attn.o_proj": (d, d),
+        "mlp.gate_proj": (shape.intermediate, d),
+        "mlp.up_proj": (shape.intermediate, d),
+        "mlp.down_proj": (d, shape.intermediate),
+    }
+    tensors = {}
+    for i in range(shape.layers):
+        for layer, (out, columns) in layers.items():
+            prefix = f"base_model.model.model.layers.{i}.{layer}"
+            for matrix, size in (("A", (rank, columns)), ("B", (out, rank))):
+                values = torch.randn(size, dtype=torch.bfloat16) * 0.01
+                tensors[f"{prefix}.lora_{matrix}.weight"] = values
+    targets = [layer.split(".")[1] for layer in layers]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
+              "target_modules": targets}
     os.makedirs(folder)
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
-    with open(os.path.join(folder, "adapter_config.json"), "w") as f:
-        json.dump({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": [leaf.split(".")[1] for leaf in shapes]}, f)
+    save_file(tensors, f"{folder}/adapter_model.safetensors")
+    with open(f"{folder}/adapter_config.json", "w") as f:
+        json.dump(config, f)
 
 
-def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
-    """{batch: tokens per second} as decode_seconds measures ours, by vLLM on random weights, at its best of two: with its defaults
-    (CUDA graphs, torch.compile), CUDA graphs of these very batches, prefill in one go, and no text made of the tokens."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                        # else its engine is a fork of this process, and hung
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+def register_random_loader():
+    """Teach vLLM the load format "random": random weights of which finite activations come."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -419,217 +644,362 @@ def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
                 elif p.dtype == torch.float8_e4m3fn:
                     p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
                 elif key.endswith("global_scale"):
-                    p.data.fill_(4e4)                                         # stored as its inverse: weights of about 0.02
-                elif p.dim() > 1 or key.endswith("bias"):                     # norms stay one
+                    # Stored as its inverse, it makes weights of about 0.02.
+                    p.data.fill_(4e4)
+                elif p.dim() > 1 or key.endswith("bias"):
+                    # What is left, the norms, stays 1.
                     p.data.normal_(std=0.02)
 
+
+def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
+    """{batch: tokens per second} of vLLM on random weights, as decode_seconds measures ours.
+
+    It is at its best: defaults (CUDA graphs, torch.compile), CUDA graphs of these very batches,
+    prefill in one go, no text made of the tokens, and of two times the shorter.
+    """
+    # Its engine would be a fork of this process, which hung.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    register_random_loader()
     lora = LoRARequest("adapter", 1, adapter)
-    llm = LLM(folder, load_format="random", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=rank, max_model_len=2 * tokens,
-              max_num_seqs=max(batches), max_num_batched_tokens=max(batches) * tokens, enable_prefix_caching=False,
-              compilation_config={"cudagraph_capture_sizes": list(batches)})
+    llm = LLM(
+        folder,
+        load_format="random",
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_lora_rank=rank,
+        max_model_len=2 * tokens,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(batches) * tokens,
+        enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": list(batches)},
+    )
 
     def seconds(batch, new):
-        prompts = [{"prompt_token_ids": row} for row in torch.randint(0, vocabulary, (batch, tokens)).tolist()]
-        settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        rows = random_prompts(vocabulary, batch, tokens)
+        prompts = [{"prompt_token_ids": row} for row in rows]
+        settings = SamplingParams(
+            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         outputs = llm.generate(prompts, settings, lora_request=lora, use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == new for o in outputs)
         return time.perf_counter() - began
-    result = {}
+
+    rates = {}
     for batch in batches:
-        seconds(batch, 2)                                                     # warms up
-        prefill, whole = (min(seconds(batch, new) for _ in range(2)) for new in (1, tokens))
-        result[batch] = batch * (tokens - 1) / (whole - prefill)
-    return result
+        seconds(batch, 2)                                              # warms up
+        prefill = min(seconds(batch, 1) for _ in range(2))
+        whole = min(seconds(batch, tokens) for _ in range(2))
+        rates[batch] = batch * (tokens - 1) / (whole - prefill)
+    return rates
 
 
-def vllm_tokens_per_s(name, rank, batches, tokens):
-    """[{weights, batch, tokens_per_s, ...}] of vLLM with NVFP4 and with BF16 weights, each in a process of its own, or [] without vLLM."""
+def vllm_rows(name, rank, batches, tokens):
+    """One line of vLLM's table for each of NVFP4 and BF16 and each batch, or none without vLLM.
+
+    Each of the two has a process of its own, whose end gives the GPU's memory back.
+    """
     if importlib.util.find_spec("vllm") is None:
         return []
-    rows, version = [], importlib.metadata.version("vllm")
+    rows = []
+    constant = {"model": name, "version": importlib.metadata.version("vllm"), "rank": rank}
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        write_adapter(name, rank, f"{folder}/adapter")
+        adapter = f"{folder}/adapter"
+        write_adapter(name, rank, adapter)
         for weights in ("nvfp4", "bf16"):
-            write_vllm_config(name, weights, f"{folder}/{weights}")
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            model = f"{folder}/{weights}"
+            write_vllm_config(name, weights, model)
+            work = (model, adapter, SHAPES[name].vocabulary, rank, batches, tokens)
+            with ProcessPoolExecutor(1, spawn) as process:
                 try:
-                    rates = process.submit(vllm_rollout, f"{folder}/{weights}", f"{folder}/adapter", SHAPES[name][-1], rank, batches, tokens).result()
+                    rates = process.submit(vllm_rollout, *work).result()
                 except Exception as e:
                     print(f"vLLM's {LABELS[weights]} could not be measured: {qerl.reason(e)}")
                     continue
-            rows += [{"model": name, "version": version, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": rate}
-                     for batch, rate in rates.items()]
+            for batch, rate in rates.items():
+                rows.append({**constant, "weights": weights, "batch": batch, "tokens_per_s": rate})
+                print_row(name, rank, f"vLLM, {LABELS[weights]}", batch, f"{rate:.0f}", "", "", "")
     return rows
+
+
+def rollout_rows(name, model, weights, rank, batches, tokens, vllm):
+    """One line of the table for each batch. vllm: this model's vllm_rows."""
+    decode_seconds(model, 1, tokens, 2)                                # compiles what prefill needs
+    for batch in batches:
+        prefill, seconds = decode_seconds(model, batch, tokens, tokens)
+        row = {
+            "model": name,
+            "rank": rank,
+            "weights": weights,
+            "batch": batch,
+            "tokens_per_s": batch * tokens / seconds,
+            "step_ms": seconds / tokens * 1e3,
+            "prefill_s": prefill,
+        }
+        ratio = ""
+        rates = [v["tokens_per_s"] for v in vllm if v["rank"] == rank and v["batch"] == batch]
+        if rates:
+            row["vllm"] = max(rates)
+            ratio = f"{row['tokens_per_s'] / row['vllm']:.2f}x"
+        print_row(name, rank, LABELS[weights], batch, f"{row['tokens_per_s']:.0f}",
+                  f"{row['step_ms']:.2f}", f"{prefill:.3f}", ratio)
+        yield row
 
 
 def bench_rollout(args):
     cuda = args.device == "cuda"
-    batches, tokens = ((1, 8, 32, 128), 256) if cuda else ((1, 4), 8)
+    batches = (1, 8, 32, 128) if cuda else (1, 4)
+    tokens = 256 if cuda else 8
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
-    results, theirs, busy = [], [], []
-    print("| model | LoRA rank | weights | batch | decode tok/s | ms a step | prefill s | over vLLM's best |\n|---|---|---|---|---|---|---|---|")
+    # Slots, prompts and group.
+    busy_shapes = [(128, 128, 8), (256, 128, 8)] if cuda else [(4, 4, 2)]
+    rows = []
+    theirs = []
+    busy = []
+    print_head("model", "LoRA rank", "weights", "batch", "decode tok/s", "ms a step", "prefill s",
+               "over vLLM's best")
     for name in models:
-        own, others = RANKS.get(name, 32), args.ranks if name == models[0] else []
-        vllm = vllm_tokens_per_s(name, own, batches, tokens) if cuda else []
+        own = rank_of(name)
+        other_ranks = args.ranks if name == models[0] else []
+        vllm = vllm_rows(name, own, batches, tokens) if cuda else []
         theirs += vllm
-        for r in vllm:
-            print(f"| {name} | {own} | vLLM, {LABELS[r['weights']]} | {r['batch']} | {r['tokens_per_s']:.0f} | | | |", flush=True)
-        for rank in dict.fromkeys((own, *others)):
-            for weights in args.weights if rank == own else ["nvfp4"]:
-                model = random_model(name, weights, rank, args.device)
-                decode_seconds(model, 1, tokens, 2)                           # compiles what prefill needs
-                for batch in batches:
-                    prefill, seconds = decode_seconds(model, batch, tokens, tokens)
-                    r = {"model": name, "rank": rank, "weights": weights, "batch": batch, "tokens_per_s": batch * tokens / seconds,
-                         "step_ms": seconds / tokens * 1e3, "prefill_s": prefill}
-                    best = max((v["tokens_per_s"] for v in vllm if (v["rank"], v["batch"]) == (rank, batch)), default=0)
-                    if best:
-                        r["vllm"] = best
-                    results.append(r)
-                    ratio = f"{r['tokens_per_s'] / best:.2f}x" if best else ""
-                    print(f"| {name} | {rank} | {LABELS[weights]} | {batch} | {r['tokens_per_s']:.0f} | {r['step_ms']:.2f} | {prefill:.3f} | {ratio} |", flush=True)
-                if weights == "nvfp4" and rank == own and others:
-                    busy = [busy_slots(name, model, slots, *((128, 8) if cuda else (4, 2))) for slots in ((128, 256) if cuda else (4,))]
-                del model
-                if cuda:
-                    torch.cuda.empty_cache()
-                yield {"what": f"decoded tokens per second, LoRA on all seven projections, {tokens} prompt and {tokens} new tokens, temperature 1, "
-                       "sampling included, prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16",
-                       "busy": busy, "vllm": theirs, "rows": results}
-    for r in busy:
-        print(f"{r['model']}: {r['completions']} completions of {r['length']:.0f} tokens on average through {r['slots']} slots: "
-              f"{r['busy']:.0%} of the slots busy, {r['tokens_per_s']:.0f} tokens/s, prefill and all")
+        variants = [(own, weights) for weights in args.weights]
+        variants += [(rank, "nvfp4") for rank in dict.fromkeys(other_ranks) if rank != own]
+        for rank, weights in variants:
+            model = random_model(name, weights, rank, args.device)
+            rows.extend(rollout_rows(name, model, weights, rank, batches, tokens, vllm))
+            if other_ranks and (rank, weights) == (own, "nvfp4"):
+                busy = [busy_slots(name, model, *shape) for shape in busy_shapes]
+            del model
+            free_memory(args.device)
+            yield {
+                "what": "decoded tokens per second, LoRA on all seven projections, "
+                        f"{tokens} prompt and {tokens} new tokens, temperature 1, sampling included, "
+                        "prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16",
+                "busy": busy,
+                "vllm": theirs,
+                "rows": rows,
+            }
+    for b in busy:
+        print(f"{b['model']}: {b['completions']} completions of {b['length']:.0f} tokens on "
+              f"average through {b['slots']} slots: {b['busy']:.0%} of the slots busy, "
+              f"{b['tokens_per_s']:.0f} tokens/s, prefill and all")
 
 
 def plot_rollout(result, plt):
     models = list(dict.fromkeys(r["model"] for r in result["rows"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), layout="constrained", sharey=True, squeeze=False)
-    for axis, model in zip(axes[0], models):
-        rows = [r for r in result["rows"] if r["model"] == model and r["rank"] == RANKS.get(model, 32)]
-        for weights in COLORS:
+    figure, axes = panels(plt, len(models), 4.6)
+    for axis, model in zip(axes, models):
+        rank = rank_of(model)
+        rows = [r for r in result["rows"] if r["model"] == model and r["rank"] == rank]
+        for weights, color in COLORS.items():
             points = [(r["batch"], r["tokens_per_s"]) for r in rows if r["weights"] == weights]
-            axis.plot(*zip(*points), "o-", color=COLORS[weights], label=LABELS[weights]) if points else None
+            if points:
+                axis.plot(*zip(*points), "o-", color=color, label=LABELS[weights])
         points = [(r["batch"], r["vllm"]) for r in rows if "vllm" in r and r["weights"] == "nvfp4"]
-        axis.plot(*zip(*points), "k*", markersize=9, label="vLLM's best") if points else None
-        axis.set(title=f"{model}, LoRA rank {RANKS.get(model, 32)}", xlabel="sequences decoded at once", xscale="log", yscale="log")
-        axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
+        if points:
+            axis.plot(*zip(*points), "k*", markersize=9, label="vLLM's best")
+        axis.set(title=f"{model}, LoRA rank {rank}", xlabel="sequences decoded at once")
+        axis.set(xscale="log", yscale="log")
+        batches = sorted({r["batch"] for r in rows})
+        axis.set_xticks(batches, batches)
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decoded tokens per second")
-    axes[0][0].legend(frameon=False)
+    axes[0].set_ylabel("decoded tokens per second")
+    axes[0].legend(frameon=False)
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RL step
 
-def step_seconds(model, optimizer, prompts, group, args):
-    """Seconds by phase of one RL step on random prompts, the completions' mean length and the fraction of slots kept busy."""
-    vocabulary, clock = model.config.vocab_size, train_gsm8k.Clock(model.device)
-    problems = [{"prompt": torch.randint(0, vocabulary, (args.prompt_tokens,)).tolist(), "number": 1} for _ in range(prompts)]
+@dataclass
+class StepSettings:
+    """What an RL step depends on; the result files state it as it is here."""
+    algo: str = "grpo"
+    micro_tokens: int = 16384           # tokens in one pass forward and backward
+    tis: float = 0.0                    # no importance weights
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    beta: float = 0.0                   # no reference policy
+    slots: int = 256                    # sequences decoded at once
+    prompt_tokens: int = 128
+    max_new_tokens: int = 512
+
+
+def step_seconds(model, optimizer, prompts, group, settings):
+    """An RL step as train_gsm8k.train does it, but with random prompts and rewards and one update.
+
+    Returns the seconds of each phase, the completions' mean length and the slots' busy fraction.
+    """
+    clock = Clock(model.device)
+    asked = random_prompts(model.config.vocab_size, prompts, settings.prompt_tokens)
     with clock("rollout"), qerl.adaptive_quantization_noise(model, 1e-2):
-        rollout = qerl.generate(model, [p["prompt"] for p in problems], args.max_new_tokens, group, slots=args.slots)
+        rollout, busy = generate_cut(model, asked, settings.max_new_tokens, group, settings.slots)
+
     with clock("reward"):
         rewards = torch.rand(prompts, group, device=model.device)
-        batch = train_gsm8k.Batch(problems, rollout, None, rewards, None)
         advantages = qerl.group_advantages(rewards).flatten()
+        repeated = [prompt for prompt in asked for _ in range(group)]
+        batch = Batch(repeated, rollout.tokens, rollout.length, rollout.logprobs, advantages,
+                      rollout.mask)
+
     with clock("logprobs"):
-        old_logprobs = train_gsm8k.all_logprobs(model, batch, args)
+        batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+
+    total_loss = 0.0
     with clock("update"):
-        train_gsm8k.policy_update(model, optimizer, batch, list(range(prompts * group)), advantages, old_logprobs, None, rollout.mask, args)
-    busy = rollout.length.sum().item() / CutSampler.slot_steps
-    return {**clock.seconds, "step": sum(clock.seconds.values()), "length": rollout.length.float().mean().item(), "busy": busy}
+        batch.weights = qerl.token_weights(batch.mask, settings.algo)
+        for piece in batch.pieces(settings.micro_tokens):
+            logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
+            loss, _ = qerl.policy_loss(
+                logprobs, piece.old_logprobs, piece.advantages, piece.weights,
+                settings.clip_low, settings.clip_high)
+            loss.backward()
+            total_loss += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), 0.2)
+        assert math.isfinite(total_loss) and math.isfinite(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole = sum(clock.seconds.values())
+    length = rollout.length.float().mean().item()
+    return {**clock.seconds, "step": whole, "length": length, "busy": busy}
+
+
+def step_rows(name, weights, sizes, settings, device):
+    """One line of the results for each size (prompts, group)."""
+    model = random_model(name, weights, 32, device)
+    if device == "cuda":
+        model.recompute_in_backward()
+    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
+    for prompts, group in sizes:
+        torch.manual_seed(0)
+        if device == "cuda":
+            # The first step of a size compiles its kernels.
+            step_seconds(model, optimizer, prompts, group, settings)
+            torch.cuda.reset_peak_memory_stats()
+        row = {"model": name, "weights": weights, "prompts": prompts, "group": group}
+        row.update(step_seconds(model, optimizer, prompts, group, settings))
+        row["peak_memory_gb"] = peak_memory_gb(device)
+        rounded = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
+        print(rounded, flush=True)
+        yield row
 
 
 def bench_step(args):
     cuda = args.device == "cuda"
-    qerl.Sampler = CutSampler
-    settings = types.SimpleNamespace(algo="grpo", micro_tokens=16384, tis=0.0, clip_low=0.2, clip_high=0.28, beta=0.0, slots=256,
-                                     prompt_tokens=128 if cuda else 8, max_new_tokens=512 if cuda else 12)
+    settings = StepSettings() if cuda else StepSettings(prompt_tokens=8, max_new_tokens=12)
     sizes = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
-    results = []
-    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"]):
+    models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"])
+    rows = []
+    for name in models:
         for weights in args.weights:
-            model = random_model(name, weights, 32, args.device)
-            if cuda:
-                model.recompute_in_backward()
-            optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
-            for prompts, group in sizes:
-                torch.manual_seed(0)
-                if cuda:                                                      # the first compiles and warms up
-                    step_seconds(model, optimizer, prompts, group, settings)
-                    torch.cuda.reset_peak_memory_stats()
-                seconds = step_seconds(model, optimizer, prompts, group, settings)
-                results.append({"model": name, "weights": weights, "prompts": prompts, "group": group, **seconds,
-                                "peak_memory_gb": train_gsm8k.peak_memory_gb(args.device)})
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
-            del model, optimizer
-            if cuda:
-                torch.cuda.empty_cache()
-            yield {"what": "seconds of one RL step on random weights, LoRA rank 32, by phase", "settings": vars(settings), "rows": results}
-    print("\n| model | completions | " + " | ".join(f"{LABELS[w]}, s" for w in args.weights) + " | NVFP4 over BF16 | over NF4 | busy slots |\n|" + "---|" * (len(args.weights) + 5))
-    for name in dict.fromkeys(r["model"] for r in results):
-        for prompts, group in sizes:
-            by = {r["weights"]: r for r in results if (r["model"], r["prompts"], r["group"]) == (name, prompts, group)}
-            ratios = [f"{by[w]['step'] / by['nvfp4']['step']:.2f}x" if {w, "nvfp4"} <= set(by) else "" for w in ("bf16", "nf4")]
-            cells = " | ".join(f"{by[w]['step']:.2f}" if w in by else "" for w in args.weights)
-            print(f"| {name} | {prompts} x {group} | {cells} | {' | '.join(ratios)} | {next(iter(by.values()))['busy']:.0%} |")
+            rows.extend(step_rows(name, weights, sizes, settings, args.device))
+            free_memory(args.device)
+            yield {
+                "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",
+                "settings": asdict(settings),
+                "rows": rows,
+            }
+    print_steps(rows, models, sizes, args.weights)
+
+
+def print_steps(rows, models, sizes, weights):
+    def ratio(by_weights, other):
+        if not {other, "nvfp4"} <= set(by_weights):
+            return ""
+        return f"{by_weights[other]['step'] / by_weights['nvfp4']['step']:.2f}x"
+
+    print()
+    print_head("model", "completions", *(f"{LABELS[w]}, s" for w in weights),
+               "NVFP4 over BF16", "over NF4", "busy slots")
+    for name, (prompts, group) in itertools.product(dict.fromkeys(models), sizes):
+        by_weights = {}
+        for row in rows:
+            if (row["model"], row["prompts"], row["group"]) == (name, prompts, group):
+                by_weights[row["weights"]] = row
+        times = [f"{by_weights[w]['step']:.2f}" for w in weights]
+        busy = by_weights[weights[0]]["busy"]
+        print_row(name, f"{prompts} x {group}", *times,
+                  ratio(by_weights, "bf16"), ratio(by_weights, "nf4"), f"{busy:.0%}")
 
 
 def plot_step(result, plt):
+    # A random reward takes no time.
+    phases = {"rollout": "tab:purple", "logprobs": "tab:cyan", "update": "tab:gray"}
     sizes = list(dict.fromkeys((r["prompts"], r["group"]) for r in result["rows"]))[-2:]
-    figure, axes = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.2), layout="constrained", squeeze=False)
-    for axis, (prompts, group) in zip(axes[0], sizes):
-        rows = sorted((r for r in result["rows"] if (r["prompts"], r["group"]) == (prompts, group)), key=lambda r: len(r["model"]))
+    figure, axes = panels(plt, len(sizes), 5.5, sharey=False)
+    for axis, (prompts, group) in zip(axes, sizes):
+        rows = [r for r in result["rows"] if (r["prompts"], r["group"]) == (prompts, group)]
+        rows.sort(key=lambda r: len(r["model"]))
+        places = range(len(rows))
         bottom = [0.0] * len(rows)
-        for phase, color in (("rollout", "tab:purple"), ("logprobs", "tab:cyan"), ("update", "tab:gray")):           # a random reward takes no time
-            axis.bar(range(len(rows)), [r[phase] for r in rows], bottom=bottom, label=phase, color=color)
-            bottom = [b + r[phase] for b, r in zip(bottom, rows)]
-        axis.set_xticks(range(len(rows)), [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows])
-        axis.set(title=f"one RL step: {prompts * group} completions of {rows[0]['length']:.0f} tokens", ylabel="seconds")
-    axes[0][0].legend(frameon=False)
+        for phase, color in phases.items():
+            seconds = [r[phase] for r in rows]
+            axis.bar(places, seconds, bottom=bottom, label=phase, color=color)
+            bottom = [b + s for b, s in zip(bottom, seconds)]
+        names = [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows]
+        axis.set_xticks(places, names)
+        completions = f"{prompts * group} completions of {rows[0]['length']:.0f} tokens"
+        axis.set(title=f"one RL step: {completions}", ylabel="seconds")
+    axes[0].legend(frameon=False)
     return figure
 
 
-def main():
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+COMMANDS = {
+    "formats": (bench_formats, None),
+    "kernels": (bench_kernels, plot_kernels),
+    "rollout": (bench_rollout, plot_rollout),
+    "step": (bench_step, plot_step),
+}
+
+
+def arguments():
     p = Parser(__doc__)
-    p.add_argument("what", choices=["formats", "kernels", "rollout", "step"])
-    p.add_argument("--model", nargs="+", help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
-    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"], help="rollout, step: default nvfp4 bf16 nf4")
-    p.add_argument("--ranks", nargs="*", type=int, help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); given none, no busy slots either")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one")
+    p.add_argument("what", choices=list(COMMANDS))
+    p.add_argument("--model", nargs="+",
+                   help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
+    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"],
+                   help="rollout, step: default nvfp4 bf16 nf4")
+    p.add_argument("--ranks", nargs="*", type=int,
+                   help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); "
+                        "given none, no busy slots either")
+    p.add_argument("--device", choices=["cuda", "cpu"],
+                   default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="default: a GPU if there is one")
     p.add_argument("--out", default="results", help="folder for the results (default results)")
-    try:
-        args = p.parse_args()
-        train_gsm8k.check_device(args.device)
-        for option, takers in (("weights", ("rollout", "step")), ("ranks", ("rollout",))):
-            if getattr(args, option) is not None and args.what not in takers:
-                raise qerl.UserError(f"--{option}: {args.what} does not take it, only {' and '.join(takers)}")
-        args.weights, args.ranks = args.weights or ["nvfp4", "bf16", "nf4"], [16, 128] if args.ranks is None else args.ranks
+    args = p.parse_args()
+    check_device(args.device)
+    for option, takers in (("weights", ["rollout", "step"]), ("ranks", ["rollout"])):
+        if getattr(args, option) is not None and args.what not in takers:
+            known = " and ".join(takers)
+            raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
+    if args.what != "formats":
+        known = ", ".join(SHAPES)
         for name in args.model or []:
-            if args.what != "formats" and name not in SHAPES:
-                raise qerl.UserError(f"--model {name}: no such shape; choose from {', '.join(SHAPES)}")
-        bench, plot = {"formats": (bench_formats, None), "kernels": (bench_kernels, plot_kernels), "rollout": (bench_rollout, plot_rollout),
-                       "step": (bench_step, plot_step)}[args.what]
-        if args.what != "formats" and args.device != "cuda":
-            print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
-        gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-") if args.device == "cuda" else "cpu"
-        folder = args.out if args.what == "formats" and args.model else f"{args.out}/{gpu}"       # formats: the same everywhere
-        with train_gsm8k.creating(args.out):                                  # before the work, in case it cannot be
-            os.makedirs(folder, exist_ok=True)
-        for result in bench(args):                                            # each time there is more of it
-            result = {"command": command_line(), **result, **environment(args.device)}
-            if plot:
-                keep_other_models(f"{folder}/{args.what}.json", result)
-            train_gsm8k.atomic_write(f"{folder}/{args.what}.json", json.dumps(result, indent=1))
-        if plot:
-            save_figure(f"{folder}/{args.what}.png", plot, result)
-        print(f"\nwritten to {folder}/{args.what}.json" + (" and .png" if plot else ""))
-    except (qerl.UserError, OSError) as e:
-        sys.exit(fail(str(e)))
+            require(name in SHAPES, "model", name, f"no such shape; choose from {known}")
+    args.weights = args.weights or ["nvfp4", "bf16", "nf4"]
+    args.ranks = [16, 128] if args.ranks is None else args.ranks
+    return args
+
+
+def results_folder(args):
+    """Where a command's files go: by GPU, but a model's formats are the same everywhere."""
+    if args.what == "formats" and args.model:
+        return args.out
+    if args.device == "cpu":
+        return f"{args.out}/cpu"
+    gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    return f"{args.out}/{gpu}"
 
 
 def keep_other_models(path, result):
@@ -639,7 +1009,33 @@ def keep_other_models(path, result):
             earlier = json.load(f)
         for key in {"rows", "means", "vllm", "busy"} & set(result):
             measured = {r["model"] for r in result[key]}
-            result[key] = [r for r in earlier.get(key, []) if r.get("model") not in measured] + result[key]
+            others = [r for r in earlier.get(key, []) if r.get("model") not in measured]
+            result[key] = others + result[key]
+
+
+def run(args):
+    """Measure, and write the files each time there is more, so that a stop loses little."""
+    bench, plot = COMMANDS[args.what]
+    if args.what != "formats" and args.device == "cpu":
+        print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
+    path = f"{results_folder(args)}/{args.what}"
+    with creating(args.out):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    for result in bench(args):
+        result = {"command": command_line(), **result, **environment(args.device)}
+        if plot:
+            keep_other_models(f"{path}.json", result)
+        atomic_write(f"{path}.json", json.dumps(result, indent=1))
+    if plot:
+        save_figure(f"{path}.png", plot, result)
+    print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))
+
+
+def main():
+    try:
+        run(arguments())
+    except (qerl.UserError, OSError) as e:
+        sys.exit(fail(str(e)))
 
 
 if __name__ == "__main__":
