@@ -95,7 +95,7 @@ def quantize_nf4_double(weight):
     return packed, (centred / scale).to(torch.float8_e4m3fn), torch.cat([offset, scale], 1)
 
 
-def dequantize_nf4_double(packed, block_scale, global_scale, dtype=torch.bfloat16):
+def dequantize_nf4_double(packed, block_scale, global_scale, dtype):
     offset, scale = global_scale.split(1, dim=1)
     return qerl.dequantize_nf4(packed, block_scale.float() * scale + offset, None, dtype)
 
@@ -185,11 +185,9 @@ class RandomWeights(qerl.Checkpoint):
         kind = leaves[0]
         if kind not in self.first:
             self.first[kind] = super().linear(prefix, leaves, sizes, in_features, bias)
-        first = self.first[kind]
-        names = [f"{prefix}.{leaf}" for leaf in leaves]
-        weight = copy.deepcopy(first.weight)
-        layer = qerl.QuantLinear(names, sizes, in_features, weight, first.bias, self.lora_rank)
-        if self.lora_rank:
+        layer = copy.deepcopy(self.first[kind])
+        layer.names = [f"{prefix}.{leaf}" for leaf in leaves]
+        if layer.rank:
             layer.lora_B.data.normal_(std=0.01)
         return layer
 
@@ -222,7 +220,7 @@ def wait(device):
 
 
 def free_memory(device):
-    """Give back what deleted tensors leave in PyTorch's cache, which other sizes cannot use."""
+    """Give back what deleted tensors leave in PyTorch's cache, which may not fit the next ones."""
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -260,8 +258,8 @@ def replay_times(contenders, device):
     """{name: seconds a call} of each contender's list of calls, repeated to the longest's length.
 
     On a GPU the list is one CUDA graph, and the median of three rounds counts: now and then the
-    clock drops for a third of a second, and whoever had its turn then seemed up to a quarter slower.
-    On a CPU the list runs once.
+    clock drops for a third of a second, and whoever had its turn then seemed up to a quarter
+    slower. On a CPU the list runs once.
     """
     longest = max(map(len, contenders.values()))
     runs = {}
@@ -356,7 +354,7 @@ def marlin_linears(weight, copies):
 
     linears = [partial(linear, stored()) for _ in range(copies)]
     x = torch.randn(16, columns, device=weight.device, dtype=weight.dtype)
-    right = F.linear(x, qerl.dequantize_nvfp4(packed, block_scale, global_scale))
+    right = F.linear(x, qerl.dequantize_nvfp4(packed, block_scale, global_scale, weight.dtype))
     error = (linears[0](x) - right).norm() / right.norm()
     assert error < 0.01, "this vLLM takes NVFP4 weights in another form"
     return linears
@@ -394,7 +392,7 @@ def bench_layer(model, layer, rows, device, bandwidth, flops):
     for name in ("nvfp4", "nf4"):
         tiled = tiled_copies(name, dense[0], copies(packed_bytes))
         linears[name] = [partial(multiply, weight) for weight in tiled]
-    # bitsandbytes has each weight four times, as its copies take a quarter of the memory.
+    # In NF4 a weight takes a quarter of the memory, so that four times as many exceed the cache.
     linears["bitsandbytes"] = bitsandbytes_linears(dense * 4)
     if device == "cuda":
         linears["marlin"] = marlin_linears(dense[0], copies(packed_bytes))
@@ -527,21 +525,21 @@ def decode_seconds(model, batch, prompt_tokens, new_tokens):
 
 @dataclass
 class Work:
-    """What CutSampler counts: slots x decode steps, those of idle slots, too."""
+    """What a CutSampler counts: slots x decode steps, with those of idle slots."""
     slot_steps: int = 0
 
 
 class CutSampler(qerl.Sampler):
     """Cuts completions at lengths like those of GSM8K solutions, as random weights never end one.
 
-    work: a Work, which gets the count, as nobody outside `generate` sees the sampler.
+    work: a Work to count in, because whoever calls `generate` never sees its sampler.
     """
 
     def __init__(self, work, model, count, slots, max_len, max_new_tokens, *args):
         super().__init__(model, count, slots, max_len, max_new_tokens, *args)
         self.work = work
         normal = torch.randn(count, generator=torch.Generator().manual_seed(0))
-        lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)                 # their mean is 212
+        lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)       # 212 on average
         self.limit[:count] = (lengths * max_new_tokens / 512).long().to(self.limit.device)
 
     def steps(self, count):
@@ -631,7 +629,7 @@ def write_adapter(name, rank, folder):
 
 
 def register_random_loader():
-    """Teach vLLM the load format "random": random weights of which finite activations come."""
+    """Teach vLLM the load format "random": weights of such sizes that activations stay finite."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -647,17 +645,17 @@ def register_random_loader():
                     # Stored as its inverse, it makes weights of about 0.02.
                     p.data.fill_(4e4)
                 elif p.dim() > 1 or key.endswith("bias"):
-                    # What is left, the norms, stays 1.
+                    # Only the norms are left then; they stay 1.
                     p.data.normal_(std=0.02)
 
 
 def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
     """{batch: tokens per second} of vLLM on random weights, as decode_seconds measures ours.
 
-    It is at its best: defaults (CUDA graphs, torch.compile), CUDA graphs of these very batches,
-    prefill in one go, no text made of the tokens, and of two times the shorter.
+    vLLM is at its best: its defaults (CUDA graphs, torch.compile), CUDA graphs of these very
+    batches, prefill in one go, and no text made of the tokens. The faster of two runs counts.
     """
-    # Its engine would be a fork of this process, which hung.
+    # Without this its engine would be a fork of this process, which hung.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     from vllm import LLM, SamplingParams
@@ -754,8 +752,7 @@ def bench_rollout(args):
     batches = (1, 8, 32, 128) if cuda else (1, 4)
     tokens = 256 if cuda else 8
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
-    # Slots, prompts and group.
-    busy_shapes = [(128, 128, 8), (256, 128, 8)] if cuda else [(4, 4, 2)]
+    busy_shapes = [(128, 128, 8), (256, 128, 8)] if cuda else [(4, 4, 2)]   # slots, prompts, group
     rows = []
     theirs = []
     busy = []
@@ -777,8 +774,9 @@ def bench_rollout(args):
             free_memory(args.device)
             yield {
                 "what": "decoded tokens per second, LoRA on all seven projections, "
-                        f"{tokens} prompt and {tokens} new tokens, temperature 1, sampling included, "
-                        "prefill not (nor in vLLM's figures); vllm: its best of NVFP4 and BF16",
+                        f"{tokens} prompt and {tokens} new tokens, temperature 1, "
+                        "sampling included, prefill not (nor in vLLM's figures); "
+                        "vllm: its best of NVFP4 and BF16",
                 "busy": busy,
                 "vllm": theirs,
                 "rows": rows,
