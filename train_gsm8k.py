@@ -1,13 +1,14 @@
-"""Train a 4-bit policy on word problems by GRPO or DAPO with annealed quantisation noise (QeRL, arXiv 2510.11696).
+"""Train a 4-bit policy on word problems by GRPO or DAPO with annealed quantisation noise
+(QeRL, arXiv 2510.11696).
 
-    python train_gsm8k.py                                  a small policy on made-up problems: minutes on any laptop
-    python train_gsm8k.py --model Qwen2.5-3B               Qwen/Qwen2.5-3B-Instruct on GSM8K, on one GPU
-    python train_gsm8k.py --model FOLDER --data FOLDER     a local Hugging Face folder, local jsonl files
-    python train_gsm8k.py --resume [--out FOLDER]          go on where a run stopped
-
-The file reads top to bottom: the settings, the loop (`train`), then the loop's parts in the order in which it uses them.
-What a run needs and the story does not, such as checkpoints and plots, is in the folder harness/.
+    python train_gsm8k.py                                 a small policy, made-up problems: minutes
+    python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
+    python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
+    python train_gsm8k.py --resume [--out FOLDER]         go on where a run stopped
 """
+# Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
+# which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
+# the folder harness/.
 import functools
 import json
 import math
@@ -16,20 +17,19 @@ import random
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import safetensors
 import torch
-import torch.nn.functional as F
-import transformers
 from tqdm import tqdm
 
 import qerl
 from harness.answers import answered_number, final_number, stated_number
-from harness.batches import Batch
+from harness.batches import Batch, join_rollouts
+from harness.chat_text import ChatText
 from harness.checkpoint import read_checkpoint, restore, save_checkpoint
 from harness.figures import learning_curve, save_figure
-from harness.flags import check_device, parse_flags, require, setting
+from harness.flags import check_device, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, fail, open_tracker, peak_memory_gb
 from harness.questions import gsm8k
 from harness.report import one_group, write_report
@@ -41,13 +41,14 @@ from qerl import UserError
 
 @dataclass
 class Settings:
-    """What a run depends on, with the flag of each. Defaults are for a real model; PRESETS has the others.
+    """What a run depends on. Each is a flag: lora_rank is --lora-rank.
 
-    In brackets stands where a default comes from, if it is not our own choice. T4: Table 4 of the paper (GSM8K);
-    code: the authors' public code; DAPO: arXiv 2503.14476.
+    The defaults are for a real model; the presets small and paper have others (PRESETS). Brackets
+    tell where a default comes from, if it is not our own choice. T4: Table 4 of the paper (GSM8K);
+    Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv 2503.14476.
     """
-    model: str = setting(None, "Hugging Face name or folder (Qwen2.5-3B: Qwen/Qwen2.5-3B-Instruct)")
-    data: str = setting(None, "folder with train*.jsonl and test*.jsonl like GSM8K's; with --model: a download")
+    model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
+    data: str = setting(None, "folder of train*.jsonl, test*.jsonl; else GSM8K (no --model: ours)")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -63,43 +64,43 @@ class Settings:
     slots: int = setting(256, "sequences decoded at once")
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; 0, with --sigma-end 0: no AQN")
+    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; both sigmas 0: none")
     sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
     stages: int = setting(10, "stages of the noise, the first without any [T4]")
-    schedule: str = setting("exponential", "of the noise [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
+    schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
 
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
-    reward: str = setting("answer", "answer: 1 if right; paper: 2 if right, 0.2 for its format", ["answer", "paper"])
-    beta: float = setting(0.0, "weight of the KL to the reference policy")
+    reward: str = setting("answer", "answer: 1 if right; paper: 2, format 0.2", ["answer", "paper"])
+    beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
-    clip_high: float = setting(0.28, "and at 1 plus this [T4, DAPO]")
-    tis: float = setting(0.0, "cap of truncated importance weights [FlashRL: 2]; 0: none")
+    clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
+    tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2, 0: none")
 
     # The optimiser
     steps: int = setting(200, "rollouts, each followed by its updates")
     updates: int = setting(4, "minibatches a rollout, an optimiser step each [T4]")
-    lr: float = setting(5e-5, "learning rate")
+    lr: float = setting(5e-5, "learning rate; paper with --weights bf16: 5e-6")
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "AdamW's, for matrices [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
-    micro_tokens: int = setting(16384, "tokens in one pass forward and backward, a shared prompt's once")
+    micro_tokens: int = setting(16384, "tokens in one pass of an update, a shared prompt's once")
 
     # The run
-    seed: int = setting(0, "of LoRA, the questions' order, the sampling and the noise")
-    device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1, cpu")
+    seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
+    device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     eval_questions: int = setting(0, "held-out questions, 0: all")
-    eval_only: bool = setting(False, "measure accuracy (with --resume: of the run's adapter) and stop")
+    eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
     out: str = setting(None, "folder of the run; by default a new one under runs/")
-    resume: bool = setting(False, "go on from the last checkpoint in --out, by default the newest run's")
+    resume: bool = setting(False, "go on from --out's last checkpoint, by default the newest run's")
     log: str = setting(None, "send the metrics to a tracker, too", ["tensorboard", "wandb"])
 
 
 PRESETS = {
     # What the built-in policy learns from within minutes.
-    "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04, lr=3e-3, steps=50,
-                  eval_questions=256, save_every=5),
+    "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
+                  lr=3e-3, steps=50, eval_questions=256, save_every=5),
     # Table 4, and what it leaves open (beta) as in the authors' code.
     "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", beta=0.04, lr=1e-5),
 }
@@ -111,12 +112,12 @@ def train(settings):
     """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
     model, text, questions, held_out = load_all(settings)
+    track = open_tracker(settings.log, settings.out, lasting(settings))
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
     state, metrics = start_or_resume(saved, model, text, held_out, optimizer, generators, settings)
-    track = open_tracker(settings.log, settings.out, lasting(settings))
     started = time.perf_counter() - state["seconds"]
     clock = Clock(model.device)
 
@@ -125,40 +126,45 @@ def train(settings):
         asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
         state["drawn"] += len(asked)
         with clock("rollout"):
-            rollout = qerl.generate(model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
-                                    eos=text.eos, slots=settings.slots, generator=sampling_rng)
+            rollout = qerl.generate(
+                model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
+                eos=text.eos, slots=settings.slots, generator=sampling_rng,
+            )
         with clock("reward"):
             return score(asked, rollout, decode_all(text, rollout), settings.reward)
 
-    progress = tqdm(range(state["step"], settings.steps), initial=state["step"], total=settings.steps, unit="step")
+    steps = range(state["step"], settings.steps)
+    progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step")
     for step in progress:
         clock.restart()
 
-        # Sample and score. The policy that samples is noisy: w + N(0, sigma²) in every RMSNorm (Eq. 7-10).
-        sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start, settings.sigma_end,
-                                 settings.schedule)
+        # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
+        sigma = qerl.noise_sigma(
+            step, settings.steps, settings.stages,
+            settings.sigma_start, settings.sigma_end, settings.schedule,
+        )
         with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = sample_and_score()
             if settings.algo == "dapo":
                 samples = dynamic_sampling(samples, sample_and_score)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
-        advantages = qerl.group_advantages(samples.rewards)                                  # (P, G)
+        advantages = qerl.group_advantages(samples.rewards)                           # (P, G)
         batch = make_batch(samples, advantages.flatten(), settings.algo)
 
-        # Log-probabilities under the policy before its update, and under the reference: the model without LoRA.
+        # Log-probabilities under the policy before its update, and the reference: without LoRA.
         with clock("logprobs"):
-            batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)          # (N, C)
+            batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)   # (N, C)
             if settings.beta:
                 with qerl.adapters_off(model):
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
 
-        # Update: an optimiser step for each minibatch. Its gradient is the sum over pieces that fit the memory.
+        # Update: an optimiser step a minibatch. Its gradient is summed over pieces that fit memory.
         set_learning_rate(optimizer, step, settings)
         losses = []
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):
-                minibatch.weights = qerl.token_weights(minibatch.mask, settings.algo)        # (N / updates, C)
+                minibatch.weights = qerl.token_weights(minibatch.mask, settings.algo)
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = qerl.policy_loss(
@@ -168,7 +174,8 @@ def train(settings):
                     )
                     loss.backward()
                     losses.append((loss.item(), kl.item()))
-                norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), settings.gradient_clip)
+                trained = qerl.trainable(model).values()
+                norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
                 stop_unless_finite(losses, norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -176,13 +183,18 @@ def train(settings):
         # Log and save.
         state["step"] = step + 1
         state["seconds"] = time.perf_counter() - started
-        learned = {"sigma": sigma, "kl": sum(kl for _, kl in losses) / settings.updates, "gradient_norm": norm.item(),
-                   "lr": optimizer.param_groups[0]["lr"]}
+        learned = {
+            "sigma": sigma,
+            "kl": sum(kl for _, kl in losses) / settings.updates,
+            "gradient_norm": norm.item(),
+            "lr": optimizer.param_groups[0]["lr"],
+        }
         metrics.append({"step": step + 1, **learned, **describe(samples, batch, clock)})
         log_step(metrics[-1], settings.out, progress, track)
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
-            append_jsonl(f"{settings.out}/samples.jsonl", {"step": step + 1, **one_group(samples, batch, text)})
+            shown = one_group(samples, batch, text)
+            append_jsonl(f"{settings.out}/samples.jsonl", {"step": step + 1, **shown})
         if checkpoint_due:
             save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
 
@@ -190,97 +202,72 @@ def train(settings):
     finish(state, metrics, len(held_out), time.perf_counter() - started, settings)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model, the questions, the text
 
 SYSTEM = {
     "answer": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "paper": "Please reason step by step, and put your final answer within \\boxed{}. Write the reasoning between <think> "
-             "and </think> and the boxed answer between <answer> and </answer>.",
+    "paper": "Please reason step by step, and put your final answer within \\boxed{}. Write the "
+             "reasoning between <think> and </think> and the boxed answer between <answer> and "
+             "</answer>.",
 }
 
 
 def load_all(settings):
     """(model, text, questions to train on, held-out questions)."""
-    data = gsm8k(settings.data) if settings.data else None             # what is local is checked before any download
+    data = gsm8k(settings.data) if settings.data else None     # local files fail before a download
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
     questions, held_out = data or (gsm8k(None) if settings.model else made_up_problems())
     text = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
     device = torch.device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    torch.manual_seed(settings.seed)                                   # LoRA's A is drawn at random
-    model = qerl.load_model(folder, settings.weights, settings.lora_rank, settings.device,
-                            lora_alpha=settings.lora_alpha, train_norms=settings.train_norms)
-    model.name_or_path = settings.model or folder                      # what the adapter says it belongs to
+    torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
+    model = qerl.load_model(
+        folder, settings.weights, settings.lora_rank, settings.device,
+        lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
+    )
+    model.name_or_path = settings.model or folder              # what the adapter says it belongs to
     if device.type == "cuda":
         model.recompute_in_backward()
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")
     longest = positions - settings.max_new_tokens
-    held_out = held_out[:settings.eval_questions or None]
-    return model, text, with_prompts(questions, text, longest), with_prompts(held_out, text, longest)
-
-
-class ChatText:
-    """Text <-> tokens by a Hugging Face tokenizer with its chat template (or plain text where it has none)."""
-
-    def __init__(self, folder, system):
-        self.system = system
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            if os.path.exists(f"{folder}/generation_config.json"):
-                stored = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-            else:
-                stored = transformers.AutoConfig.from_pretrained(folder).eos_token_id
-        except Exception as e:
-            raise UserError(f"model {folder}: its tokenizer or config cannot be read ({qerl.reason(e)}); fetch the model again")
-        if not self.tokenizer.encode("1"):
-            raise UserError(f"model {folder}: its tokenizer is missing or empty; fetch the model again")
-        ends = stored if isinstance(stored, list) else [stored]
-        self.eos = {self.tokenizer.eos_token_id, *ends} - {None}
-
-    def prompt(self, question):
-        """The token ids of a question, up to where the answer begins."""
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
-        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": question}]
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except Exception as e:
-            raise UserError(f"the model's chat template cannot be used ({qerl.reason(e)}); mend it or use another model")
-
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    questions = with_prompts(questions, text, longest)
+    held_out = with_prompts(held_out[:settings.eval_questions or None], text, longest)
+    return model, text, questions, held_out
 
 
 def with_prompts(questions, text, longest):
-    """Add "prompt" (token ids) and "number" (the right answer); leave out, and count, prompts of more than `longest` tokens."""
+    """Add "prompt" (token ids) and "number" (the right answer) to each question.
+
+    Prompts of more than `longest` tokens are counted and left out.
+    """
     for question in questions:
         question["prompt"] = text.prompt(question["question"])
         question["number"] = final_number(question)
     kept = [q for q in questions if len(q["prompt"]) <= longest]
     if len(kept) < len(questions):
-        left_out = len(questions) - len(kept)
-        print(f"{left_out} of {len(questions)} prompts are longer than {longest} tokens and are skipped")
+        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
+        print(f"{skipped} are longer than {longest} tokens and are skipped")
     if not kept:
         raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
     return kept
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sampling and scoring
 
 @dataclass
 class Samples:
     """The completions of P questions, G each, N = P * G in all, and what they earned."""
-    questions: list                             # P dicts with "question", "prompt" and "number"
-    rollout: qerl.Rollout                       # of the N completions
-    texts: list                                 # N strings
-    rewards: torch.Tensor                       # float32 [P, G]
-    correct: torch.Tensor                       # float32 [P, G], 1 where the answer is right
-    draws: list = None                          # of Samples: everything drawn, of which DAPO kept these
+    questions: list                # P dicts with "question", "prompt" and "number"
+    rollout: qerl.Rollout          # of the N completions
+    texts: list                    # N strings
+    rewards: torch.Tensor          # float32 [P, G]
+    correct: torch.Tensor          # float32 [P, G], 1 where the answer is right
+    draws: list = None             # of Samples: everything drawn, of which DAPO kept these
 
 
 @functools.lru_cache(maxsize=2)
@@ -289,9 +276,10 @@ def epoch_order(count, seed, epoch):
 
 
 def next_questions(questions, drawn, count, seed):
-    """The `count` questions after the first `drawn`; each pass over them has its own seeded order."""
-    places = [divmod(i, len(questions)) for i in range(drawn, drawn + count)]
-    return [questions[epoch_order(len(questions), seed, epoch)[position]] for epoch, position in places]
+    """The `count` questions after the first `drawn`; each pass over all has a seeded order."""
+    total = len(questions)
+    places = [divmod(i, total) for i in range(drawn, drawn + count)]
+    return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]
 
 
 def decode_all(text, rollout):
@@ -304,17 +292,21 @@ def score(questions, rollout, texts, scheme):
     """Samples with the reward of each completion."""
     group = len(texts) // len(questions)
     scores = [reward(t, questions[i // group]["number"], scheme) for i, t in enumerate(texts)]
-    rewards, correct = torch.tensor(scores, device=rollout.tokens.device).view(len(questions), group, 2).unbind(-1)
+    scores = torch.tensor(scores, device=rollout.tokens.device)
+    rewards, correct = scores.view(len(questions), group, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct)
 
 
 # In the paper's format the reasoning and the answer stand between tags.
 FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+
+
 def reward(completion, number, scheme):
     """(reward, 1.0 if the answer is right) of one completion; scheme: see Settings.reward.
 
-    The paper's format reward is small, but not after the division by a group's standard deviation: where few answers are
-    right it is most of the advantage, and a short wrong answer in the right format wins.
+    The paper's format reward is small, but not after the division by a group's standard deviation:
+    where few answers are right it is most of the advantage, and a short wrong answer in the right
+    format wins.
     """
     correct = float(answered_number(completion) == number)
     if scheme == "answer":
@@ -323,9 +315,9 @@ def reward(completion, number, scheme):
 
 
 def dynamic_sampling(samples, draw, attempts=4):
-    """DAPO's: draw again until as many groups as `samples` has have rewards that differ, and keep these.
+    """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
 
-    Groups that are all right or all wrong teach nothing; after `attempts` draws such groups fill up the rest.
+    Groups that are all right or all wrong teach nothing. After `attempts` draws they fill the rest.
     """
     wanted = len(samples.questions)
     draws = [samples]
@@ -338,22 +330,13 @@ def dynamic_sampling(samples, draw, attempts=4):
     kept = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:wanted].tolist()
     group = rewards.shape[1]
     rows = [k * group + g for k in kept for g in range(group)]
-    return Samples([questions[k] for k in kept], join_rollouts([s.rollout for s in draws], rows),
-                   [texts[i] for i in rows], rewards[kept], correct[kept], draws)
+    return Samples(
+        [questions[k] for k in kept], join_rollouts([s.rollout for s in draws], rows),
+        [texts[i] for i in rows], rewards[kept], correct[kept], draws,
+    )
 
 
-def join_rollouts(rollouts, rows):
-    """These rows of rollouts that lie one below the other, padded to the longest."""
-    longest = max(r.tokens.shape[1] for r in rollouts)
-
-    def stack(name):
-        parts = [getattr(r, name) for r in rollouts]
-        padded = [F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts]
-        return torch.cat(padded)[rows]
-    return qerl.Rollout(*(stack(f.name) for f in fields(qerl.Rollout)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The update's parts
 
 def make_batch(samples, advantages, algo):
@@ -363,12 +346,12 @@ def make_batch(samples, advantages, algo):
     prompts = [q["prompt"] for q in samples.questions for _ in range(group)]
     mask = rollout.mask
     if algo == "dapo":
-        mask = mask & rollout.finished[:, None]                        # a truncated completion gives no gradient
+        mask = mask & rollout.finished[:, None]        # a truncated completion gives no gradient
     return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
 
 
 def make_optimizer(model, lr, weight_decay):
-    """AdamW on what is trained; norm scales do not decay. The betas are those of the authors' code."""
+    """AdamW on what is trained; norm scales do not decay. The betas are the authors' code's."""
     parameters = qerl.trainable(model).values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
@@ -391,37 +374,45 @@ def set_learning_rate(optimizer, step, settings):
 
 
 def importance_of(piece, cap):
-    """The weights that correct for the policy that sampled, float32 [B, C], or None without a cap."""
-    return qerl.truncated_importance(piece.old_logprobs, piece.rollout_logprobs, cap) if cap else None
+    """Weights that correct for the policy that sampled, float32 [B, C]; None without a cap."""
+    if cap:
+        return qerl.truncated_importance(piece.old_logprobs, piece.rollout_logprobs, cap)
 
 
 def stop_unless_finite(losses, norm):
     """Stop before an update that would put NaN into the policy."""
     loss = sum(loss for loss, _ in losses)
     if not math.isfinite(loss) or not math.isfinite(norm):
-        raise UserError(f"loss {loss}, gradient norm {norm}: stopped before the update, the last checkpoint is kept; "
-                        "start again with a lower --lr")
+        raise UserError(
+            f"loss {loss}, gradient norm {norm}: stopped before the update, the last checkpoint "
+            "is kept; start again with a lower --lr"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
 def evaluate(model, text, questions, settings, when):
-    """Accuracy as fractions, of the paper's pass@1 (temperature 0.6, top-p 0.95) and of greedy decoding.
+    """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
     The answers themselves go to answers_WHEN.jsonl in the run's folder.
     """
+    prompts = [q["prompt"] for q in questions]
     answers = [{"question": q["question"], "number": str(q["number"])} for q in questions]
     result = {}
     for name, temperature, top_p in (("accuracy", 0.6, 0.95), ("greedy", 0.0, 1.0)):
         rng = torch.Generator(model.device).manual_seed(settings.seed)
-        rollout = qerl.generate(model, [q["prompt"] for q in questions], settings.max_new_tokens, temperature=temperature,
-                                top_p=top_p, eos=text.eos, slots=settings.slots, generator=rng)
+        rollout = qerl.generate(
+            model, prompts, settings.max_new_tokens, temperature=temperature, top_p=top_p,
+            eos=text.eos, slots=settings.slots, generator=rng,
+        )
         for answer, question, completion in zip(answers, questions, decode_all(text, rollout)):
-            answer[name] = {"text": completion, "correct": stated_number(completion) == question["number"]}
+            correct = stated_number(completion) == question["number"]
+            answer[name] = {"text": completion, "correct": correct}
         accuracy = sum(answer[name]["correct"] for answer in answers) / len(answers)
         result[f"{name}_{when}"] = accuracy
-        print(f"{'pass@1' if top_p < 1 else 'greedy'} {when}: {accuracy:.1%} of {len(questions)} held-out questions, "
+        print(f"{'pass@1' if name == 'accuracy' else name} {when}: {accuracy:.1%} "
+              f"of {len(questions)} held-out questions, "
               f"{rollout.length.float().mean():.0f} tokens on average")
     if settings.out:
         write_jsonl(f"{settings.out}/answers_{when}.jsonl", answers)
@@ -429,7 +420,7 @@ def evaluate(model, text, questions, settings, when):
 
 
 def start_or_resume(saved, model, text, held_out, optimizer, generators, settings):
-    """(state, metrics so far): of the saved checkpoint, else fresh, with the accuracy before training."""
+    """(state, metrics so far): the saved ones, else fresh, with the accuracy before training."""
     if saved:
         state, tensors = saved
         restore(tensors, model, optimizer, generators)
@@ -444,18 +435,18 @@ def start_or_resume(saved, model, text, held_out, optimizer, generators, setting
 
 
 def describe(samples, batch, clock):
-    """What metrics.jsonl says of a step's samples; reward and accuracy are of everything that was drawn."""
+    """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws."""
     rollout = samples.rollout
     draws = samples.draws or [samples]
-    mismatch_kl, mismatch_max_ratio = qerl.mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask)
+    kl, max_ratio = qerl.mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask)
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     return {
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        "mismatch_kl": mismatch_kl,
-        "mismatch_max_ratio": mismatch_max_ratio,
+        "mismatch_kl": kl,
+        "mismatch_max_ratio": max_ratio,
         "length": rollout.length.float().mean().item(),
         "truncated": 1 - rollout.finished.float().mean().item(),
         "tokens_per_s": drawn_tokens / clock.seconds["rollout"],
@@ -468,28 +459,39 @@ def log_step(logged, folder, progress, track):
     append_jsonl(f"{folder}/metrics.jsonl", logged)
     track(logged["step"], logged)
     progress.set_postfix_str(
-        f"reward {logged['reward']:.2f}, accuracy {logged['accuracy']:.2f}, entropy {logged['entropy']:.3f}, "
-        f"sigma {logged['sigma']:.1e}, length {logged['length']:.0f}, {logged['tokens_per_s']:.0f} tok/s")
+        "reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
+        "length {length:.0f}, {tokens_per_s:.0f} tok/s".format(**logged)
+    )
 
 
 def finish(state, metrics, held_out_questions, seconds, settings):
     """Write summary.json, curve.png and report.html, say what came of the run."""
-    accuracies = {name: value for name, value in state.items() if name.endswith(("_before", "_after"))}
-    summary = {"command": command_line(), **accuracies, "held_out_questions": held_out_questions, "steps": settings.steps,
-               "seconds": seconds, "settings": lasting(settings), **environment(settings.device)}
+    accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}
+    summary = {
+        "command": command_line(),
+        **accuracies,
+        "held_out_questions": held_out_questions,
+        "steps": settings.steps,
+        "seconds": seconds,
+        "settings": lasting(settings),
+        **environment(settings.device),
+    }
     atomic_write(f"{settings.out}/summary.json", json.dumps(summary, indent=1))
-    save_figure(f"{settings.out}/curve.png", learning_curve, metrics, summary["accuracy_before"], summary["accuracy_after"])
+    before = state["accuracy_before"]
+    after = state["accuracy_after"]
+    save_figure(f"{settings.out}/curve.png", learning_curve, metrics, before, after)
     write_report(settings.out)
-    print(f"held-out pass@1 {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}, "
-          f"greedy {summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}, in {seconds:.0f} s; "
-          f"look at {settings.out}/report.html")
+    print(f"held-out pass@1 {before:.1%} -> {after:.1%}, "
+          f"greedy {state['greedy_before']:.1%} -> {state['greedy_after']:.1%}, "
+          f"in {seconds:.0f} s; look at {settings.out}/report.html")
 
 
 def evaluate_only(settings):
-    """Measure the model, or with --resume the run's policy; with --out the figures are also kept in eval.json."""
+    """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = None
     if settings.resume:
-        policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")         # what an adapter belongs to
+        # The settings without which the adapter is not what was trained.
+        policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")
         saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
@@ -500,11 +502,12 @@ def evaluate_only(settings):
         restore(tensors, model)
     result = evaluate(model, text, held_out, settings, "now")
     if settings.out:
-        atomic_write(f"{settings.out}/eval.json", json.dumps({**result, "settings": lasting(settings)}, indent=1))
+        result["settings"] = lasting(settings)
+        atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
 
 
 def arguments(argv=None):
-    """The Settings of a command line: defaults, a preset's over them, the given flags over these; checked."""
+    """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
     given = parse_flags(Settings, __doc__, PRESETS, argv)
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
@@ -523,43 +526,36 @@ def check(settings):
     def each(names, ok, what):
         for name in names:
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
-    counts = ["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots", "micro_tokens", "save_every"]
-    each(counts, lambda n: n >= 1, "must be at least 1")
-    amounts = ["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay", "clip_high"]
-    each(amounts, lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
+          "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
+    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
+          "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive")
     each(["lora_alpha"], lambda x: x is None or x > 0, "must be positive")
     each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed"], lambda n: n < 2 ** 63, "must be below 2**63")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
-    each(["prompts"], lambda n: n % settings.updates == 0,
-         f"is not divisible by --updates {settings.updates}; change one of them")
+    require(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
+            f"is not divisible by --updates {settings.updates}; change one of them")
     one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
-    each(["sigma_end"], lambda _: settings.schedule != "exponential" or not one_sigma_is_zero,
-         "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    require(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
+            settings.sigma_end,
+            "an exponential schedule needs both sigmas positive (or both 0: no noise)")
     check_device(settings.device)
 
 
 def lasting(settings):
-    """What a checkpoint must agree with: all settings but where the run lives and how its work is cut into pieces."""
+    """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
     free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "log", "preset")
     return {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
-
-
-def full_name(model):
-    """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
-    if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
-        return model
-    chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
-    print(f"--model {model} means Qwen/{model}{chat}")
-    return f"Qwen/{model}{chat}"
 
 
 def open_run(settings):
     """Choose (into settings.out), create and lock the run's folder; returns the lock."""
     if settings.out is None:
         name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
-        settings.out = choose_folder(f"runs/{name}-{settings.weights}-{settings.algo}", settings.resume)
+        stem = f"runs/{name}-{settings.weights}-{settings.algo}"
+        settings.out = choose_folder(stem, settings.resume)
     return open_folder(settings.out, settings.resume)
 
 
@@ -579,11 +575,11 @@ def main():
         sys.exit(fail(str(e)))
     except (OSError, safetensors.SafetensorError) as e:
         sys.exit(fail(f"{e}; mend or remove what it names{how_to_go_on(settings)}"))
-    except RuntimeError as e:                          # torch.OutOfMemoryError is one; on a CPU it is a plain one
+    except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, in a new run, --max-new-tokens"
-                      + how_to_go_on(settings)))
+        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
+                      f"in a new run, --max-new-tokens{how_to_go_on(settings)}"))
     except KeyboardInterrupt:
         print(f"\nstopped{how_to_go_on(settings)}", file=sys.stderr)
         sys.exit(130)

@@ -1,15 +1,20 @@
-"""Numbers in texts: what a completion answers, and what a question's worked answer says is right."""
+"""Numbers in texts: what a completion answers, and what a question's worked answer ends with."""
 import re
 from decimal import Decimal
 
-# A number: perhaps a minus that is not a subtraction, perhaps $, digits with or without commas, decimals.
-NUMBER = re.compile(r"(?:(?<![\w)}])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
+NUMBER = re.compile(r"""
+    (?: (?<![\w)}]) - )?                                # perhaps a minus that is not a subtraction
+    \$?
+    (?: (?: \d{1,3} (?:,\d{3})+ (?!\d) | \d+ )         # digits with or without commas
+        (?: \.\d+ )?                                   # and perhaps decimals
+      | (?<![\d.]) \.\d+ )                            # or decimals alone
+""", re.VERBOSE)
 # What stands before the last number if that is a fraction's denominator: "3/" or "\frac{3}{".
 FRACTION = re.compile(r"[\d)]\s*/\s*\(?$|\\[dt]?frac\{[^{}]*\}\{$")
 
 
 def answered_number(completion):
-    """The number between the last <answer> tags, else in the last \\boxed{}; None without either."""
+    """The number between the last <answer> tags, else in the last \\boxed{}, else None."""
     answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
     answers = answers or re.findall(r"\\boxed\{([^{}]*)\}", completion)
     return parse_number(answers[-1]) if answers else None
@@ -27,8 +32,11 @@ def final_number(question):
 
 
 def parse_number(text):
-    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}; None without one, or for a fraction."""
-    text = text.replace("\u2212", "-").replace("{,}", ",")           # the typographic minus, TeX's comma
+    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}.
+
+    None without a number, and where the last one is the denominator of a fraction.
+    """
+    text = text.replace("\u2212", "-").replace("{,}", ",")     # the typographic minus, TeX's comma
     last = None
     for last in NUMBER.finditer(text):
         pass

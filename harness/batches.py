@@ -1,8 +1,12 @@
-"""The completions of a step as rows that can be cut: into minibatches, one for each optimiser step, and these into
-micro-batches, as large as the memory allows. How rows are cut changes the memory and the speed, not the gradient."""
+"""The completions of a step as rows that can be cut.
+
+They are cut into minibatches, one for each optimiser step, and these into pieces as large as the
+memory allows. How they are cut into pieces changes the memory and the speed, not the gradient.
+"""
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 
 import qerl
 
@@ -10,15 +14,15 @@ import qerl
 @dataclass
 class Batch:
     """N completions with what the loss has to know of each. C: the longest completion."""
-    prompts: list                             # N lists of token ids
-    tokens: torch.Tensor                      # int64 [N, C]
-    length: torch.Tensor                      # int64 [N]
-    rollout_logprobs: torch.Tensor            # float32 [N, C], of the noisy policy that sampled
-    advantages: torch.Tensor                  # float32 [N]
-    mask: torch.Tensor                        # bool [N, C], True at tokens that give a gradient
-    old_logprobs: torch.Tensor = None         # float32 [N, C], of the policy before this step's updates
-    ref_logprobs: torch.Tensor = None         # float32 [N, C], of the reference policy, if the loss has a KL term
-    weights: torch.Tensor = None              # float32 [N, C], of each token in the loss (qerl.token_weights)
+    prompts: list                       # N lists of token ids
+    tokens: torch.Tensor                # int64 [N, C]
+    length: torch.Tensor                # int64 [N]
+    rollout_logprobs: torch.Tensor      # float32 [N, C], of the noisy policy that sampled
+    advantages: torch.Tensor            # float32 [N]
+    mask: torch.Tensor                  # bool [N, C], True at tokens that give a gradient
+    old_logprobs: torch.Tensor = None   # float32 [N, C], of the policy before this step's updates
+    ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
+    weights: torch.Tensor = None        # float32 [N, C], each token's in the loss: token_weights
 
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
@@ -41,7 +45,7 @@ class Batch:
 
     @torch.no_grad()
     def logprobs_under(self, model, budget):
-        """log π(token) of all completions under the model as it is, float32 [N, C], 0 at padding."""
+        """log π(token) of all completions under the model as it is, float32 [N, C]; padding: 0."""
         result = torch.zeros_like(self.rollout_logprobs)
         for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
             micro = self.rows(chosen)
@@ -52,21 +56,23 @@ class Batch:
 def cut_rows(prompts, lengths, budget):
     """Rows (a prompt, its completion's length) cut into pieces, lists of row numbers.
 
-    A piece holds at most `budget` tokens, counting a prompt once that several of its rows share (qerl.pack), and at most four
-    times as many where attention pads the rows to one length; a longer row goes alone. Prompts with the longest rows come first.
+    A piece holds at most `budget` tokens, counting a prompt once that several of its rows share
+    (qerl.pack), and at most four times as many where attention pads the rows to one length. A row
+    that is longer goes alone. Prompts with the longest rows come first.
     """
     longest = {}
     for prompt, length in zip(map(tuple, prompts), lengths):
         longest[prompt] = max(longest.get(prompt, 0), len(prompt) + length)
     order = sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i]))
     pieces = []
-    tokens = width = 0                                 # of the last piece: its tokens, its longest row
+    tokens = width = 0                  # of the last piece: its tokens, its longest row
     for i in order:
         size = len(prompts[i]) + lengths[i]
         shares_prompt = bool(pieces) and prompts[i] == prompts[pieces[-1][-1]]
         added = lengths[i] if shares_prompt else size
         too_many = tokens + added > budget
-        if not pieces or too_many or max(width, size) * (len(pieces[-1]) + 1) > 4 * budget:
+        padded = max(width, size) * (len(pieces[-1]) + 1) if pieces else 0
+        if not pieces or too_many or padded > 4 * budget:
             pieces.append([])
             tokens = width = 0
             added = size
@@ -74,3 +80,14 @@ def cut_rows(prompts, lengths, budget):
         tokens += added
         width = max(width, size)
     return pieces
+
+
+def join_rollouts(rollouts, rows):
+    """These rows of rollouts that lie one below the other, padded to the longest."""
+    longest = max(r.tokens.shape[1] for r in rollouts)
+
+    def stack(name):
+        parts = [getattr(r, name) for r in rollouts]
+        padded = [F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts]
+        return torch.cat(padded)[rows]
+    return qerl.Rollout(*(stack(f.name) for f in fields(qerl.Rollout)))

@@ -1,6 +1,7 @@
-"""What a run is resumed from (checkpoint.safetensors), and its adapter in PEFT's format, for every other tool.
+"""What a run is resumed from (checkpoint.safetensors), and its adapter in PEFT's format.
 
-Any LoRA tool loads the adapter onto the original model or, closer to what it was trained on, onto its NVFP4 version.
+Any LoRA tool loads the adapter onto the original model or, closer to what it was trained on, onto
+its NVFP4 version.
 """
 import json
 import os
@@ -25,7 +26,9 @@ def adapter_tensors(model):
     tensors = {}
     for layer in model.quantized_layers():
         if layer.rank:
-            pieces = zip(layer.names, layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes))
+            pieces = zip(
+                layer.names, layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes)
+            )
             for name, A, B in pieces:
                 tensors[f"base_model.model.{name}.lora_A.weight"] = A
                 tensors[f"base_model.model.{name}.lora_B.weight"] = B
@@ -35,9 +38,11 @@ def adapter_tensors(model):
 
 
 def save_adapter(model, folder, base_model):
-    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained."""
+    """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained."""
     os.makedirs(folder, exist_ok=True)
     layers = model.quantized_layers()
+    adapted = {name.split(".")[-1] for layer in layers for name in layer.names}
+    norms = {norm.name.split(".")[-1] for norm in trained_norms(model)}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -46,8 +51,8 @@ def save_adapter(model, folder, base_model):
         "lora_alpha": layers[0].alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.split(".")[-1] for layer in layers for name in layer.names}),
-        "modules_to_save": sorted({norm.name.split(".")[-1] for norm in trained_norms(model)}) or None,
+        "target_modules": sorted(adapted),
+        "modules_to_save": sorted(norms) or None,
         "inference_mode": True,
     }
     tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
@@ -58,19 +63,24 @@ def save_adapter(model, folder, base_model):
 
 @torch.no_grad()
 def load_adapter(model, folder):
-    """The inverse of save_adapter: copy a stored adapter into a model loaded with the same rank, alpha and train_norms."""
+    """The inverse of save_adapter: copy a stored adapter into a model.
+
+    The model must have been loaded with the same rank, alpha and train_norms.
+    """
     with open(f"{folder}/adapter_config.json") as f:
         stored_alpha = json.load(f)["lora_alpha"]
     alpha = model.quantized_layers()[0].alpha
     if stored_alpha != alpha:
         raise UserError(
-            f"{folder}: was trained with lora_alpha {stored_alpha}, the model has {alpha}; load the model with the adapter's"
+            f"{folder}: was trained with lora_alpha {stored_alpha}, the model has {alpha}; "
+            "load the model with the adapter's"
         )
     stored = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
     ours = adapter_tensors(model)
     if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
         raise UserError(
-            f"{folder}: its tensors are not the model's; load the model with the adapter's rank and train_norms"
+            f"{folder}: its tensors are not the model's; load the model with the adapter's rank "
+            "and train_norms"
         )
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
@@ -89,7 +99,8 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     metadata = {"state": json.dumps(state), "settings": json.dumps(settings)}
     save_adapter(model, f"{folder}/adapter", model.name_or_path)
-    atomic_write(f"{folder}/checkpoint.safetensors", safetensors.torch.save(tensors, metadata=metadata))
+    stored = safetensors.torch.save(tensors, metadata=metadata)
+    atomic_write(f"{folder}/checkpoint.safetensors", stored)
 
 
 def read_checkpoint(folder, settings, must_agree=None):
@@ -105,15 +116,20 @@ def read_checkpoint(folder, settings, must_agree=None):
             metadata = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}
     except safetensors.SafetensorError as e:
-        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over")
+        raise UserError(
+            f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over"
+        )
     if "settings" not in metadata:
-        raise UserError(f"{path}: not a checkpoint of this program; remove it to start over, or choose another --out")
+        raise UserError(
+            f"{path}: not a checkpoint of this program; remove it to start over, "
+            "or choose another --out"
+        )
     then = json.loads(metadata["settings"])
     for name in must_agree or sorted(settings.keys() | then.keys()):
         if settings.get(name) != then.get(name):
             raise UserError(
-                f"--resume: {folder} was started with {name} = {then.get(name)}, now it is {settings.get(name)}; "
-                "give the same settings or another --out"
+                f"--resume: {folder} was started with {name} = {then.get(name)}, "
+                f"now it is {settings.get(name)}; give the same settings or another --out"
             )
     return json.loads(metadata["state"]), tensors
 
@@ -128,5 +144,6 @@ def restore(tensors, model, optimizer=None, generators=()):
         prefix = f"optimizer.{name}."
         for key in [k for k in tensors if optimizer and k.startswith(prefix)]:
             value = tensors[key]
-            # AdamW's moments live on the parameter's device; its step count, of no dimension, on the CPU.
-            optimizer.state[p][key.removeprefix(prefix)] = value if value.dim() == 0 else value.to(p.device)
+            if value.dim() > 0:             # AdamW's moments; its step count stays on the CPU
+                value = value.to(p.device)
+            optimizer.state[p][key.removeprefix(prefix)] = value

@@ -24,7 +24,10 @@ def save_figure(path, draw, *data):
 
 
 def learning_curve(metrics, before, after, plt):
-    """Accuracy, reward, entropy with the noise, and completion length over the steps. before, after: held-out accuracy."""
+    """Accuracy, reward, entropy with the noise, and completion length over the steps.
+
+    before, after: held-out accuracy.
+    """
     steps = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
     for axis, (key, title, label) in zip(axes.flat, PANELS):
@@ -35,13 +38,15 @@ def learning_curve(metrics, before, after, plt):
     accuracy_axis = axes[0, 0]
     entropy_axis = axes[1, 0]
     accuracy_axis.set_ylim(0, 1)
-    for accuracy, step, marker, when in ((before, 0, "o", "before"), (after, steps[-1], "s", "after")):
+    held_out = [(before, 0, "o", "before"), (after, steps[-1], "s", "after")]
+    for accuracy, step, marker, when in held_out:
         label = f"held-out (temperature 0.6) {when}: {accuracy:.1%}"
         accuracy_axis.plot(step, accuracy, marker, color="tab:orange", label=label)
     accuracy_axis.legend(loc="upper left", frameon=False)
     entropy_axis.yaxis.label.set_color("tab:blue")
     sigma_axis = entropy_axis.twinx()
-    sigma_axis.plot(steps, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2, drawstyle="steps-post")
+    sigmas = [m["sigma"] for m in metrics]
+    sigma_axis.plot(steps, sigmas, color="tab:red", linewidth=1.2, drawstyle="steps-post")
     sigma_axis.set_ylabel("sigma", color="tab:red")
     sigma_axis.set_ylim(bottom=0)
     return figure

@@ -1,5 +1,11 @@
-"""Command-line flags made from the fields of a dataclass, so that a setting's default and remark stand in one place."""
+"""Command-line flags made from the fields of a dataclass.
+
+So a setting's default and what --help says of it stand in one place.
+"""
 import argparse
+import inspect
+import os
+import re
 from dataclasses import field, fields
 
 import torch
@@ -8,18 +14,19 @@ from qerl import UserError
 
 
 def setting(default, remark, choices=None):
-    """A dataclass field with what its flag needs: the remark becomes the help, `choices` limit the values."""
+    """A dataclass field that is also a flag: --help says `remark`, `choices` limit the values."""
     return field(default=default, metadata={"remark": remark, "choices": choices})
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with a UserError instead of a usage text and an exit."""
 
-    def __init__(self, description):
+    def __init__(self, description, **options):
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            **options,
         )
 
     def error(self, message):
@@ -27,30 +34,40 @@ class Parser(argparse.ArgumentParser):
 
 
 def default_text(name, default, presets):
-    """The default as the help tells it, and where a preset has another one."""
-    others = [f"{preset}: {values[name]}" for preset, values in presets.items() if name in values]
-    known = [str(default)] if default is not None else []
-    return f" ({', '.join(['default ' + known[0]] * len(known) + others)})" if known or others else ""
+    """The end of a flag's help, its default and where a preset differs: (default 64; small 16)."""
+    parts = []
+    if default is not None:
+        parts.append(f"default {default}")
+    for preset, values in presets.items():
+        if name in values:
+            parts.append(f"{preset} {values[name]}")
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def parse_flags(settings_class, description, presets, argv=None):
-    """The flags given on the command line (argv, or the process's own) as {field: value}; flags not given are left out."""
-    parser = Parser(description)
+    """The flags given on the command line, as {field: value}; flags not given are left out.
+
+    argv: the command line, by default the process's own. --help ends with what the docstring of
+    settings_class says after its first line.
+    """
+    legend = inspect.getdoc(settings_class).partition("\n\n")[2]
+    parser = Parser(description, usage="%(prog)s [flags]", epilog=legend)
     for f in fields(settings_class):
         flag = "--" + f.name.replace("_", "-")
         remark = f.metadata["remark"]
         if f.type is bool:
             parser.add_argument(flag, action="store_true", default=None, help=remark)
         else:
-            text = remark + default_text(f.name, f.default, presets)
             choices = f.metadata["choices"]
-            parser.add_argument(flag, type=f.type, choices=choices, metavar=None if choices else "", help=text)
+            metavar = None if choices else f.type.__name__.upper()
+            remark += default_text(f.name, f.default, presets)
+            parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
     given = vars(parser.parse_args(argv))
     return {name: value for name, value in given.items() if value is not None}
 
 
 def require(ok, name, value, what):
-    """Raise the one line that names a flag, its value and what is wrong with it, unless ok."""
+    """Unless ok, raise the one line that names a flag, its value and what is wrong with it."""
     if not ok:
         raise UserError(f"--{name.replace('_', '-')} {value}: {what}")
 
@@ -66,3 +83,12 @@ def check_device(name):
     if device.type == "cuda":
         there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
         require(there, "device", name, "no such CUDA GPU here; use --device cpu")
+
+
+def full_name(model):
+    """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
+    if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
+        return model
+    chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
+    print(f"--model {model} means Qwen/{model}{chat}")
+    return f"Qwen/{model}{chat}"

@@ -1,4 +1,4 @@
-"""What a run measures beside the learning: seconds, memory, the environment; and where else it sends its metrics."""
+"""What a run measures beside the learning, and where else it sends its metrics."""
 import contextlib
 import os
 import platform
@@ -13,7 +13,7 @@ from qerl import UserError
 
 try:
     import resource
-except ImportError:                                    # Windows: memory on a CPU is not measured
+except ImportError:                         # Windows: memory on a CPU is not measured
     resource = None
 
 
@@ -56,10 +56,12 @@ def command_line():
 
 def environment(device):
     """Date, hardware and versions, as every file of results states them."""
-    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if torch.device(device).type == "cuda":
+        hardware = torch.cuda.get_device_name()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else cpu,
+        "hardware": hardware,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -74,7 +76,7 @@ def fail(message):
 
 
 def flat(metrics):
-    """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers alone, as trackers want them."""
+    """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
     numbers = {}
     for key, value in metrics.items():
         if isinstance(value, dict):
@@ -85,9 +87,10 @@ def flat(metrics):
 
 
 def open_tracker(name, folder, settings):
-    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases; without a name it does nothing.
+    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases.
 
-    Either package is imported only here. settings: what the tracker shows as the run's configuration.
+    Without a name it does nothing. Either package is imported only here. settings: what the tracker
+    shows as the run's configuration.
     """
     if name is None:
         return lambda step, metrics: None
@@ -97,9 +100,14 @@ def open_tracker(name, folder, settings):
         else:
             import wandb
     except ImportError:
-        raise UserError(f"--log {name}: the package {name} is not installed; pip install {name}, or leave --log out")
+        raise UserError(
+            f"--log {name}: the package {name} is not installed; pip install {name}, "
+            "or leave --log out"
+        )
     if name == "wandb":
-        run = wandb.init(project="qerl", name=os.path.basename(folder), dir=folder, config=settings)
+        run = wandb.init(
+            project="qerl", name=os.path.basename(folder), dir=folder, config=settings
+        )
         return lambda step, metrics: run.log(flat(metrics), step=step)
     writer = SummaryWriter(folder)
 

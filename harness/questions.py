@@ -1,4 +1,7 @@
-"""GSM8K's questions, from a folder or downloaded once: worked steps with <<calculations>>, then "#### number"."""
+"""GSM8K's questions, from a folder or downloaded once.
+
+A question is {"question", "answer"}: worked steps with <<calculations>>, then "#### number".
+"""
 import glob
 import http.client
 import json
@@ -9,7 +12,8 @@ from harness.answers import final_number
 from harness.run_folder import CACHE, atomic_write
 from qerl import UserError
 
-GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/{}.jsonl"
+GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+             "grade_school_math/data/{}.jsonl")
 
 
 def gsm8k(folder):
@@ -29,19 +33,25 @@ def download(url, path):
     try:
         atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(f"GSM8K could not be downloaded from {url} ({e}); "
-                        "pass --data FOLDER with train.jsonl and test.jsonl")
+        raise UserError(
+            f"GSM8K could not be downloaded from {url} ({e}); "
+            "pass --data FOLDER with train.jsonl and test.jsonl"
+        )
 
 
 def read_questions(folder, pattern):
-    """The questions of all files in `folder` that match `pattern`: a list of {"question", "answer"}."""
+    """A list of the questions in all files of `folder` that match `pattern`."""
     if not os.path.isdir(folder):
-        raise UserError(f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl")
+        raise UserError(
+            f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl"
+        )
     matching = sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
     paths = [path for path in matching if "socratic" not in os.path.basename(path)]
     if not paths:
-        raise UserError(f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
-                        "as GSM8K's repository has them")
+        raise UserError(
+            f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl "
+            "and test*.jsonl as GSM8K's repository has them"
+        )
     questions = []
     for path in paths:
         with open(path, "rb") as f:
@@ -58,6 +68,8 @@ def read_question(line, path, number):
         if not (isinstance(question["question"], str) and final_number(question) is not None):
             raise ValueError
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise UserError(f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
-                        "mend or remove it")
+        raise UserError(
+            f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+            "mend or remove it"
+        )
     return question

@@ -1,7 +1,9 @@
-"""The built-in policy and its problems: a million parameters, trained to imitate worked answers of which most are careless.
+"""The built-in policy and its problems.
 
-It can do the format and the arithmetic; which operation a problem needs, the reward has to teach. A problem is
-{"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then "#### number".
+The policy has a million parameters and is trained to imitate worked answers of which most are
+careless. It can do the format and the arithmetic; which operation a problem needs, the reward has
+to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then
+"#### number".
 """
 import hashlib
 import inspect
@@ -21,7 +23,7 @@ from harness.run_folder import CACHE
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-CARELESS = {"+": "-", "-": "+", "*": "+"}              # the operation that a careless answer takes instead
+CARELESS = {"+": "-", "-": "+", "*": "+"}       # the operation that a careless answer takes instead
 
 
 def word_problem(rng, careless=False):
@@ -38,7 +40,8 @@ def word_problem(rng, careless=False):
         (f"{name} has {a} {thing} and buys {b} more. How many {thing} now?", [(a, "+", b)]),
         (f"{name} has {a} {thing} and loses {b}. How many {thing} now?", [(a, "-", b)]),
         (f"{name} fills {b} bags with {c} {thing} each. How many {thing}?", [(b, "*", c)]),
-        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?", [(a, "+", b), (a + b, "-", c)]),
+        (f"{name} has {a} {thing}, buys {b} and loses {c}. How many {thing} now?",
+         [(a, "+", b), (a + b, "-", c)]),
     ])
     if careless:
         x, op, y = steps[-1]
@@ -51,7 +54,7 @@ def word_problem(rng, careless=False):
 
 
 def word_problems(count, seed, exclude=(), careless=0.0):
-    """`count` different problems from a seeded generator, none of whose questions is in `exclude`."""
+    """`count` different problems from a seeded generator, none with a question in `exclude`."""
     rng = random.Random(seed)
     problems = []
     seen = set(exclude)
@@ -71,7 +74,7 @@ def made_up_problems(careless=0.0):
 
 
 class ByteText:
-    """Text <-> tokens of the small policy: one token a byte, and one for each tag of the answer format."""
+    """Text <-> tokens of the small policy: one token a byte, and one for each tag."""
 
     TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<eos>"]
 
@@ -89,7 +92,8 @@ class ByteText:
 
     def worked_answer(self, answer):
         work, final = answer.split("\n#### ")
-        return self.encoding.encode(f"<think>{work}</think><answer>{final}</answer><eos>", allowed_special="all")
+        tagged = f"<think>{work}</think><answer>{final}</answer><eos>"
+        return self.encoding.encode(tagged, allowed_special="all")
 
     def decode(self, ids):
         return self.encoding.decode([i for i in ids if i not in self.eos])
@@ -114,7 +118,8 @@ def imitation_loss(model, text, problems):
     """Cross-entropy of the worked answers after their questions."""
     pairs = [(text.prompt(p["question"]), text.worked_answer(p["answer"])) for p in problems]
     tokens = [torch.tensor(question + answer) for question, answer in pairs]
-    labels = [torch.tensor([-100] * len(question) + answer) for question, answer in pairs]       # -100: not learned
+    # The label -100: not learned.
+    labels = [torch.tensor([-100] * len(question) + answer) for question, answer in pairs]
     tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
     return F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -144,10 +149,12 @@ def train_policy(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
 
 
 def warm_start():
-    """A Hugging Face folder with the small policy; made in one to two minutes the first time, then cached."""
-    makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy, imitation_loss, train_policy)
+    """A Hugging Face folder with the small policy; made in minutes the first time, then cached."""
+    makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy,
+              imitation_loss, train_policy)
     sources = "".join(inspect.getsource(maker) for maker in makers)
-    folder = os.path.join(CACHE, f"warm-start-{hashlib.sha256(sources.encode()).hexdigest()[:12]}")
+    digest = hashlib.sha256(sources.encode()).hexdigest()
+    folder = os.path.join(CACHE, f"warm-start-{digest[:12]}")
     if os.path.exists(folder):
         return folder
     model = train_policy()
@@ -157,6 +164,6 @@ def warm_start():
     model.save_pretrained(temporary)
     try:
         os.rename(temporary, folder)
-    except OSError:                                    # another run was faster
+    except OSError:                             # another run was faster
         shutil.rmtree(temporary)
     return folder

@@ -1,0 +1,53 @@
+"""Text <-> tokens of a real model, by its own tokenizer and chat template."""
+import os
+
+import transformers
+
+import qerl
+from qerl import UserError
+
+
+class ChatText:
+    """A Hugging Face tokenizer with its chat template (or plain text where it has none)."""
+
+    def __init__(self, folder, system):
+        self.system = system
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            if os.path.exists(f"{folder}/generation_config.json"):
+                stored = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+            else:
+                stored = transformers.AutoConfig.from_pretrained(folder).eos_token_id
+        except Exception as e:
+            raise UserError(
+                f"model {folder}: its tokenizer or config cannot be read ({qerl.reason(e)}); "
+                "fetch the model again"
+            )
+        if not self.tokenizer.encode("1"):
+            raise UserError(
+                f"model {folder}: its tokenizer is missing or empty; fetch the model again"
+            )
+        ends = stored if isinstance(stored, list) else [stored]
+        self.eos = {self.tokenizer.eos_token_id, *ends} - {None}
+
+    def prompt(self, question):
+        """The token ids of a question, up to where the answer begins."""
+        if self.tokenizer.chat_template is None:
+            plain = f"{self.system}\n\nProblem: {question}\n\nSolution: "
+            return self.tokenizer.encode(plain)
+        messages = [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": question},
+        ]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as e:
+            raise UserError(
+                f"the model's chat template cannot be used ({qerl.reason(e)}); "
+                "mend it or use another model"
+            )
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
