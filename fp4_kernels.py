@@ -1,18 +1,27 @@
-"""Triton kernels. Each has a twin of a few lines of PyTorch, here or in qerl.py, which serves where Triton does not run.
+"""Triton kernels, each beside its twin: a few lines of PyTorch that compute the same.
 
-The twins are the specification: they step in a debugger, and the tests hold the kernels to them, on a GPU and in
-Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+The twin is the specification. It runs anywhere, it steps in a debugger, it serves where Triton does
+not run, and the tests hold the kernel to it, on a GPU and in Triton's interpreter
+(TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, its twin, and what bounds
+its speed: memory, instructions or latency.
 
-    1. quantising     weights rounded to E2M1                                          encode_e2m1
-    2. 4-bit tiles    weights in the order in which tensor cores take them            tile, untile
-    3. linear         y = x Ŵᵀ + bias + LoRA + residual, for one to a thousand rows    linear
-    4. in between     what a block does between its linear layers                      rms_norm, silu_mul, rotary, decode_attention
-    5. output         log-probabilities; a token, its log-probability and entropy      token_logprob, sample
+    1. quantising     weights rounded to E2M1                         encode_e2m1
+    2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
+                      take them
+    3. linear         y = x Ŵᵀ + bias + LoRA + residual               TiledWeight.multiply
+    4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
+                                                                      decode_attention
+    5. output         log-probabilities; the draw of a token          token_logprob, sample
+
+Words that recur: a GPU has some hundred processors (SMs). A kernel is run by many programs, each on
+one SM, and a program has a few warps of 32 threads. A name in CAPITALS is a constant that is
+compiled into the kernel.
 """
 import functools
 import math
 import os
-from collections import namedtuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,28 +38,40 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def use_triton(x):
+    """Whether the kernels take a tensor where it lies; if not, the twins do."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
-# A decode step is a chain of short kernels. On Hopper each may start while the one before it still runs (launch_pdl: "programmatic
-# dependent launch"), as soon as all programs of that one have said so or ended, and waits where it needs what that one writes.
-# linear_kernel has its first weights fetched meanwhile.
-
 @functools.lru_cache
 def is_hopper(device):
-    """Hopper, or the interpreter."""
+    """Whether a device is a Hopper GPU or the interpreter, which both run linear_kernel."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.lru_cache
+def table_on(table, device):
+    """A constant table on a device, copied there once."""
+    return table.to(device)
+
+
 def tma_descriptor(x, block):
-    """What TMA, the copy engine, needs to move blocks of this shape from or to x."""
-    if x.is_cuda:                                              # there has to be a CUDA context, which a thread, such as autograd's,
-        torch.cuda.set_device(torch.cuda.current_device())     # may not have before its first call of the runtime
+    """What TMA, the GPU's copy engine, needs to move blocks of this shape from or to x."""
+    if x.is_cuda:
+        # A descriptor is made in the thread's CUDA context, which a thread such as autograd's has
+        # only after its first call of the runtime. This is such a call.
+        torch.cuda.set_device(torch.cuda.current_device())
     return TensorDescriptor.from_tensor(x, block)
 
 
+# A decode step is a chain of short kernels, and between two of them the GPU would idle. On Hopper a
+# kernel may start while the one before it still runs (launch_pdl, "programmatic dependent launch"):
+# as soon as all programs of the earlier one have called let_next_start or ended. It then prepares
+# what does not depend on the earlier one, and calls wait_for_previous before it reads anything that
+# the earlier one writes.
+
 if triton is not None:
-    PLAIN = tl.constexpr(INTERPRETED)                          # the interpreter has neither inline PTX nor bfloat16 products
+    # The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
+    PLAIN = tl.constexpr(INTERPRETED)
 
     @triton.jit
     def let_next_start():
@@ -64,36 +85,67 @@ if triton is not None:
 
     @triton.jit
     def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
-        """Have the L2 cache fetch the first BYTES, of which `there` exist, of ROWS rows that lie `stride` bytes apart."""
+        """Have the L2 cache fetch the first BYTES of ROWS rows that lie `stride` bytes apart.
+
+        Only the first `there` of a row's BYTES exist.
+        """
         if not PLAIN:
-            i = tl.arange(0, ROWS * BYTES // 128)
+            i = tl.arange(0, ROWS * BYTES // 128)                    # a cache line has 128 bytes
+            row = i // (BYTES // 128)
             byte = i % (BYTES // 128) * 128
-            at = pointer.to(tl.int64) + i // (BYTES // 128) * stride + tl.where(byte < there, byte, 0)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1];  // $0", "=r,l", [at], tl.int32, is_pure=False, pack=1)
+            at = pointer.to(tl.int64) + row * stride + tl.where(byte < there, byte, 0)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1];  // $0", "=r,l", [at], tl.int32, is_pure=False, pack=1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Quantising to E2M1                           code = round(w / scale)                          twin: qerl.encode_e2m1
+# --------------------------------------------------------------------------------------------------
+# 1. Quantising to E2M1                                  code = the E2M1 number nearest to w / scale
 #
-# Bound by memory: a weight is read once and a quarter of it written; in PyTorch it would pass through memory ten times.
+# The twin is qerl.encode_e2m1. Its lines in PyTorch, where `halfway` has the points between
+# neighbouring magnitudes:
+#
+#     x = (weight.unflatten(1, (scale.shape[1], -1)) / scale[..., None]).flatten(1)
+#     codes = torch.bucketize(x.abs(), halfway) + 8 * (x < 0)
+#     packed = codes[:, ::2] | codes[:, 1::2] << 4
+#
+# The kernel is bound by memory: it reads the weight once and writes a quarter as many bytes, where
+# the twin's operations together pass it through memory about ten times.
 
 def encode_e2m1(weight, scale):
-    """weight [out, in], scale float32 [out, in/block] -> packed uint8 [out, in/2], as qerl.encode_e2m1."""
-    packed = torch.empty(len(weight), weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
-    encode_kernel[(triton.cdiv(packed.numel(), 1024),)](weight.contiguous(), scale, packed, packed.numel(), weight.numel() // scale.numel() // 2, SIZE=1024)
+    """weight [out, in] / scale float32 [out, in/block] -> packed uint8 [out, in/2].
+
+    Even index in the low nibble; rounded to nearest, ties to even, saturating at 6.
+    """
+    out, columns = weight.shape
+    packed = torch.empty(out, columns // 2, dtype=torch.uint8, device=weight.device)
+    size = packed.numel()
+    block = weight.numel() // scale.numel()
+    programs = triton.cdiv(size, 1024)
+    encode_kernel[(programs,)](weight.contiguous(), scale, packed, size, block // 2, SIZE=1024)
     return packed
 
 
 if triton is not None:
     @triton.jit
     def e2m1_code(w, scale):
-        """The code of w / scale: how many of the halfway points between magnitudes it passes, and the sign; ties to even."""
+        """The code of w / scale: its sign, and how many halfway points between magnitudes it passes.
+
+        At a halfway point itself the code must be the even one, hence > and >= in turn.
+        """
         x = tl.div_rn(w.to(tl.float32), scale)
         a = tl.abs(x)
-        return ((a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)) | (x < 0).to(tl.int32) << 3
+        magnitude = (a > 0.25).to(tl.int32)
+        magnitude += a >= 0.75
+        magnitude += a > 1.25
+        magnitude += a >= 1.75
+        magnitude += a > 2.5
+        magnitude += a >= 3.5
+        magnitude += a > 5.0
+        return magnitude | (x < 0).to(tl.int32) << 3
 
     @triton.jit
     def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
+        """Each program writes SIZE bytes of two codes each."""
         i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
         low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
@@ -101,297 +153,629 @@ if triton is not None:
         tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. 4-bit tiles
+# --------------------------------------------------------------------------------------------------
+# 2. 4-bit tiles                          weight[n, k] = table[code[n, k]] · scale[n, k/16] · row[n]
 #
-# Hopper's tensor cores (wgmma) take 64 rows x 16 columns of W from the registers of 128 threads: thread (warp, g, t), g < 8,
-# t < 4, holds columns 2t, 2t+1, 2t+8, 2t+9 of the rows 16 warp + g and 16 warp + g + 8. So that no code has to move between
-# threads, a model's codes are put into that order when it is loaded: a tile is 64 rows x 64 columns, four such steps, and
-# each thread finds its 32 codes in 16 consecutive bytes.
+# Hopper's tensor cores (the instruction wgmma) take W, 64 rows x 16 columns at a time, from the
+# registers of 128 threads. The hardware prescribes who holds what: call a thread (warp, g, t),
+# where warp < 4, g < 8 and t < 4. It holds the rows 16 warp + g and 16 warp + g + 8 ("row half" 0
+# and 1), and of each of them the columns with its t:
 #
-# A product may sum over columns in any order. What thread t takes for its 16 columns of the four steps is therefore block t
-# of the tile, 16 neighbours that share a scale: one scale a thread and row. Activations have to come in the same order
-# (`interleave`); the kernels before a linear layer write them so. A 32-bit word holds 8 codes, two neighbours 16 bits apart:
+#     column    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+#     t         0  0  1  1  2  2  3  3  0  0  1  1  2  2  3  3
 #
-#   E2M1   Their bits stand where a shift and an AND make them the sign, the last two exponent bits and the first mantissa
-#          bit of a bfloat16, that is 2^-126 times the code: code pair 0 at bits 15, 8-6; 1 three lower; 2 six lower; the
-#          last where there is room, 14, 13, 11-10. The scale is stored as 5 exponent bits, below the row's largest, and 3
-#          mantissa bits: one multiplication and addition make it a pair of bfloat16. All of it is exact.
-#   NF4    Code i stands at bit 4i. PRMT looks four 3-bit codes up in a table of eight bytes; NF4 as bfloat16 takes four.
-
-Tiled = namedtuple("Tiled", "words scales out_scale")     # int32 [out/64, in/64, 512], uint8 or bfloat16, float32 [out]
-
-
-@functools.lru_cache
-def table_on(table, device):
-    """A constant table on a device, copied there once."""
-    return table.to(device)
-
+# Moving codes from thread to thread would cost more than the product. So when a model is loaded,
+# its codes are put into the order in which threads will take them. A tile is 64 rows x 64 columns,
+# that is four such steps, and each thread finds its 32 codes of it in 16 consecutive bytes: for
+# each row half two words of 32 bits, of 8 codes each.
+#
+# One freedom is left. A product may sum over the columns in any order, if W and x come in the same
+# one. Thread t takes for its 16 columns of the four steps 16 neighbours, the columns 16t to 16t +
+# 15 of the tile, because neighbours share a scale: a thread then needs one scale for each row. The
+# columns of x have to be permuted alike (`interleave`); the kernels before a linear layer write
+# them so (`interleaved`), which costs nothing.
 
 def interleave(x):
-    """x [..., in] -> its columns in the order of the tiles."""
-    return x.unflatten(-1, (-1, 4, 8, 2)).transpose(-3, -2).flatten(-4)
+    """x [..., in], in divisible by 64 -> the same columns in the order of the tiles.
+
+    Column 16t + 4 step + 2 half + i of a tile goes to place 16 step + 8 half + 2t + i, where thread
+    t takes it; step and t are below 4, half and i below 2.
+    """
+    x = x.unflatten(-1, (-1, 4, 8, 2))                          # (tile, t, step and half, i)
+    return x.transpose(-3, -2).flatten(-4)
 
 
-def tile(packed, scale, row_scale, nf4=False):
-    """packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16], NF4 [out, in/64]; row_scale
-    float32, broadcast to [out]; out and in divisible by 64 -> Tiled, whose weight is code * scale * row_scale.
+class Lora(NamedTuple):
+    """LoRA of layers that are stacked along out, as TiledWeight.multiply takes it.
 
-    Exact for scales of four significant bits (E4M3, E8M0) less than 2^31 below their row's largest. NF4's become bfloat16.
+    The rank is a power of two, at least 16. B is divided by out_scale, because linear_kernel
+    multiplies the whole sum by it.
+    """
+    A: torch.Tensor             # [pieces * rank, in], interleaved
+    B: torch.Tensor             # [out, rank]
+    bounds: tuple               # the two rows of B where the second and the third piece begin
+
+
+@dataclass(eq=False)
+class TiledWeight:
+    """A frozen weight [out, in] in tiles: table[code] * scale * out_scale.
+
+    out and in are divisible by 64. Its tensors do not move with a module's .to(). qerl.PackedWeight
+    has the same methods and holds a weight in the order of its file.
+    """
+    words: torch.Tensor         # int32 [out/64, in/64, 512]: a tile has four words of each thread
+    scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]; NF4's are
+                                # bfloat16 and the same for all t, so t has 1 place
+    out_scale: torch.Tensor     # float32 [out]
+    table: torch.Tensor         # float32 [16], the value of each code
+
+    interleaved = True          # `multiply` takes x's columns in the order of the tiles
+
+    @property
+    def device(self):
+        return self.words.device
+
+    @property
+    def nf4(self):
+        return self.scales.dtype == torch.bfloat16
+
+    def dequantize(self, dtype=torch.bfloat16, tile_order=False):
+        """The whole weight [out, in] in dtype, a temporary; tile_order: its columns interleaved."""
+        row_tiles, column_tiles, _ = self.words.shape
+        if not use_triton(self.words) or column_tiles % 2:
+            weight = untile_torch(self, dtype)
+            return interleave(weight) if tile_order else weight
+        weight = torch.empty(64 * row_tiles, 64 * column_tiles, dtype=dtype, device=self.device)
+        untile_kernel[(row_tiles, column_tiles // 2)](
+            self.words, self.scales, self.out_scale, self.table, tma_descriptor(weight, [64, 128]),
+            column_tiles, NF4=self.nf4, INTERLEAVED=tile_order, num_warps=4)
+        return weight
+
+    def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
+        """LoRA of layers stacked along out -> a Lora in dtype, which `multiply` takes.
+
+        A float32 [pieces * r, in]; B float32 [out, r]; sizes: each piece's rows of B, three pieces
+        at most; scaling: α/r.
+        """
+        rank = B.shape[1]
+        padded = max(16, 1 << (rank - 1).bit_length())
+        A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
+        B = F.pad(scaling * B / self.out_scale[:, None], (0, padded - rank))
+        bounds = sum(sizes[:1]), sum(sizes[:2])
+        return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
+
+    def multiply(self, x, bias=None, residual=None, lora=None, shape=None):
+        """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
+
+        x [rows, in], interleaved; bias [out]; residual [rows, out]; lora from prepare_lora; x and
+        residual contiguous. The kernel takes x in bfloat16, and out and in divisible by 128, else
+        ValueError. shape: a Shape of its tiles instead of the one that it would choose, for tests.
+        """
+        if not use_triton(x):
+            return linear_torch(x, self, bias, residual, lora)
+
+        # Decode first where linear_kernel does not pay: many rows of a small layer, or a GPU that it
+        # is not made for.
+        weights = 8 * self.words.numel()
+        many = len(x) > 512 and weights <= 2 ** 25 and shape is None
+        if many or not is_hopper(x.device):
+            weight = self.dequantize(x.dtype, tile_order=True)
+            return dense_linear(x, weight, self, bias, residual, lora)
+
+        if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
+            return add_lora(self.multiply(x, bias, residual, shape=shape), x, self, lora)
+        return launch_linear(x, self, bias, residual, lora, shape)
+
+
+# How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
+# its upper half, as the hardware computes with two bfloat16 in one register. The four pairs share
+# the 16 bits of a half so:
+#
+#   E2M1   bit          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#          of pair       0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+#          code's bit    s  s  e  s  f  m  s  e  f  m  e  f  m  e  f  m
+#
+#          where s is the sign, e f the exponent and m the mantissa. A bfloat16 has its sign at bit
+#          15, its exponent at the bits 14-7 and its mantissa at 6-0. Pair 0 therefore is a bfloat16
+#          once the other bits are cleared: its exponent has the lowest two of eight bits and its
+#          mantissa the first of seven, which is the code's value times 2^-126. (This holds for the
+#          smallest codes, too, as both formats are subnormal there.) Pairs 1 and 2 get there by a
+#          shift of 3 and of 6. Pair 3 has the bits that are left, and takes three shifts. The
+#          product with the scale makes up for 2^-126.
+#
+#          A scale is stored in a byte: 5 bits tell how many powers of two it is below the largest
+#          of its row, 3 are its mantissa. One multiplication and one addition make of it a pair of
+#          bfloat16. All of this is exact.
+#
+#   NF4    Code i stands at the bits 4i to 4i + 3. Its value is looked up with the instruction PRMT,
+#          which picks four bytes out of eight by 3-bit indices. 16 values of two bytes take four
+#          such tables.
+
+def pack_words(codes, nf4):
+    """4-bit codes uint8 [..., 8] -> words int32 [...]."""
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for i, code in enumerate(codes.unbind(-1)):
+        code = code.int()
+        if nf4:
+            words |= code << 4 * i
+            continue
+        pair, half = divmod(i, 2)
+        sign = code >> 3
+        magnitude = code & 7
+        if pair < 3:
+            bits = sign << 15 - 3 * pair | magnitude << 6 - 3 * pair
+        else:
+            bits = sign << 14 | magnitude >> 2 << 13 | (magnitude & 3) << 10
+        words |= bits << 16 * half
+    return words
+
+
+def unpack_words(words, nf4):
+    """The inverse of pack_words: words int32 [...] -> codes int32 [..., 8]."""
+    codes = []
+    for i in range(8):
+        if nf4:
+            codes.append(words >> 4 * i & 15)
+            continue
+        pair, half = divmod(i, 2)
+        bits = words >> 16 * half & 0xFFFF
+        if pair < 3:
+            codes.append(bits >> 12 - 3 * pair & 8 | bits >> 6 - 3 * pair & 7)
+        else:
+            codes.append(bits >> 11 & 8 | bits >> 11 & 4 | bits >> 10 & 3)
+    return torch.stack(codes, -1)
+
+
+def pack_scales(scale):
+    """scale float32 [out, in/16] -> (bytes uint8 [out, in/16], factor float32 [out]).
+
+    scale is what unpack_scales makes of the bytes, times the factor.
+    """
+    # scale = mantissa * 2^exponent, where 0.5 <= mantissa < 1
+    mantissa, exponent = torch.frexp(scale)
+    top = exponent.amax(1)
+    byte = (exponent - top[:, None] + 31) * 8 + (mantissa * 16 - 8)
+    byte = torch.where((byte >= 0) & (scale > 0), byte, 0).to(torch.uint8)
+    return byte, torch.exp2(top - 2.0)
+
+
+def unpack_scales(byte):
+    """The inverse of pack_scales, but for the factor: uint8 -> float32 in the same shape."""
+    exponent = (byte >> 3).float() - 30
+    mantissa = 1 + (byte & 7) / 8
+    return torch.exp2(exponent) * mantissa
+
+
+def tile(packed, scale, row_scale, table, nf4=False):
+    """The TiledWeight of a quantised weight table[code] * scale * row_scale.
+
+    packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16], NF4's [out,
+    in/64]; row_scale float32, broadcast to [out]; table float32 [16]; out and in divisible by 64.
+    Exact for scales of four significant bits (E4M3, E8M0) less than 2^31 below their row's largest.
+    NF4's scales are rounded to bfloat16.
     """
     out, columns = packed.shape[0], 2 * packed.shape[1]
     codes = torch.stack([packed & 15, packed >> 4], -1)
-    codes = codes.view(out // 64, 4, 2, 8, columns // 64, 4, 2, 8).permute(0, 4, 1, 3, 5, 2, 6, 7)      # (.., 8 in a word)
-    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=packed.device)
-    for i, code in enumerate(codes.unbind(-1)):
-        code = code.int()
-        pair, half = i // 2, i % 2
-        if nf4:
-            words |= code << 4 * i
-        elif pair < 3:
-            words |= (code >> 3 << 15 - 3 * pair | (code & 7) << 6 - 3 * pair) << 16 * half
-        else:
-            words |= (code >> 3 << 14 | (code >> 2 & 1) << 13 | (code & 3) << 10) << 16 * half
-    words = words.reshape(out // 64, columns // 64, 512)
-    mantissa, exponent = torch.frexp(scale)                                 # scale = mantissa * 2^exponent, 0.5 <= mantissa < 1
-    top = exponent.amax(1)
-    stored = (exponent - top[:, None] + 31) * 8 + (mantissa * 16 - 8)
-    stored = scale.bfloat16() if nf4 else torch.where((stored >= 0) & (scale > 0), stored, 0).to(torch.uint8)
-    stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2).contiguous()  # (.., warp, g, t, row half)
-    return Tiled(words, stored, row_scale.reshape(-1).expand(out) * (1.0 if nf4 else torch.exp2(top - 2.0)))
+    # (tile, warp, row half, g, tile, t, word, code) -> (tile, tile, warp, g, t, row half, word, code)
+    codes = codes.view(out // 64, 4, 2, 8, columns // 64, 4, 2, 8).permute(0, 4, 1, 3, 5, 2, 6, 7)
+    words = pack_words(codes, nf4).reshape(out // 64, columns // 64, 512)
 
-
-def untile_torch(tiled, table, dtype=torch.bfloat16):
-    words, scales, out_scale = tiled
-    nf4 = scales.dtype == torch.bfloat16
-    w = words.view(*words.shape[:2], 4, 8, 4, 2, 2)
-    halves = [w & 0xFFFF, w >> 16 & 0xFFFF]
     if nf4:
-        codes, scale = [w >> 4 * i & 15 for i in range(8)], scales.float()
+        stored = scale.bfloat16()
+        factor = 1.0
     else:
-        codes = [(h >> 12 - 3 * p & 8 | h >> 6 - 3 * p & 7) if p < 3 else (h >> 11 & 8 | h >> 11 & 4 | h >> 10 & 3)
-                 for p in range(4) for h in halves]
-        scale = torch.exp2((scales >> 3).float() - 30) * (1 + (scales & 7) / 8)
-    scale = scale * out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)[..., None, :]
-    weight = table_on(table, words.device)[torch.stack(codes, -1).long()] * scale[..., None, None]             # (.., t, row half, 2, 8)
-    return weight.permute(0, 2, 5, 3, 1, 4, 6, 7).reshape(len(out_scale), -1).to(dtype)
+        stored, factor = pack_scales(scale)
+    # (tile, warp, row half, g, tile, t) -> (tile, tile, warp, g, t, row half)
+    stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2)
+    out_scale = row_scale.reshape(-1).expand(out) * factor
+    return TiledWeight(words, stored.contiguous(), out_scale, table_on(table, packed.device))
 
 
-def untile(tiled, table, dtype=torch.bfloat16, interleaved=False):
-    """Tiled -> weight [out, in] in dtype; out and in divisible by 64. table: float32 [16], the value of each code."""
-    words, scales, out_scale = tiled
-    if not use_triton(words) or words.shape[1] % 2:
-        weight = untile_torch(tiled, table, dtype)
-        return interleave(weight) if interleaved else weight
-    weight = torch.empty(len(out_scale), words.shape[1] * 64, dtype=dtype, device=words.device)
-    untile_kernel[(words.shape[0], words.shape[1] // 2)](
-        words, scales, out_scale, table_on(table, words.device), tma_descriptor(weight, [64, 128]), words.shape[1],
-        NF4=scales.dtype == torch.bfloat16, INTERLEAVED=interleaved, num_warps=4)
-    return weight
+def untile_torch(tiled, dtype=torch.bfloat16):
+    """Twin of untile_kernel: TiledWeight -> weight [out, in] in dtype."""
+    # (tile, tile, warp, g, t, row half, word), and values have a last dimension for the code
+    words = tiled.words.view(*tiled.words.shape[:2], 4, 8, 4, 2, 2)
+    values = tiled.table[unpack_words(words, tiled.nf4).long()]
+    scale = tiled.scales.float() if tiled.nf4 else unpack_scales(tiled.scales)
+    row = tiled.out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)      # (tile, 1, warp, g, row half)
+    scale = scale * row[..., None, :]
+    weight = values * scale[..., None, None]
 
+    # Rows are (tile, warp, row half, g), columns (tile, t, word, code).
+    weight = weight.permute(0, 2, 5, 3, 1, 4, 6, 7)
+    return weight.reshape(len(tiled.out_scale), -1).to(dtype)
+
+
+# untile_kernel is bound by memory: it reads 9/16 byte and writes two for each weight. Its inner
+# part, decode_tiles, is also linear_kernel's, and there its instructions count: 15 for the eight
+# codes of a word.
 
 if triton is not None:
     @triton.jit
+    def low_half(pair):
+        """The bfloat16 in the lower half of a word, as float32, whose upper half it becomes."""
+        return (pair << 16).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def high_half(pair):
+        """The bfloat16 in the upper half of a word, as float32."""
+        return (pair & -65536).to(tl.float32, bitcast=True)
+
+    @triton.jit
     def e2m1_pairs(word, scale):
-        """Eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16, in the order of the columns."""
+        """The eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16.
+
+        They are in the order of the columns. a, b, c and d are the pairs 0 to 3, moved to where
+        bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
+        """
         if PLAIN:
-            a, b, c = word & -0x7E3F7E40, word << 3 & -0x7E3F7E40, word << 6 & -0x7E3F7E40       # 0x81C081C0
+            a = word & -0x7E3F7E40                                  # 0x81C081C0 as a signed number
+            b = word << 3 & -0x7E3F7E40
+            c = word << 6 & -0x7E3F7E40
             d = word << 1 & -0x7FFF8000 | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
-            s = (scale << 16).to(tl.float32, bitcast=True)
-            return ((a << 16).to(tl.float32, bitcast=True) * s, (a & -65536).to(tl.float32, bitcast=True) * s,
-                    (b << 16).to(tl.float32, bitcast=True) * s, (b & -65536).to(tl.float32, bitcast=True) * s,
-                    (c << 16).to(tl.float32, bitcast=True) * s, (c & -65536).to(tl.float32, bitcast=True) * s,
-                    (d << 16).to(tl.float32, bitcast=True) * s, (d & -65536).to(tl.float32, bitcast=True) * s)
+            s = low_half(scale)
+            return (low_half(a) * s, high_half(a) * s,
+                    low_half(b) * s, high_half(b) * s,
+                    low_half(c) * s, high_half(c) * s,
+                    low_half(d) * s, high_half(d) * s)
         return tl.inline_asm_elementwise("""{
             .reg .b32 a, b, c, d, t, z;
-            mov.b32 z, 0x80008000;                                      // -0: fma is the product
+            mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
             and.b32 a, $8, 0x81C081C0;
-            shl.b32 t, $8, 3;  and.b32 b, t, 0x81C081C0;
-            shl.b32 t, $8, 6;  and.b32 c, t, 0x81C081C0;
-            shl.b32 t, $8, 1;  and.b32 d, t, 0x80008000;
-            shr.b32 t, $8, 5;  lop3.b32 d, t, 0x01000100, d, 0xEA;      // (t & mask) | d
-            shr.b32 t, $8, 4;  lop3.b32 d, t, 0x00C000C0, d, 0xEA;
-            fma.rn.bf16x2 a, a, $9, z;  fma.rn.bf16x2 b, b, $9, z;  fma.rn.bf16x2 c, c, $9, z;  fma.rn.bf16x2 d, d, $9, z;
-            mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
-            }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
+            shl.b32 t, $8, 3;
+            and.b32 b, t, 0x81C081C0;
+            shl.b32 t, $8, 6;
+            and.b32 c, t, 0x81C081C0;
+            shl.b32 t, $8, 1;
+            and.b32 d, t, 0x80008000;
+            shr.b32 t, $8, 5;
+            lop3.b32 d, t, 0x01000100, d, 0xEA;  // (t & mask) | d
+            shr.b32 t, $8, 4;
+            lop3.b32 d, t, 0x00C000C0, d, 0xEA;
+            fma.rn.bf16x2 a, a, $9, z;
+            fma.rn.bf16x2 b, b, $9, z;
+            fma.rn.bf16x2 c, c, $9, z;
+            fma.rn.bf16x2 d, d, $9, z;
+            mov.b32 {$0, $1}, a;
+            mov.b32 {$2, $3}, b;
+            mov.b32 {$4, $5}, c;
+            mov.b32 {$6, $7}, d;
+            }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+
+    @triton.jit
+    def nf4_value(table, word, i: tl.constexpr):
+        """The value of code i of a word."""
+        return tl.load(table + (word >> 4 * i & 15))
 
     @triton.jit
     def nf4_pairs(word, scale, table):
-        """As e2m1_pairs. The lookup tables are the high and the low bytes of NF4 in bfloat16, codes 0-7 and 8-15."""
+        """As e2m1_pairs, for NF4.
+
+        prmt looks four codes up at a time, i those of the word's lower half, j those of its upper
+        half, by their low three bits. What it finds are the high bytes of four bfloat16: h if the
+        codes are 0-7, g if they are 8-15. In the same way l and k are the low bytes. The mask m
+        chooses between the two by the codes' top bits. For it prmt is told to fill each byte with
+        the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
+        shifted by one code, which is that of the codes 0, 2, ...
+        """
         if PLAIN:
-            s = (scale << 16).to(tl.float32, bitcast=True)
-            return (tl.load(table + (word & 15)) * s, tl.load(table + (word >> 4 & 15)) * s,
-                    tl.load(table + (word >> 8 & 15)) * s, tl.load(table + (word >> 12 & 15)) * s,
-                    tl.load(table + (word >> 16 & 15)) * s, tl.load(table + (word >> 20 & 15)) * s,
-                    tl.load(table + (word >> 24 & 15)) * s, tl.load(table + (word >> 28 & 15)) * s)
+            s = low_half(scale)
+            return (nf4_value(table, word, 0) * s, nf4_value(table, word, 1) * s,
+                    nf4_value(table, word, 2) * s, nf4_value(table, word, 3) * s,
+                    nf4_value(table, word, 4) * s, nf4_value(table, word, 5) * s,
+                    nf4_value(table, word, 6) * s, nf4_value(table, word, 7) * s)
         return tl.inline_asm_elementwise("""{
             .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
-            mov.b32 z, 0x80008000;
-            and.b32 i, $8, 0x77777777;  shr.b32 j, i, 16;  shl.b32 u, $8, 4;
-            prmt.b32 m, $8, u, 0x9D8C;                                                   // FF where a code is 8 or more
-            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;  lop3.b32 h, m, g, h, 0xCA;
-            prmt.b32 l, 0xCA063280, 0x00BA3D92, i;  prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;  lop3.b32 l, m, k, l, 0xCA;
-            prmt.b32 a, l, h, 0x5140;  prmt.b32 b, l, h, 0x7362;
-            prmt.b32 m, $8, u, 0xBFAE;
-            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;  prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;  lop3.b32 h, m, g, h, 0xCA;
-            prmt.b32 l, 0xCA063280, 0x00BA3D92, j;  prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;  lop3.b32 l, m, k, l, 0xCA;
-            prmt.b32 c, l, h, 0x5140;  prmt.b32 d, l, h, 0x7362;
-            fma.rn.bf16x2 a, a, $9, z;  fma.rn.bf16x2 b, b, $9, z;  fma.rn.bf16x2 c, c, $9, z;  fma.rn.bf16x2 d, d, $9, z;
-            mov.b32 {$0, $1}, a;  mov.b32 {$2, $3}, b;  mov.b32 {$4, $5}, c;  mov.b32 {$6, $7}, d;
-            }""", "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, scale], (tl.bfloat16,) * 8, is_pure=True, pack=1)
+            mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
+            and.b32 i, $8, 0x77777777;
+            shr.b32 j, i, 16;
+            shl.b32 u, $8, 4;
+            prmt.b32 m, $8, u, 0x9D8C;           // FF where a code of the lower half is 8 or more
+            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;
+            prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;
+            lop3.b32 h, m, g, h, 0xCA;           // m ? g : h
+            prmt.b32 l, 0xCA063280, 0x00BA3D92, i;
+            prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;
+            lop3.b32 l, m, k, l, 0xCA;
+            prmt.b32 a, l, h, 0x5140;            // low and high bytes of the codes 0 and 1 in turn
+            prmt.b32 b, l, h, 0x7362;            // of the codes 2 and 3
+            prmt.b32 m, $8, u, 0xBFAE;           // the same for the upper half
+            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;
+            prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;
+            lop3.b32 h, m, g, h, 0xCA;
+            prmt.b32 l, 0xCA063280, 0x00BA3D92, j;
+            prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;
+            lop3.b32 l, m, k, l, 0xCA;
+            prmt.b32 c, l, h, 0x5140;
+            prmt.b32 d, l, h, 0x7362;
+            fma.rn.bf16x2 a, a, $9, z;
+            fma.rn.bf16x2 b, b, $9, z;
+            fma.rn.bf16x2 c, c, $9, z;
+            fma.rn.bf16x2 d, d, $9, z;
+            mov.b32 {$0, $1}, a;
+            mov.b32 {$2, $3}, b;
+            mov.b32 {$4, $5}, c;
+            mov.b32 {$6, $7}, d;
+            }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
 
     @triton.jit
-    def decode_tiles(words, scales, table, chunks, R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
-        """R x C tiles from the pointers to their first word and scale, `chunks` tiles lying in a row of them ->
-        [R, C, warp 4, g 8, t 4, row half 2, word 2, step 2, column half 2, neighbour 2], in bfloat16."""
-        T: tl.constexpr = 1 if NF4 else 4
+    def decode_tiles(words, scales, table, chunks,
+                     R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+        """R x C tiles, without out_scale, from the pointers to the first one's words and scales.
+
+        chunks: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4, g 8,
+        t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
+        """
+        T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
         r = tl.arange(0, R)[:, None] * chunks
-        word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None]).reshape(R, C, 4, 8, 4, 2, 2)
+        word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
+        word = word.reshape(R, C, 4, 8, 4, 2, 2)
         scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+
+        # The scale as a pair of equal bfloat16.
         if NF4:
             pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
         else:
-            pair = scale.to(tl.int32) * 0x00100010 + 0x6F806F80        # exponent and mantissa into place, 2^96
+            pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
+            pair = pair + 0x6F806F80                                # times 2^96
         pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
+
         if NF4:
             v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
         else:
             v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
-        return tl.join(tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7)))
+        even = tl.join(tl.join(v0, v4), tl.join(v2, v6))            # (.., step, column half)
+        odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+        return tl.join(even, odd)
 
     @triton.jit
-    def untile_kernel(words, scales, out_scale, table, weight, chunks, NF4: tl.constexpr, INTERLEAVED: tl.constexpr):
-        row, c = tl.program_id(0), tl.program_id(1) * 2
+    def untile_kernel(words, scales, out_scale, table, weight, chunks,
+                      NF4: tl.constexpr, INTERLEAVED: tl.constexpr):
+        """Each program decodes two tiles that lie side by side; `weight` is a TMA descriptor."""
+        row = tl.program_id(0)
+        c = tl.program_id(1) * 2
         at = (row * chunks + c).to(tl.int64)
-        v = decode_tiles(words + at * 512, scales + at * (64 if NF4 else 256), table, chunks, 1, 2, NF4)
+        scales += at * (64 if NF4 else 256)
+        v = decode_tiles(words + at * 512, scales, table, chunks, 1, 2, NF4)
+
+        # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
+        # interleaved, (C, word, step, column half, t, i).
         if INTERLEAVED:
             v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
         else:
             v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
-        w = v.to(tl.float32) * tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
-        weight.store([row * 64, c * 64], w.to(weight.dtype))          # by TMA, the copy engine, where there is one
+        scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
+        w = v.to(tl.float32) * scale
+        weight.store([row * 64, c * 64], w.to(weight.dtype))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. linear                                       y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
+# --------------------------------------------------------------------------------------------------
+# 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
 #
-# The transposed product Ŵ xᵀ: weights are decoded in the registers from which the tensor cores take them. For few rows it is
-# bound by memory (9/16 byte a weight) and by the instructions that decode, from about 128 rows on by the tensor cores.
-#
-# Work is cut evenly ("stream-K"): all steps along the input, tile after tile, are laid end to end, and each of P programs takes an
-# equal share, wherever that cuts a tile. P is as many programs as the GPU runs at once; if a multiple of the number of tiles is not
-# much less, it is that, and each program has a whole tile or an equal part of one. A program that has only a part of a tile leaves
-# its sums in `partial`, as its threads hold them; whoever is last to do so adds them up, always in the same order, and finishes the
-# tile. LoRA's x Aᵀ is cut along the input, too: over the first few programs (more than 128 rows have it computed before); when they
-# are done, `ready` says so, and tiles are finished with their share of B. Who waits relies on programs starting in their order: it
-# waits for one that runs.
-#
-# What bounds it on an H200. To 16 rows: for 8 weights a thread runs 22 instructions in tiles of 256 rows of W, 26-29 in smaller ones
-# (15 decode, the others feed the tensor cores), near what an SM can issue at the memory's rate; a layer below 10 MB takes 7 us where
-# reading takes 2, waiting and adding up parts. At 128 rows and more: each tile's rows of W read all of x again, 50 MB out of the L2
-# cache for 3584 x 3584, and parts of 64 x 128 sums pass through it. Programs that go through the columns side by side read x faster:
-# 512 rows with W of 3584 x 18944 take 96 us as 112 whole tiles on as many SMs, cut evenly for 132 SMs 150. Tried without gain: split-K
-# with a second kernel, mma.sync, 8 warps below 256 rows, 2 to 6 stages, 128 and 256 rows of W a step for small layers, tiles of 256
-# rows of W above 32 rows of x, whole tiles and an evenly cut rest, all programs of a tile finishing it together (waiting costs what it
-# saves), fetching bias and B ahead as well, cuBLAS for x Aᵀ of rank 128, LoRA's parts of x Aᵀ added up by each program that needs them
-# (a wait fewer, but with 4 to 128 rows 1-8 % more time at rank 32 and 6-38 % at rank 128).
+# The twin. `x` and the columns of A are interleaved, so the weight has to be.
 
-# rows of x in a tile, 64R x 64C of W in a step; warps; steps whose loads are under way; programs an SM; registers a thread at most
-Shape = namedtuple("Shape", "rows R C warps stages programs registers")
-SHAPES = [(Shape(16, 1, 2, 4, 4, 3, 168), Shape(16, 2, 2, 4, 4, 3, 168), Shape(16, 4, 2, 4, 3, 2, 255)),       # from searches on an H200,
-          (Shape(32, 1, 2, 4, 4, 3, 160), Shape(32, 2, 2, 4, 3, 2, 255), Shape(32, 4, 2, 4, 3, 2, 255)),       # small layers' first,
-          (Shape(64, 1, 2, 4, 3, 2, 255), Shape(64, 2, 2, 4, 4, 2, 255)),                                      # large ones' last
-          (Shape(128, 1, 4, 4, 3, 1, 255), Shape(128, 1, 2, 4, 3, 2, 255), Shape(128, 2, 1, 4, 5, 2, 255)),
-          (Shape(256, 1, 2, 4, 3, 1, 255), Shape(256, 2, 2, 8, 3, 1, 255))]
-LARGE = 1e8                                  # weights of a large layer, from such searches, too
-Lora = namedtuple("Lora", "A B bounds")      # bfloat16 [pieces * r, in] interleaved, bfloat16 [out, r] divided by out_scale, ints
-
-
-def lora_for_tiles(A, B, sizes, scaling, tiled):
-    """LoRA of layers stacked along out, A float32 [pieces * r, in] and B [out, r], as `linear` takes it: a rank that is a
-    power of two, at least 16; bounds are where the second and third piece begin in out."""
-    rank = B.shape[1]
-    padded = max(16, 1 << (rank - 1).bit_length())
-    A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
-    B = F.pad(scaling * B / tiled.out_scale[:, None], (0, padded - rank))
-    return Lora(interleave(A).bfloat16().contiguous(), B.bfloat16().contiguous(), (sum(sizes[:1]), sum(sizes[:2])))
+def linear_torch(x, tiled, bias=None, residual=None, lora=None):
+    return dense_linear(x, interleave(untile_torch(tiled, x.dtype)), tiled, bias, residual, lora)
 
 
 def dense_linear(x, weight, tiled, bias, residual, lora):
-    """What `linear` computes, from a weight [out, in] that is decoded and interleaved already."""
+    """As linear_torch, from a weight [out, in] that is decoded and interleaved already."""
     y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-    return add_lora(y if residual is None else y + residual, x, tiled, lora)
+    if residual is not None:
+        y = y + residual
+    return add_lora(y, x, tiled, lora)
 
 
 def add_lora(y, x, tiled, lora):
-    """y + (x Aᵀ) Bᵀ, piece by piece."""
+    """y + (x Aᵀ) Bᵀ, piece by piece: each of the stacked layers has its own part of A and of B."""
     if lora is None:
         return y
-    B, h = lora.B * tiled.out_scale[:, None].to(x.dtype), F.linear(x, lora.A).split(lora.B.shape[1], -1)
     first, second = lora.bounds
-    return y + torch.cat([F.linear(h_i, B_i) for h_i, B_i in zip(h, (B[:first], B[first:second], B[second:]))], -1)
+    B = lora.B * tiled.out_scale[:, None].to(x.dtype)
+    h = F.linear(x, lora.A).split(lora.B.shape[1], -1)
+    parts = [F.linear(h_i, B_i) for h_i, B_i in zip(h, (B[:first], B[first:second], B[second:]))]
+    return y + torch.cat(parts, -1)
 
 
-def linear_torch(x, tiled, table, bias=None, residual=None, lora=None):
-    return dense_linear(x, interleave(untile_torch(tiled, table, x.dtype)), tiled, bias, residual, lora)
+# The kernel computes the transposed product yᵀ = Ŵ xᵀ, because the weight is decoded in registers
+# and tensor cores take only their left operand from there. A tile of y is 64R columns of y (rows of
+# W) by `rows` rows of x. For each step of 64C columns along the input a program decodes R x C tiles
+# of W, and has the tensor cores add their product with x.
+#
+# The work is cut evenly ("stream-K"). All steps of all tiles of y are laid end to end, and each
+# program takes an equal share of this line, wherever that cuts a tile:
+#
+#     tile of y         |          0          |          1          |          2          |
+#     step              | 0  1  2  3  4  5  6 | 0  1  2  3  4  5  6 | 0  1  2  3  4  5  6 |
+#     program           | 0  0  0  0  0  1  1   1  1  1  2  2  2  2   2  3  3  3  3  3  3 |
+#
+# So all SMs have the same work, whatever the layer's size. A program that has only a part of a tile
+# leaves its sums in `partial`. Whoever is the last to do so adds the parts up, always in the same
+# order, so that equal inputs give equal outputs, and finishes the tile: it adds LoRA, multiplies by
+# out_scale, adds bias and residual, and writes y.
+#
+# LoRA's h = x Aᵀ is left to the first few programs, who cut it along the input, too. When they are
+# done, `ready` says so, and whoever finishes a tile multiplies h by its share of B. It may have to
+# wait for `ready`. That is safe because programs start in the order of their numbers: what it waits
+# for is running already. With more than 128 rows x Aᵀ is worth a product of its own, before the
+# kernel.
+#
+# What bounds it: for few rows the memory, from which 9/16 byte a weight have to come, and the
+# instructions that decode; from about 128 rows on the tensor cores and the L2 cache. Figures, and
+# what was tried without gain, stand in results/kernels.md.
+
+class Shape(NamedTuple):
+    """How large a tile of linear_kernel is and what a program gets to compute it."""
+    rows: int            # rows of x in a tile of y
+    R: int               # 64R rows of W in it
+    C: int               # 64C columns of W in a step
+    warps: int           # of a program: 4, or 8 that share the 64R rows
+    stages: int          # steps whose loads are under way at once
+    programs: int        # that run on an SM at once
+    registers: int       # of a thread at most; an SM has 65,536 for all its threads
+
+
+# Found by searches on an H200. Of the shapes for so many rows the first ones are for small layers,
+# the last for large.
+SHAPES = [
+    (Shape(rows=16, R=1, C=2, warps=4, stages=4, programs=3, registers=168),
+     Shape(rows=16, R=2, C=2, warps=4, stages=4, programs=3, registers=168),
+     Shape(rows=16, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
+    (Shape(rows=32, R=1, C=2, warps=4, stages=4, programs=3, registers=160),
+     Shape(rows=32, R=2, C=2, warps=4, stages=3, programs=2, registers=255),
+     Shape(rows=32, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
+    (Shape(rows=64, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
+     Shape(rows=64, R=2, C=2, warps=4, stages=4, programs=2, registers=255)),
+    (Shape(rows=128, R=1, C=4, warps=4, stages=3, programs=1, registers=255),
+     Shape(rows=128, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
+     Shape(rows=128, R=2, C=1, warps=4, stages=5, programs=2, registers=255)),
+    (Shape(rows=256, R=1, C=2, warps=4, stages=3, programs=1, registers=255),
+     Shape(rows=256, R=2, C=2, warps=8, stages=3, programs=1, registers=255)),
+]
+LARGE = 1e8                      # weights of a large layer, from these searches, too
+
+
+def shape_for(rows, out, columns, bounds, rank):
+    """The Shape for x [rows, columns] and W [out, columns].
+
+    It is the first whose tiles and steps fit into W's pieces, which begin at `bounds`, a whole
+    number of times, and which has room in its registers for a tile's part of LoRA's B. rank: of
+    LoRA, 0 without. The thresholds are measured on an H200. ValueError if none fits.
+    """
+    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= rows), SHAPES[-1])
+    large = out * columns > LARGE or out * rows > 2.4e6
+    for shape in reversed(shapes) if large else shapes:
+        whole_tiles = math.gcd(out, *bounds) % (64 * shape.R) == 0
+        whole_steps = columns % (64 * shape.C) == 0
+        if whole_tiles and whole_steps and shape.R * rank <= 256:
+            return shape
+    raise ValueError(f"linear_kernel: {out} x {columns}, cut at {bounds}, are not divisible by 128")
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How linear_kernel's work is cut: all of its launch but the tensors and their sizes."""
+    shape: Shape
+    tiles: int             # of y
+    programs: int          # that multiply by W; each gets an equal share of the steps of all tiles
+    at_once: int           # parts of a tile that are loaded at once when they are added up
+    rank: int              # of LoRA, 0 without
+    ranks: int             # columns of h = x Aᵀ: the rank times the number of pieces
+    lora_rows: int         # rows of x in a tile of h
+    lora_parts: int        # into how many parts a tile of h is cut along the input
+    lora_programs: int     # that compute h, a part each; 0 if it is computed before
+
+    @property
+    def by_tma(self):
+        """Whether tiles of x, residual and y are moved by TMA, the copy engine."""
+        return self.shape.rows > 32
+
+    @property
+    def warp_groups(self):
+        """How often there are the four warps that hold 64 rows of W."""
+        return self.shape.warps // 4
+
+
+def plan_linear(rows, out, columns, bounds, pieces, rank, sms, shape=None):
+    """The LinearPlan for x [rows, columns] and W [out, columns] on a GPU of `sms` SMs.
+
+    bounds: where the second and third piece begin in out; pieces and rank: of LoRA, 0 without;
+    shape: instead of the one of shape_for. ValueError if the layer is not whole steps.
+    """
+    shape = shape or shape_for(rows, out, columns, bounds, rank)
+    fits = out % (64 * max(2, shape.R)) == 0 and columns % (64 * max(2, shape.C)) == 0
+    if not fits:
+        raise ValueError(f"linear_kernel: {out} x {columns} are not whole steps of {shape}")
+    assert shape.R % (shape.warps // 4) == 0, f"{shape} leaves warps without rows"
+    running = shape.programs * sms                          # programs that the GPU runs at once
+
+    # h is multiplied by the instruction mma.sync, in tiles of at most 32 rows: in Triton 3.6 wgmma
+    # may read shared memory before such loads have come. If possible, h gets at most a sixth of the
+    # programs.
+    lora_rows = min(shape.rows, 32)
+    lora_tiles = triton.cdiv(pieces * rank, 64) * triton.cdiv(rows, lora_rows)
+    part_columns = 1024 if out * columns > LARGE else 256
+    lora_parts = min(16, columns // part_columns) * lora_rows // shape.rows
+    lora_parts = max(1, min(lora_parts, running // (6 * lora_tiles + 1)))
+    lora_programs = lora_tiles * lora_parts if rows <= 128 else 0
+
+    # As many programs as run at once, but no more than there are steps. If it does not cost many of
+    # them, their number is such that each gets a whole tile or an equal part of one: fewer programs
+    # with whole tiles are faster.
+    tiles = out // (64 * shape.R) * triton.cdiv(rows, shape.rows)
+    programs = max(1, running - lora_programs)
+    whole = programs // tiles * tiles
+    if whole > programs * (0.8 if shape.rows <= 64 else 0.5):
+        programs = whole
+    programs = min(programs, tiles * (columns // (64 * shape.C)))
+
+    at_once = min(8, max(1, 64 * shape.warps // (shape.R * shape.rows)))
+    return LinearPlan(shape, tiles, programs, at_once,
+                      rank, pieces * rank, lora_rows, lora_parts, lora_programs)
+
+
+class Scratch(NamedTuple):
+    """What the programs of linear_kernel share on a device. It serves one stream at a time."""
+    sms: int                       # number of SMs
+    partial: torch.Tensor          # float32: sums of cut tiles of y
+    lora_partial: torch.Tensor     # float32: sums of cut tiles of h
+    counters: torch.Tensor         # int32: zero between calls
 
 
 @functools.lru_cache
 def scratch(device):
-    """(number of SMs, partial sums, LoRA's partial sums, counters: zero between calls) of a device, for one stream."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    partial = max(2 * s.programs * sms * 64 * s.R * s.rows for shapes in SHAPES for s in shapes)
-    return sms, torch.empty(partial, device=device), torch.empty(2 ** 22, device=device), torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+    """A device's Scratch, made at the first call."""
+    sms = 3                        # in the interpreter, so that tiles are cut there, too
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sums = max(shape.programs * 64 * shape.R * shape.rows for shapes in SHAPES for shape in shapes)
+    partial = torch.empty(2 * sms * sums, device=device)
+    lora_partial = torch.empty(2 ** 22, device=device)
+    counters = torch.zeros(2 ** 16, dtype=torch.int32, device=device)
+    return Scratch(sms, partial, lora_partial, counters)
 
 
-def shape_for(M, N, columns, bounds, rank):
-    """The Shape for M rows of x and W [N, columns] of pieces that begin at `bounds`, LoRA of `rank` (0: none): the first that is whole
-    tiles and steps of it, and whose tiles' part of LoRA's B is not too large. Thresholds are measured on an H200."""
-    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= M), SHAPES[-1])
-    large = N * columns > LARGE or N * M > 2.4e6
-    return next(s for s in (reversed(shapes) if large else shapes)
-                if math.gcd(N, *bounds) % (64 * s.R) == 0 and columns % (64 * s.C) == 0 and s.R * rank <= 256)
+def launch_linear(x, tiled, bias, residual, lora, shape=None):
+    """TiledWeight.multiply by linear_kernel, in one launch."""
+    rows, columns = x.shape
+    out = len(tiled.out_scale)
+    A, B, bounds = lora or Lora(None, None, (out, out))
+    rank = 0 if lora is None else B.shape[1]
+    pieces = 0 if lora is None else len(A) // rank
+    shared = scratch(x.device)
+    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, shape)
+    shape = plan.shape
+    sums = 2 * plan.programs * 64 * shape.R * shape.rows
+    assert sums <= len(shared.partial), f"{shape} is not made for this kernel"
+    counted = 1024 + plan.tiles <= len(shared.counters)
+    assert counted, f"{rows} rows are more than the counters of this kernel"
 
-
-def linear(x, tiled, table, bias=None, residual=None, lora=None, shape=None):
-    """x bfloat16 [M, in], interleaved -> y [M, out]; in and out divisible by 128. bias [out], residual [M, out]; x and residual
-    contiguous; shape: a Shape instead of the one chosen here, for tests."""
-    words, scales, out_scale = tiled
-    (M, columns), N, chunks = x.shape, len(out_scale), words.shape[1]
-    # Decode first where the kernel does not pay: many rows of a small layer, or a GPU it is not made for.
-    if (M > 512 and N * columns <= 2 ** 25 and shape is None) or not is_hopper(x.device):
-        return dense_linear(x, untile(tiled, table, x.dtype, interleaved=True), tiled, bias, residual, lora)
-    if lora is not None and lora.B.shape[1] > 128:                            # more than a tile has room for
-        return add_lora(linear(x, tiled, table, bias, residual, shape=shape), x, tiled, lora)
-    A, B, (bound1, bound2) = lora or (None, None, (N, N))
-    rank, ranks = (0, 0) if lora is None else (B.shape[1], len(A))
-    s = shape or shape_for(M, N, columns, (bound1, bound2), rank)
-    assert N % (64 * max(2, s.R)) == 0 and chunks % max(2, s.C) == 0, f"{N} x {columns} are not whole steps of {s}"
-    sms, partial, lora_partial, counters = scratch(x.device)
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    lora_rows = min(s.rows, 32)      # by mma.sync: Triton 3.6 lets wgmma read shared memory too early after such loads (triton#9610)
-    lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(M, lora_rows)
-    parts = min(16, chunks // (16 if N * columns > LARGE else 4)) * lora_rows // s.rows       # of the columns, for a tile of x Aᵀ
-    parts = max(1, min(parts, s.programs * sms // (6 * lora_tiles + 1)))      # if possible, at most a sixth of the programs
-    if lora is not None and M > 128:                                         # many rows are worth a product of their own
-        h, lora_programs = F.linear(x, A), 0
+    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    if lora is not None and plan.lora_programs == 0:
+        h = F.linear(x, A)
     else:
-        h, lora_programs = torch.empty(M, ranks, dtype=x.dtype, device=x.device), lora_tiles * parts
-    tiles, programs = N // (64 * s.R) * triton.cdiv(M, s.rows), max(1, s.programs * sms - lora_programs)
-    assert 1024 + tiles <= len(counters), f"{M} rows are more than the counters of this kernel"
-    even = programs // tiles * tiles                                          # programs, if each gets a whole tile or an equal part
-    if even > programs * (0.8 if s.rows <= 64 else 0.5):                      # fewer programs with equal work are faster
-        programs = even
-    programs = min(programs, tiles * (chunks // s.C))
-    assert s.R % (s.warps // 4) == 0 and 2 * programs * 64 * s.R * s.rows <= len(partial), f"{s} is not made for this kernel"
-    by_tma = s.rows > 32
-    x_tma = tma_descriptor(x, [s.rows, s.C * 64]) if by_tma else None
-    residual, out = (tma_descriptor(t, [s.rows, s.R * 64]) if by_tma and t is not None else t for t in (residual, y))
-    linear_kernel[(lora_programs + programs,)](
-        x_tma, x, words, scales, out_scale, table_on(table, x.device), bias, residual, A, B, h, out, partial, lora_partial,
-        counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK=rank, NF4=scales.dtype == torch.bfloat16,
-        ROWS=s.rows, LORA_ROWS=lora_rows, R=s.R, C=s.C, W=s.warps // 4, STAGES=s.stages,
-        AT_ONCE=min(8, max(1, 64 * s.warps // (s.R * s.rows))), num_warps=s.warps, maxnreg=s.registers, launch_pdl=True)
+        h = torch.empty(rows, plan.ranks, dtype=x.dtype, device=x.device)
+
+    # By TMA, a tile is moved as a block, and the kernel takes a descriptor instead of a pointer.
+    x_tma = None
+    y_there = y
+    if plan.by_tma:
+        tile_of_y = [shape.rows, 64 * shape.R]
+        x_tma = tma_descriptor(x, [shape.rows, 64 * shape.C])
+        y_there = tma_descriptor(y, tile_of_y)
+        if residual is not None:
+            residual = tma_descriptor(residual, tile_of_y)
+
+    linear_kernel[(plan.lora_programs + plan.programs,)](
+        x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
+        bias, residual, A, B, h, y_there,
+        shared.partial, shared.lora_partial, shared.counters,
+        rows, out, columns // 64, plan.ranks, *bounds, plan.lora_parts, plan.lora_programs,
+        RANK=rank, NF4=tiled.nf4, ROWS=shape.rows, LORA_ROWS=plan.lora_rows, R=shape.R, C=shape.C,
+        W=plan.warp_groups, STAGES=shape.stages, AT_ONCE=plan.at_once,
+        num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=True)
     return y
 
 
@@ -401,66 +785,163 @@ if triton is not None:
         """acc + a b; the interpreter multiplies float32 only."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
 
+    # The tensor cores leave their sums in registers in an order of their own, too: of 64 rows a
+    # thread (warp, g, t) has the rows 16 warp + g and 16 warp + g + 8, and of every 8 columns of
+    # them the columns 2t and 2t + 1. If parts of a tile were stored row by row, they would first
+    # pass through shared memory to other threads. But only a program that holds its sums in the
+    # same order adds them up, so each thread stores what it has: no sum moves between threads.
+
     @triton.jit
     def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
-        """Sums [64R, ROWS] in the registers of 4W warps, one above the other, as the tensor cores leave them -> [R / W * ROWS / 8, 512 W],
-        four of each thread in turn: written and read in this order, none goes through shared memory to another thread."""
+        """Sums [64R, ROWS] -> [R / W * ROWS / 8, 512W], whose rows have four sums of each thread.
+
+        The program has 4W warps. The dimensions are (64W rows, warp, row half, g, 8 columns, t, i),
+        and then (64W rows, 8 columns, warp, g, t, row half, i).
+        """
         n: tl.constexpr = acc.shape[1] // 8
-        return acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(R // W * n, 512 * W)
+        acc = acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2)
+        acc = acc.permute(0, 4, 1, 3, 5, 2, 6)
+        return acc.reshape(R // W * n, 512 * W)
 
     @triton.jit
     def by_row(acc, R: tl.constexpr, W: tl.constexpr):
-        """by_thread's inverse."""
+        """The inverse of by_thread."""
         n: tl.constexpr = acc.shape[0] // (R // W)
-        return acc.reshape(R // W, n, 4 * W, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(64 * R, 8 * n)
+        acc = acc.reshape(R // W, n, 4 * W, 8, 4, 2, 2)
+        acc = acc.permute(0, 2, 5, 3, 1, 4, 6)
+        return acc.reshape(64 * R, 8 * n)
 
     @triton.jit
     def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
-        """acc + parts[first] + ... + parts[last - 1], some loads at once; .cg: from the L2 cache, where other SMs write to."""
+        """acc + parts[first] + ... + parts[last - 1], AT_ONCE loads under way at once.
+
+        They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
+        """
         for q in range(first, last, AT_ONCE):
             for u in tl.static_range(AT_ONCE):
                 there = tl.full([1, 1], q + u, tl.int32) < last
-                acc += tl.load(parts + (q + u) * STRIDE, mask=there, other=0.0, cache_modifier=".cg")
+                part = parts + (q + u) * STRIDE
+                acc += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
         return acc
 
     @triton.jit
-    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-        """h = x Aᵀ: of a tile of ROWS x J the part of the columns that is this program's, K a step; who is last adds the parts up: -> 1."""
-        tile, part, j_tiles = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.cdiv(ranks, J)
-        j, m = tile % j_tiles * J + tl.arange(0, J), tile // j_tiles * ROWS + tl.arange(0, ROWS)
+    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
+                  ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+        """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
+
+        Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
+        return 0.
+        """
+        tile = tl.program_id(0) // parts
+        part = tl.program_id(0) % parts
+        j_tiles = tl.cdiv(ranks, J)
+        j = tile % j_tiles * J + tl.arange(0, J)
+        m = tile // j_tiles * ROWS + tl.arange(0, ROWS)
+        steps = columns // K
         acc = tl.zeros([ROWS, J], tl.float32)
-        for step in range(part * (columns // K) // parts, (part + 1) * (columns // K) // parts):
+        for step in range(part * steps // parts, (part + 1) * steps // parts):
             k = step * K + tl.arange(0, K)
             a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
             b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
             acc = product(b, a.T, acc)
-        here = partial + tile * parts * (ROWS * J) + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+
+        here = partial + tile * parts * (ROWS * J)
+        here += tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
         tl.store(here + part * (ROWS * J), acc)
-        tl.debug_barrier()
+        tl.debug_barrier()                                   # all threads store before one counts
         last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
         if last == 1:
             tl.store(arrived + tile, 0)
             acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
-            tl.store(h + m[:, None] * ranks + j[None], acc.to(h.dtype.element_ty), mask=(m[:, None] < M) & (j[None] < ranks))
+            inside = (m[:, None] < M) & (j[None] < ranks)
+            tl.store(h + m[:, None] * ranks + j[None], acc.to(h.dtype.element_ty), mask=inside)
             tl.debug_barrier()
         return last
 
     @triton.jit
-    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N, ranks, bound1, bound2,
-               lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
-        """A tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]: yᵀ, as Ŵ xᵀ gives it."""
-        n, m = n0 + tl.arange(0, acc.shape[0]), m0 + tl.arange(0, acc.shape[1])
+    def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks,
+                      R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+        """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale."""
+        SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
+        BYTES: tl.constexpr = 128 if NF4 else 256            # their size
+        tile_row = at // steps // m_tiles * R
+        start = (tile_row * chunks + at % steps * C).to(tl.int64)
+        there = tl.minimum(end - at, steps - at % steps) * C         # tiles side by side in the share
+        prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
+        prefetch(scales + start * SCALES, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
+        prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
+
+    @triton.jit
+    def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
+                  NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                  STAGES: tl.constexpr):
+        """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
+
+        row: the number of its first tile of W; m0: of its first row of x.
+        """
+        SCALES: tl.constexpr = 64 if NF4 else 256
+        acc = tl.zeros([64 * R, ROWS], tl.float32)
+        for step in tl.range(first, last, num_stages=STAGES):
+            at = row + step * C
+            w = decode_tiles(words + at * 512, scales + at * SCALES, table, chunks, R, C, NF4)
+            w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)      # interleaved, as in untile_kernel
+            w = w.reshape(64 * R, 64 * C)
+            if x_tma is not None:
+                b = x_tma.load([m0, step * C * 64])
+            else:
+                m = m0 + tl.arange(0, ROWS)
+                k = step * C * 64 + tl.arange(0, 64 * C)
+                at_x = x + m[:, None] * (chunks * 64) + k[None]
+                b = tl.load(at_x, mask=m[:, None] < M, other=0.0)
+            acc = product(w, b.T, acc)
+        return acc
+
+    @triton.jit
+    def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
+                   R: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr):
+        """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
+
+        If it is the last, the returned acc has the sums of the whole tile. A program has part of at
+        most two tiles: one whose start other programs have, for which slot 2p of `partial` is, and
+        one whose start it has itself (`starts`), for which slot 2p + 1 is.
+        """
+        LINE: tl.constexpr = 512 * W
+        SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+        here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
+        tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, W))
+        tl.debug_barrier()                                   # all threads store before one counts
+
+        # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
+        # tile's first and last.
+        p0 = ((tile * steps + 1) * P - 1) // total
+        p1 = ((tile + 1) * steps * P - 1) // total
+        finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
+        if finishes:
+            tl.store(arrived + tile, 0)
+            parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+            acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
+        return finishes, acc
+
+    @triton.jit
+    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+               M, N, ranks, bound1, bound2, lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
+        """Write a tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
+        n = n0 + tl.arange(0, acc.shape[0])
+        m = m0 + tl.arange(0, acc.shape[1])
         scale = tl.load(out_scale + n)[:, None]
         shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
         if RANK > 0:
-            r, piece = tl.arange(0, RANK), (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+            r = tl.arange(0, RANK)
+            piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
             B = tl.load(lora_B + n[:, None] * RANK + r[None])
-            while tl.atomic_add(ready, 0) < lora_tiles:              # reads it
+            while tl.atomic_add(ready, 0) < lora_tiles:      # an atomic read
                 pass
-            H = tl.load(h + m[:, None] * ranks + piece * RANK + r[None], mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
+            h += m[:, None] * ranks + piece * RANK + r[None]
+            H = tl.load(h, mask=m[:, None] < M, other=0.0, cache_modifier=".cg")
             acc = product(B, H.T, acc)
-        out = acc * scale + shift                                    # lora_for_tiles has divided B by out_scale
-        if BY_TMA:                                                   # which leaves out rows from M on
+        out = acc * scale + shift
+
+        if BY_TMA:                                           # which leaves out the rows from M on
             if residual is not None:
                 out += residual.load([m0, n0]).T
             y.store([m0, n0], out.to(y.dtype).T)
@@ -469,155 +950,258 @@ if triton is not None:
             if residual is not None:
                 out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
             tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+
         if RANK > 0:
             tl.debug_barrier()
-            if tl.atomic_add(finished, 1) == tiles - 1:              # the last tile: no one waits any more
+            if tl.atomic_add(finished, 1) == tiles - 1:      # the last tile: no program still waits
                 tl.store(finished, 0)
                 tl.store(ready, 0)
 
     @triton.jit
-    def linear_kernel(x_tma, x, words, scales, out_scale, table, bias, residual, lora_A, lora_B, h, y, partial, lora_partial,
-                      counters, M, N, chunks, ranks, bound1, bound2, parts, lora_programs, RANK: tl.constexpr, NF4: tl.constexpr,
-                      ROWS: tl.constexpr, LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    def linear_kernel(x_tma, x, words, scales, out_scale, table,
+                      bias, residual, lora_A, lora_B, h, y,
+                      partial, lora_partial, counters,
+                      M, N, chunks, ranks, bound1, bound2, lora_parts, lora_programs,
+                      RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
+                      LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
                       STAGES: tl.constexpr, AT_ONCE: tl.constexpr):
-        SIZE: tl.constexpr = 64 * R * ROWS                           # of a tile of y
-        S: tl.constexpr = 64 if NF4 else 256                         # scales of a tile of W,
-        BYTES: tl.constexpr = 128 if NF4 else 256                    # and their size
-        ready, finished, lora_arrived, arrived = counters, counters + 1, counters + 2, counters + 1024
-        p, P = tl.program_id(0) - lora_programs, tl.num_programs(0) - lora_programs      # p < 0: a program of x Aᵀ
-        steps, m_tiles = chunks // C, tl.cdiv(M, ROWS)               # of a tile of y; there are `chunks` tiles of W along the input
+        """y [M, N], where W has `chunks` tiles along the input; LinearPlan explains the other numbers.
+
+        If x_tma is a descriptor, residual and y are, too.
+        """
+        ready = counters                                     # how many tiles of h are done
+        finished = counters + 1                              # how many tiles of y
+        lora_arrived = counters + 2                          # how many parts of each tile of h
+        arrived = counters + 1024                            # how many parts of each tile of y
+        p = tl.program_id(0) - lora_programs                 # p < 0: a program of h = x Aᵀ
+        P = tl.num_programs(0) - lora_programs
+        steps = chunks // C                                  # of a tile of y
+        m_tiles = tl.cdiv(M, ROWS)
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
-        at, end = p * total // P, (p + 1) * total // P
-        if ROWS > 64:                                                # here, or after the last product: see there
+        at = p * total // P                                  # this program's share of the line:
+        end = (p + 1) * total // P                           # the steps from `at` to end - 1
+
+        if ROWS > 64:                                        # here, or after the last product: see there
             let_next_start()
-        if p >= 0:                                                   # four tiles, their scales, out_scale
-            tile_row = at // steps // m_tiles * R
-            start = (tile_row * chunks + at % steps * C).to(tl.int64)
-            there = tl.minimum(end - at, steps - at % steps) * C
-            prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
-            prefetch(scales + start * S, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
-            prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
+        if p >= 0:
+            prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks, R, C, NF4)
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                tl.atomic_add(ready, lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks, parts,
-                                               LORA_ROWS, 64, 64 * max(2, C)))
+                done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks,
+                                 lora_parts, LORA_ROWS, 64, 64 * max(2, C))
+                tl.atomic_add(ready, done)
                 at = end
+
         while at < end:
-            tile, first = at // steps, at % steps
+            tile = at // steps
+            first = at % steps
             last = tl.minimum(steps, first + end - at)
             at += last - first
-            m0, row = tile % m_tiles * ROWS, (tile // m_tiles * R * chunks).to(tl.int64)
-            acc = tl.zeros([64 * R, ROWS], tl.float32)
-            for step in tl.range(first, last, num_stages=STAGES):
-                w = decode_tiles(words + (row + step * C) * 512, scales + (row + step * C) * S, table, chunks, R, C, NF4)
-                w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64 * R, 64 * C)      # as the tensor cores count the columns
-                if x_tma is not None:
-                    b = x_tma.load([m0, step * C * 64])
-                else:
-                    m, k = m0 + tl.arange(0, ROWS), step * C * 64 + tl.arange(0, 64 * C)
-                    b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=m[:, None] < M, other=0.0)
-                acc = product(w, b.T, acc)
-            if ROWS <= 64 and at == end:                             # sooner, few short programs would lie unevenly on the SMs
+            m0 = tile % m_tiles * ROWS
+            row = (tile // m_tiles * R * chunks).to(tl.int64)
+            acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
+                            NF4, ROWS, R, C, STAGES)
+
+            # Sooner, the next kernel's few short programs would lie unevenly on the SMs.
+            if ROWS <= 64 and at == end:
                 let_next_start()
+
             finishes = last - first == steps
-            if not finishes:                                         # leave it; whoever is last finishes the tile
-                here = partial + tl.arange(0, SIZE // (512 * W))[:, None] * (512 * W) + tl.arange(0, 512 * W)[None]
-                # slot 2p: of a tile that others begin; 2p + 1: that p begins
-                tl.store(here + (2 * p + (first == 0)) * SIZE, by_thread(acc, R, W))
-                tl.debug_barrier()
-                # step i is in the share of program ((i + 1) P - 1) // total: those of this tile's first and last step
-                p0, p1 = ((tile * steps + 1) * P - 1) // total, ((tile + 1) * steps * P - 1) // total
-                finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
-                if finishes:
-                    tl.store(arrived + tile, 0)
-                    acc = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-                    acc = by_row(add_parts(acc, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
+            if not finishes:
+                finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
+                                           total, R, W, AT_ONCE)
             if finishes:
-                finish(acc, tile // m_tiles * (64 * R), m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished, M, N,
-                       ranks, bound1, bound2, lora_programs // parts, RANK, x_tma is not None)
+                n0 = tile // m_tiles * (64 * R)
+                finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+                       M, N, ranks, bound1, bound2, lora_programs // lora_parts,
+                       RANK, x_tma is not None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Between the linear layers. In a decode step each is bound by the latency of its launch, in training by memory: it reads and
-# writes everything once, where PyTorch would launch a kernel for each operation, and keeps nothing in between for backward.
-# `tiled` says that the next layer takes its input interleaved; that is for decoding alone, without gradient.
+# --------------------------------------------------------------------------------------------------
+# 4. Between the linear layers
 #
-#   rms_norm    y = w ⊙ x r,  r = 1 / √(mean(x²) + ε)        dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g)),  g = dL/dy;  dL/dw = Σ g ⊙ x r
-#   silu_mul    y = u · a s,  s = 1 / (1 + e^-a)             dL/da = g u s (1 + a (1 - s)),  dL/du = g a s
-#   rotary      y = R(position) x, two halves a head         dL/dx = R(-position) g
+# In a decode step each of these kernels is bound by latency: its launch takes longer than its work.
+# In training they are bound by memory. Each reads and writes everything once, where PyTorch would
+# launch a kernel for each operation and keep what lies between them for backward. They compute in
+# float32.
+#
+# interleaved=True has the columns written in the order of the tiles, in which the next layer's
+# TiledWeight takes them. It is for decoding, without gradient.
 
-def rms_norm_torch(x, weight, eps, tiled=False):
+if triton is not None:
+    @triton.jit
+    def tile_place(k):
+        """Where column k goes in the order of the tiles; see interleave."""
+        return k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
+
+
+# RMSNorm: y = w ⊙ x r, where r = 1 / √(mean(x²) + ε). With g = dL/dy:
+#
+#     dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g))              dL/dw = Σ g ⊙ x r, over the rows
+
+def rms_norm_torch(x, weight, eps, interleaved=False):
     y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
-    return interleave(y) if tiled else y
+    return interleave(y) if interleaved else y
 
 
-def rms_norm(x, weight, eps, tiled=False):
+def rms_norm(x, weight, eps, interleaved=False):
     """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    return FusedRMSNorm.apply(x.contiguous(), weight, eps, tiled) if use_triton(x) else rms_norm_torch(x, weight, eps, tiled)
+    if not use_triton(x):
+        return rms_norm_torch(x, weight, eps, interleaved)
+    return FusedRMSNorm.apply(x.contiguous(), weight, eps, interleaved)
 
 
 class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, tiled):
+    def launch(kernel, *tensors, eps, **options):
+        """A kernel over tensors [..., d]: each program has a whole row in its registers."""
+        d = tensors[0].shape[-1]
+        rows = tensors[0].numel() // d
+        size = triton.next_power_of_2(d)
+        warps = 8 if d > 512 else 1
+        kernel[(rows,)](*tensors, d, eps, SIZE=size, num_warps=warps, **options)
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, interleaved):
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.tiled, d, y = eps, tiled, x.shape[-1], torch.empty_like(x)
-        rms_norm_kernel[(x.numel() // d,)](x, weight, y, d, eps, TILED=tiled, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1,
-                                           launch_pdl=is_hopper(x.device))
+        ctx.eps = eps
+        ctx.interleaved = interleaved
+        y = torch.empty_like(x)
+        FusedRMSNorm.launch(rms_norm_kernel, x, weight, y, eps=eps, INTERLEAVED=interleaved,
+                            launch_pdl=is_hopper(x.device))
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        assert not ctx.tiled
+        assert not ctx.interleaved
         x, weight = ctx.saved_tensors
-        d, grad, grad_x, grad_weight = grad.shape[-1], grad.contiguous(), None, None
+        grad = grad.contiguous()
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
-            rms_norm_gradient_kernel[(x.numel() // d,)](x, weight, grad, grad_x, d, ctx.eps, SIZE=triton.next_power_of_2(d), num_warps=8 if d > 512 else 1)
-        if ctx.needs_input_grad[1]:                            # seldom: --train-norms
-            grad_weight = (grad * F.rms_norm(x.float(), (d,), None, ctx.eps)).flatten(0, -2).sum(0)
+            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_x, eps=ctx.eps)
+        if ctx.needs_input_grad[1]:                            # --train-norms, seldom: by PyTorch
+            normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
+            grad_weight = (grad * normed).flatten(0, -2).sum(0)
         return grad_x, grad_weight, None, None
 
 
-def silu_mul_torch(gate_up, tiled=False):
+if triton is not None:
+    @triton.jit
+    def rms_norm_kernel(x, weight, y, d, eps, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
+        row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, SIZE)
+        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
+        place = tile_place(k) if INTERLEAVED else k
+        tl.store(y + row * d + place, v.to(y.dtype.element_ty), mask=k < d)
+
+    @triton.jit
+    def rms_norm_gradient_kernel(x, weight, grad, grad_x, d, eps, SIZE: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, SIZE)
+        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        g = tl.load(grad + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        g = g * tl.load(weight + k, mask=k < d, other=0.0)
+        r = tl.rsqrt(tl.sum(v * v) / d + eps)
+        g = r * (g - v * (r * r * tl.sum(v * g) / d))
+        tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
+
+
+# SiLU: y = u · a s, where s = 1 / (1 + e^-a), a is the gate and u what is gated ("up"). With
+# g = dL/dy:
+#
+#     dL/da = g u s (1 + a (1 - s))              dL/du = g a s
+
+def silu_mul_torch(gate_up, interleaved=False):
     gate, up = gate_up.chunk(2, -1)
     y = F.silu(gate) * up
-    return interleave(y) if tiled else y
+    return interleave(y) if interleaved else y
 
 
-def silu_mul(gate_up, tiled=False):
+def silu_mul(gate_up, interleaved=False):
     """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
-    return FusedSiluMul.apply(gate_up.contiguous(), tiled) if use_triton(gate_up) else silu_mul_torch(gate_up, tiled)
+    if not use_triton(gate_up):
+        return silu_mul_torch(gate_up, interleaved)
+    return FusedSiluMul.apply(gate_up.contiguous(), interleaved)
 
 
 class FusedSiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, tiled):
+    def launch(kernel, *tensors, n, **options):
+        """A kernel over tensors of rows of n or 2n: a program has 1,024 columns of a row."""
+        rows = tensors[0].numel() // tensors[0].shape[-1]
+        kernel[(rows * triton.cdiv(n, 1024),)](*tensors, n, SIZE=1024, num_warps=4, **options)
+
+    @staticmethod
+    def forward(ctx, gate_up, interleaved):
         ctx.save_for_backward(gate_up)
-        ctx.tiled, n = tiled, gate_up.shape[-1] // 2
+        ctx.interleaved = interleaved
+        n = gate_up.shape[-1] // 2
         y = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype, device=gate_up.device)
-        silu_mul_kernel[(y.numel() // n * triton.cdiv(n, 1024),)](gate_up, y, n, TILED=tiled, SIZE=1024, num_warps=4, launch_pdl=is_hopper(y.device))
+        FusedSiluMul.launch(silu_mul_kernel, gate_up, y, n=n, INTERLEAVED=interleaved,
+                            launch_pdl=is_hopper(y.device))
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        assert not ctx.tiled
+        assert not ctx.interleaved
         gate_up, = ctx.saved_tensors
-        n, grad_gate_up = grad.shape[-1], torch.empty_like(gate_up)
-        silu_mul_gradient_kernel[(grad.numel() // n * triton.cdiv(n, 1024),)](gate_up, grad.contiguous(), grad_gate_up, n, SIZE=1024, num_warps=4)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad = grad.contiguous()
+        FusedSiluMul.launch(silu_mul_gradient_kernel, gate_up, grad, grad_gate_up, n=grad.shape[-1])
         return grad_gate_up, None
 
 
+if triton is not None:
+    @triton.jit
+    def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+        let_next_start()
+        wait_for_previous()
+        pieces = tl.cdiv(n, SIZE)
+        row = (tl.program_id(0) // pieces).to(tl.int64)
+        k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+        silu = gate / (1 + tl.exp(-gate))
+        silu = silu.to(y.dtype.element_ty).to(tl.float32)             # rounded, as the twin's is
+        place = tile_place(k) if INTERLEAVED else k
+        tl.store(y + row * n + place, (silu * up).to(y.dtype.element_ty), mask=k < n)
+
+    @triton.jit
+    def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
+        pieces = tl.cdiv(n, SIZE)
+        row = (tl.program_id(0) // pieces).to(tl.int64)
+        k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+        g = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32)
+        s = 1 / (1 + tl.exp(-gate))
+        grad_gate = g * up * s * (1 + gate * (1 - s))
+        grad_up = g * gate * s
+        at = grad_gate_up + row * 2 * n + k
+        tl.store(at, grad_gate.to(grad.dtype.element_ty), mask=k < n)
+        tl.store(at + n, grad_up.to(grad.dtype.element_ty), mask=k < n)
+
+
+# Rotary embedding: y = R(position) x, which turns each pair (x[i], x[i + D/2]) of a head by an
+# angle of its own. It is a rotation, so the gradient is turned back: dL/dx = R(-position) dL/dy.
+
 def rotate(x, cos, sin):
-    """Rotary embedding of x [..., D]; cos, sin broadcast to it."""
+    """Rotary embedding of x [..., D]; cos, sin broadcast to it. The twin."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
 def rotary(x, cos, sin):
     """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
-    return FusedRotary.apply(x, cos.contiguous(), sin.contiguous()) if use_triton(x) else rotate(x, cos[:, None], sin[:, None])
+    if not use_triton(x):
+        return rotate(x, cos[:, None], sin[:, None])
+    return FusedRotary.apply(x, cos.contiguous(), sin.contiguous())
 
 
 class FusedRotary(torch.autograd.Function):
@@ -632,134 +1216,156 @@ class FusedRotary(torch.autograd.Function):
 
     @staticmethod
     def turn(x, cos, sin, sign):
-        """x by its angles, or back if sign is -1."""
+        """x by its angles, or back if sign is -1. A program has one token's heads."""
         B, T, heads, D = x.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rotary_kernel[(B * T,)](x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign, HEADS=triton.next_power_of_2(heads), HALF=D // 2,
-                                HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
+        rotary_kernel[(B * T,)](
+            x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign,
+            HEADS=triton.next_power_of_2(heads), HALF=D // 2,
+            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
         return y
 
 
 if triton is not None:
-    @triton.jit
-    def interleaved(k):
-        """Where column k goes."""
-        return k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
-
-    @triton.jit
-    def rms_norm_kernel(x, weight, y, d, eps, TILED: tl.constexpr, SIZE: tl.constexpr):
-        let_next_start()
-        wait_for_previous()
-        row, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
-        v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
-        tl.store(y + row * d + (interleaved(k) if TILED else k), v.to(y.dtype.element_ty), mask=k < d)
-
-    @triton.jit
-    def rms_norm_gradient_kernel(x, weight, grad, grad_x, d, eps, SIZE: tl.constexpr):
-        row, k = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * d + k, mask=k < d, other=0.0).to(tl.float32) * tl.load(weight + k, mask=k < d, other=0.0)
-        r = tl.rsqrt(tl.sum(v * v) / d + eps)
-        g = r * (g - v * (r * r * tl.sum(v * g) / d))
-        tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
-
-    @triton.jit
-    def silu_mul_kernel(gate_up, y, n, TILED: tl.constexpr, SIZE: tl.constexpr):
-        let_next_start()
-        wait_for_previous()
-        pieces = tl.cdiv(n, SIZE)
-        row, k = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
-        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
-        silu = (gate / (1 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
-        tl.store(y + row * n + (interleaved(k) if TILED else k), (silu * up).to(y.dtype.element_ty), mask=k < n)
-
-    @triton.jit
-    def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
-        pieces = tl.cdiv(n, SIZE)
-        row, k = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
-        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
-        g, s = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32), 1 / (1 + tl.exp(-gate))
-        at = grad_gate_up + row * 2 * n + k
-        tl.store(at, (g * up * s * (1 + gate * (1 - s))).to(grad.dtype.element_ty), mask=k < n)
-        tl.store(at + n, (g * gate * s).to(grad.dtype.element_ty), mask=k < n)
-
-    @triton.jit(do_not_specialize=["T"])                       # else compiled again where T is divisible by 16
-    def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr, HEADS: tl.constexpr,
-                      HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    # T is not specialised, else the kernel would be compiled again where T is divisible by 16.
+    @triton.jit(do_not_specialize=["T"])
+    def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr,
+                      HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_PAD)[None]
-        inside, t = (h < heads) & (d < HALF), row % T
-        c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)           # the second half has the same
-        s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
+        h = tl.arange(0, HEADS)[:, None]
+        d = tl.arange(0, HALF_PAD)[None]
+        inside = (h < heads) & (d < HALF)
+        t = row % T
+        angle = t * 2 * HALF + d                               # the second half has the same angles
+        c = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
         at = x + row // T * stride_b + t * stride_t + h * stride_h + d
-        left, right = tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+        left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
         at = y + (row * heads + h) * 2 * HALF + d
         tl.store(at, (left * c - right * s).to(y.dtype.element_ty), mask=inside)
         tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
 # Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
-#                                                           y[b, h] = softmax(q[b, h] · K[b, :length[b]+1]ᵀ / √D) · V
-# Bound by memory: the keys and values that are there are read once for all query heads that share them (GQA); what lies
-# behind `length` is not touched. Rows longer than `split` tokens are cut into parts for different programs; the last to
-# finish puts the parts together.
+#
+#     y[b, h] = softmax(q[b, h] · K[b, :filled[b] + 1]ᵀ / √D) · V[b, :filled[b] + 1]
+#
+# It is bound by memory: the keys and values that are there are read once for all query heads that
+# share them (grouped-query attention); the places of the cache that are not filled are not
+# touched. A row's cache is cut into parts of `split` tokens for different programs, so that long
+# rows do not make the others wait. The last program of a row to finish puts its parts together.
 
-def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled=False):
+def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, filled, interleaved=False):
     B, kv_heads, _, D = k_cache.shape
-    q, k, v = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * kv_heads, kv_heads, kv_heads], 1)           # (B, heads, D)
-    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    heads = qkv.shape[1] // D - 2 * kv_heads
+    q, k, v = qkv.view(B, -1, D).split([heads, kv_heads, kv_heads], 1)           # (B, heads, D)
+    q = rotate(q, cos[:, None], sin[:, None])
+    k = rotate(k, cos[:, None], sin[:, None])
+
     rows = torch.arange(B, device=qkv.device)
-    k_cache[rows, :, length], v_cache[rows, :, length] = k, v
-    k, v = k_cache[:, :, :length.max() + 1], v_cache[:, :, :length.max() + 1]
-    mask = torch.arange(k.shape[2], device=k.device) <= length[:, None, None, None]                          # (B, 1, 1, T)
-    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, enable_gqa=True).reshape(B, -1)
-    return interleave(y) if tiled else y
+    k_cache[rows, :, filled] = k
+    v_cache[rows, :, filled] = v
+
+    longest = filled.max() + 1
+    k = k_cache[:, :, :longest]
+    v = v_cache[:, :, :longest]
+    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
+    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=there, enable_gqa=True)
+    y = y.reshape(B, -1)
+    return interleave(y) if interleaved else y
 
 
-def decode_attention(qkv, cos, sin, k_cache, v_cache, length, tiled=False, split=None):
-    """qkv [B, (heads + 2 kv_heads) * D]; cos, sin [B, D] of each row's position; caches [B, kv_heads, max_len, D], where
-    k and v are appended at `length`, int64 [B] -> [B, heads * D]."""
+def decode_attention(qkv, cos, sin, k_cache, v_cache, filled, interleaved=False, split=None):
+    """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
+
+    qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; caches
+    [B, kv_heads, max_len, D]; filled int64 [B]: how many places of each row's cache are filled, so
+    that the new k and v go to place `filled`; the caller counts on. split: how many tokens of the
+    cache a program has, divisible by 64, for tests.
+    """
     if not use_triton(qkv):
-        return decode_attention_torch(qkv, cos, sin, k_cache, v_cache, length, tiled)
+        return decode_attention_torch(qkv, cos, sin, k_cache, v_cache, filled, interleaved)
     B, kv_heads, max_len, D = k_cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
-    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
+    share = heads // kv_heads
     split = split or (512 if B * kv_heads >= 128 else 128)
     assert split % 64 == 0
-    parts, share = triton.cdiv(max_len, split), heads // kv_heads
-    HEADS = max(16, triton.next_power_of_2(share))
-    D_PAD = triton.next_power_of_2(D)
-    out, stats, arrived = attention_scratch(B * kv_heads, parts, HEADS, D_PAD, qkv.device)
+    parts = triton.cdiv(max_len, split)
+
+    # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
+    # least.
+    padded_heads = max(16, triton.next_power_of_2(share))
+    padded_D = triton.next_power_of_2(D)
+    out, stats, arrived = attention_scratch(B * kv_heads, parts, padded_heads, padded_D, qkv.device)
+    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, k_cache, v_cache, length, y, out, stats, arrived, kv_heads, k_cache.stride(0), k_cache.stride(1),
-        D ** -0.5 * LOG2E, TILED=tiled, SHARE=share, HEADS=HEADS, D=D, D_PAD=D_PAD, BLOCK=64, SPLIT=split, num_warps=4, num_stages=2,
-        launch_pdl=is_hopper(y.device))
+        qkv, cos, sin, k_cache, v_cache, filled, y, out, stats, arrived,
+        kv_heads, k_cache.stride(0), k_cache.stride(1), D ** -0.5 * LOG2E,
+        INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
+        BLOCK=64, SPLIT=split,
+        num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
     return y
 
 
 @functools.lru_cache(maxsize=4)
 def attention_scratch(rows, parts, heads, D, device):
-    """(unnormalised outputs, (maximum, sum) of each part, how many parts have arrived: zero between calls)."""
-    return (torch.empty(rows, parts, heads, D, device=device), torch.empty(rows, parts, 2, heads, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device))
+    """What the parts of a row leave: (out, (top, total) of each part, how many parts have left them).
 
+    The counts are zero between calls.
+    """
+    out = torch.empty(rows, parts, heads, D, device=device)
+    stats = torch.empty(rows, parts, 2, heads, device=device)
+    return out, stats, torch.zeros(rows, dtype=torch.int32, device=device)
+
+
+# The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
+# (top), the sum of exp(score - top) (total), and the sum of exp(score - top) · v (out). When a
+# larger score comes, total and out shrink by exp(old top - new top). The same rule puts parts
+# together. At the end y = out / total.
 
 if triton is not None:
     @triton.jit
     def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
-        """The rotary embedding of what `at` points at."""
+        """The rotary embedding of the head that begins at x + at."""
         half = tl.where(d < D // 2, d + D // 2, d - D // 2)
         v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
         other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
         return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
     @triton.jit
+    def attend(Q, top, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
+               HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+        """(top, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
+
+        The cache has n tokens.
+        """
+        for start in range(first, last, BLOCK):
+            t = start + tl.arange(0, BLOCK)
+            there = (t[:, None] < n) & (d[None] < D)
+            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            if PLAIN:
+                score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
+            else:
+                score = tl.dot(Q, tl.trans(K), input_precision="ieee")
+            score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))    # (HEADS, BLOCK)
+            new_top = tl.maximum(top, tl.max(score, 1))
+            w = tl.exp2(score - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(w, 1)
+            V = V.to(tl.float32) if PLAIN else V
+            out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
+            top = new_top
+        return top, total, out
+
+    @triton.jit
     def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """(sum, unnormalised output) of softmax over all parts of a row, from the pointers to the first part's output and maximum."""
+        """(total, out) of all parts of a row, from the pointers to the first part's out and top.
+
+        They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
+        """
         top = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         out = tl.zeros([HEADS, D_PAD], tl.float32)
@@ -768,32 +1374,65 @@ if triton is not None:
             part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
             part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
             new_top = tl.maximum(top, part_top)
-            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-            total, out = total * old + part_total * new, out * old[:, None] + part_out * new[:, None]
+            old = tl.exp2(top - new_top)
+            new = tl.exp2(part_top - new_top)
+            total = total * old + part_total * new
+            out = out * old[:, None] + part_out * new[:, None]
             top = new_top
         return total, out
 
     @triton.jit
-    def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, length, y, outs, stats, arrived, kv_heads, stride_b, stride_h,
-                                scale_log2e, TILED: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-                                D_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    def leave_attention(top, total, out, outs, stats, arrived, part, parts, row, head, d,
+                        HEADS: tl.constexpr, D_PAD: tl.constexpr):
+        """Leave a part of a row -> (whether it is the last to do so, total, out).
+
+        If it is the last, the returned total and out are those of the whole row.
+        """
+        slot = row.to(tl.int64) * tl.num_programs(0)
+        i = head[:, None] * D_PAD + d[None]
+        tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
+        tl.store(stats + (slot + part) * (2 * HEADS) + head, top)
+        tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
+        tl.debug_barrier()                                     # all threads store before one counts
+        done = tl.atomic_add(arrived + row, 1) == parts - 1
+        if done:
+            tl.store(arrived + row, 0)
+            total, out = combined(outs + slot * (HEADS * D_PAD) + i,
+                                  stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
+        return done, total, out
+
+    @triton.jit
+    def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, filled, y, outs, stats, arrived,
+                                kv_heads, stride_b, stride_h, scale_log2e,
+                                INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
+                                HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+                                BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+        """A program has a part, SPLIT tokens, of the cache of one row and kv head.
+
+        SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
+        """
         let_next_start()
         wait_for_previous()
-        part, row = tl.program_id(0), tl.program_id(1)
-        b, g = (row // kv_heads).to(tl.int64), row % kv_heads
-        n = tl.load(length + b).to(tl.int32)
+        part = tl.program_id(0)
+        row = tl.program_id(1)
+        b = (row // kv_heads).to(tl.int64)
+        g = row % kv_heads
+        n = tl.load(filled + b).to(tl.int32)
         if part * SPLIT <= n:
-            head, d = tl.arange(0, HEADS), tl.arange(0, D_PAD)         # the query heads of one kv head, padded for tl.dot
+            head = tl.arange(0, HEADS)
+            d = tl.arange(0, D_PAD)
             inside = (head[:, None] < SHARE) & (d[None] < D)
             c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
             s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
             at = b * (kv_heads * (SHARE + 2)) * D
-            Q = rotated(qkv, at + (g * SHARE + head[:, None]) * D, d[None], c[None], s[None], inside, D)
-            top = tl.full([HEADS], -float("inf"), tl.float32)          # online softmax: running maximum, sum and output
+            at_q = at + (g * SHARE + head[:, None]) * D
+            Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
+            top = tl.full([HEADS], -float("inf"), tl.float32)
             total = tl.zeros([HEADS], tl.float32)
             out = tl.zeros([HEADS, D_PAD], tl.float32)
+
             cached = b * stride_b + g * stride_h
-            if n < (part + 1) * SPLIT:                                 # this part has the new token: begin with it
+            if n < (part + 1) * SPLIT:                         # the new token is this part's: first
                 k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
                 v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
                 tl.store(k_cache + cached + n * D + d, k, mask=d < D)
@@ -801,41 +1440,31 @@ if triton is not None:
                 top = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
                 total += 1.0
                 out += v.to(tl.float32)[None]
-            for start in range(part * SPLIT, tl.minimum(n, (part + 1) * SPLIT), BLOCK):
-                t = start + tl.arange(0, BLOCK)
-                there = (t[:, None] < n) & (d[None] < D)
-                K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
-                V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
-                score = (tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32)) if PLAIN else tl.dot(Q, tl.trans(K), input_precision="ieee"))
-                score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))                  # (HEADS, BLOCK)
-                new_top = tl.maximum(top, tl.max(score, 1))
-                w, shrink = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
-                total = total * shrink + tl.sum(w, 1)
-                V = V.to(tl.float32) if PLAIN else V
-                out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
-                top = new_top
-            parts, done = n // SPLIT + 1, n < SPLIT
+            last = tl.minimum(n, (part + 1) * SPLIT)
+            top, total, out = attend(Q, top, total, out, k_cache + cached, v_cache + cached,
+                                     part * SPLIT, last, n, d, scale_log2e, HEADS, D, BLOCK)
+
+            done = n < SPLIT
             if not done:
-                slot = row.to(tl.int64) * tl.num_programs(0)
-                i = head[:, None] * D_PAD + d[None]
-                tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
-                tl.store(stats + (slot + part) * (2 * HEADS) + head, top)
-                tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
-                tl.debug_barrier()
-                done = tl.atomic_add(arrived + row, 1) == parts - 1
-                if done:
-                    tl.store(arrived + row, 0)
-                    total, out = combined(outs + slot * (HEADS * D_PAD) + i, stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
+                parts = n // SPLIT + 1
+                done, total, out = leave_attention(top, total, out, outs, stats, arrived, part,
+                                                   parts, row, head, d, HEADS, D_PAD)
             if done:
-                o = (g * SHARE + head[:, None]) * D + d[None]
-                o = b * (kv_heads * SHARE * D) + (interleaved(o) if TILED else o)
-                tl.store(y + o, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+                place = (g * SHARE + head[:, None]) * D + d[None]
+                place = b * (kv_heads * SHARE * D) + (tile_place(place) if INTERLEAVED else place)
+                result = (out / total[:, None]).to(y.dtype.element_ty)
+                tl.store(y + place, result, mask=inside)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. After the output layer; bound by one pass over the logits.
+# --------------------------------------------------------------------------------------------------
+# 5. After the output layer
 #
-#   token_logprob    logits[token] - log Z,  Z = Σ exp(logits)        dL/dlogits = g (1[token] - softmax(logits))
+# All are bound by memory, that is by one pass over the logits, of which a token has as many as the
+# vocabulary has entries. Both kinds use the online softmax of decode_attention.
+#
+# A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). With g = dL/dlogprob:
+#
+#     dL/dlogits = g (1[token] - softmax(logits))
 
 def token_logprob_torch(logits, tokens):
     return -F.cross_entropy(logits.float(), tokens, reduction="none")
@@ -843,14 +1472,17 @@ def token_logprob_torch(logits, tokens):
 
 def token_logprob(logits, tokens):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n]."""
-    return FusedLogprob.apply(logits.contiguous(), tokens.contiguous()) if use_triton(logits) else token_logprob_torch(logits, tokens)
+    if not use_triton(logits):
+        return token_logprob_torch(logits, tokens)
+    return FusedLogprob.apply(logits.contiguous(), tokens.contiguous())
 
 
 class FusedLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens):
         n, V = logits.shape
-        logprob, log_Z = torch.empty(n, device=logits.device), torch.empty(n, device=logits.device)
+        logprob = torch.empty(n, device=logits.device)
+        log_Z = torch.empty(n, device=logits.device)
         token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
         ctx.save_for_backward(logits, tokens, log_Z)
         return logprob
@@ -860,14 +1492,18 @@ class FusedLogprob(torch.autograd.Function):
         logits, tokens, log_Z = ctx.saved_tensors
         n, V = logits.shape
         grad_logits = torch.empty_like(logits)
-        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](logits, tokens, log_Z, grad.contiguous(), grad_logits, V, SIZE=4096, num_warps=8)
+        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](
+            logits, tokens, log_Z, grad.contiguous(), grad_logits, V, SIZE=4096, num_warps=8)
         return grad_logits, None
 
 
 if triton is not None:
     @triton.jit
     def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
-        row, m, total = tl.program_id(0).to(tl.int64), -float("inf"), 0.0
+        """A program has a row of logits and goes through it SIZE at a time."""
+        row = tl.program_id(0).to(tl.int64)
+        m = -float("inf")                                              # the largest logit so far
+        total = 0.0                                                    # Σ exp(logits - m)
         for first in range(0, V, SIZE):
             i = first + tl.arange(0, SIZE)
             z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
@@ -876,56 +1512,94 @@ if triton is not None:
             m = new_m
         m += tl.log(total)
         tl.store(log_Z + row, m)
-        tl.store(logprob + row, tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32) - m)
+        chosen = tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32)
+        tl.store(logprob + row, chosen - m)
 
     @triton.jit
-    def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V, SIZE: tl.constexpr):
+    def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V,
+                                      SIZE: tl.constexpr):
+        """A program has SIZE logits of a row."""
         pieces = tl.cdiv(V, SIZE)
-        row, i = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        row = (tl.program_id(0) // pieces).to(tl.int64)
+        i = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
         z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         p = tl.exp(z - tl.load(log_Z + row))
         g = tl.load(grad + row) * ((i == tl.load(tokens + row)).to(tl.float32) - p)
         tl.store(grad_logits + row * V + i, g.to(grad_logits.dtype.element_ty), mask=i < V)
 
 
-# Sampling: token = argmax(z - log E), E ~ Exp(1), z = logits/temperature: a draw from softmax(z) (Gumbel-max), with its
-# log-probability z[token] - log Z and the entropy log Z - Σ softmax(z) z. Its twin is qerl.sample, which draws other numbers
-# from the same distribution.
+# Sampling: token = argmax(z - log E), where z = logits/temperature and each E is drawn from Exp(1).
+# That is a draw from softmax(z) (the Gumbel-max trick), for which Z need not be known. The twin is
+# qerl.sample, which draws other numbers from the same distribution. Its lines in PyTorch:
+#
+#     logprobs = (logits.float() / temperature).log_softmax(-1)
+#     token = (logprobs.exp() / torch.empty_like(logprobs).exponential_()).argmax(-1)
+#     logprob = logprobs.gather(-1, token[:, None])[:, 0]
+#     entropy = -(logprobs.exp() * logprobs).sum(-1)
+#
+# The kernel has no need of log-probabilities of all tokens: that of the token is z[token] - log Z,
+# and the entropy is log Z - Σ softmax(z) z. A row's logits are shared by many programs; a second
+# kernel puts their parts together.
 
 def sample(logits, temperature, seed):
-    """logits [B, V], seed int64 [1] on the device, fresh for each call -> token int64, log-probability and entropy float32 [B]."""
+    """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
+
+    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call.
+    """
     B, V = logits.shape
     blocks = triton.cdiv(V, 4096)
-    parts = torch.empty(B, 5, triton.next_power_of_2(blocks), device=logits.device)
-    index = torch.empty(B, parts.shape[2], dtype=torch.int64, device=logits.device)
-    token, logprob, entropy = torch.empty_like(index[:, 0]), torch.empty_like(parts[:, 0, 0]), torch.empty_like(parts[:, 0, 0])
-    sample_parts_kernel[(blocks, B)](logits, seed, parts, index, V, 1 / temperature, PARTS=parts.shape[2], QUARTER=1024, num_warps=4)
-    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=parts.shape[2], num_warps=1)
+    padded = triton.next_power_of_2(blocks)
+    parts = torch.empty(B, 5, padded, device=logits.device)
+    index = torch.empty(B, padded, dtype=torch.int64, device=logits.device)
+    sample_parts_kernel[(blocks, B)](
+        logits, seed, parts, index, V, 1 / temperature, PARTS=padded, QUARTER=1024, num_warps=4)
+
+    token = torch.empty(B, dtype=torch.int64, device=logits.device)
+    logprob = torch.empty(B, device=logits.device)
+    entropy = torch.empty(B, device=logits.device)
+    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=padded, num_warps=1)
     return token, logprob, entropy
 
 
 if triton is not None:
     @triton.jit
-    def sample_parts_kernel(logits, seed, parts, index, V, scale, PARTS: tl.constexpr, QUARTER: tl.constexpr):
-        """Of 4 * QUARTER logits: maximum m, Σ e^(z-m), Σ z e^(z-m), and the best z - log E with its z and where it is."""
-        block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    def sample_parts_kernel(logits, seed, parts, index, V, scale,
+                            PARTS: tl.constexpr, QUARTER: tl.constexpr):
+        """Of 4 * QUARTER logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
+
+        With the best comes its z and which token it is. It goes by quarters because the random
+        generator (Philox) gives four numbers at a time.
+        """
+        block = tl.program_id(0)
+        b = tl.program_id(1).to(tl.int64)
         i = block * (4 * QUARTER) + tl.arange(0, QUARTER)
-        u0, u1, u2, u3 = tl.rand4x(tl.load(seed), b * (tl.num_programs(0) * QUARTER) + block * QUARTER + tl.arange(0, QUARTER))
-        m, total, weighted, best, best_z, best_i = -float("inf"), 0.0, 0.0, -float("inf"), 0.0, 0
+        draw = b * (tl.num_programs(0) * QUARTER) + block * QUARTER + tl.arange(0, QUARTER)
+        uniform = tl.rand4x(tl.load(seed), draw)
+        m = -float("inf")
+        total = 0.0
+        weighted = 0.0
+        best = -float("inf")
+        best_z = 0.0
+        best_i = 0
         for quarter in tl.static_range(4):
-            u = u0 if quarter == 0 else u1 if quarter == 1 else u2 if quarter == 2 else u3
             at = i + quarter * QUARTER
-            z = tl.load(logits + b * V + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+            z = tl.load(logits + b * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
+            z = z * scale
             new_m = tl.maximum(m, tl.max(z))
-            e, shrink = tl.exp(z - new_m), tl.exp(m - new_m)
+            e = tl.exp(z - new_m)
+            shrink = tl.exp(m - new_m)
             total = total * shrink + tl.sum(e)
             weighted = weighted * shrink + tl.sum(tl.where(at < V, z * e, 0.0))
             m = new_m
-            noisy = z - tl.log(-tl.log(u))
+
+            E = -tl.log(uniform[quarter])                              # a draw from Exp(1)
+            noisy = z - tl.log(E)
             top, where = tl.max(noisy, 0, return_indices=True)
             if top > best:
-                best, best_i = top, block * (4 * QUARTER) + quarter * QUARTER + where
+                best = top
+                best_i = block * (4 * QUARTER) + quarter * QUARTER + where
                 best_z = tl.max(tl.where(tl.arange(0, QUARTER) == where, z, -float("inf")))
+
         here = parts + b * (5 * PARTS) + block
         tl.store(here, m)
         tl.store(here + PARTS, total)
@@ -936,16 +1610,21 @@ if triton is not None:
 
     @triton.jit
     def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
-        b, i = tl.program_id(0), tl.arange(0, PARTS)
+        """Put a row's parts together."""
+        b = tl.program_id(0)
+        i = tl.arange(0, PARTS)
         here = parts + b * (5 * PARTS) + i
         m = tl.load(here, mask=i < blocks, other=-float("inf"))
         total = tl.load(here + PARTS, mask=i < blocks, other=0.0)
         weighted = tl.load(here + 2 * PARTS, mask=i < blocks, other=0.0)
-        best, where = tl.max(tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf")), 0, return_indices=True)
+        noisy = tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf"))
+        _, where = tl.max(noisy, 0, return_indices=True)
+
         top = tl.max(m)
         e = tl.exp(m - top)
         Z = tl.sum(total * e)
         log_Z = top + tl.log(Z)
+        best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
         tl.store(token + b, tl.load(index + b * PARTS + where))
-        tl.store(logprob + b, tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where) - log_Z)
+        tl.store(logprob + b, best_z - log_Z)
         tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)

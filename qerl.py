@@ -1140,7 +1140,8 @@ class Checkpoint:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        biases = (self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes))
+        if bias:
+            biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]
         bias = torch.cat(biases) if bias else None
         layer = QuantLinear(names, sizes, in_features, weight, bias, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)

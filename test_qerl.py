@@ -190,8 +190,8 @@ def test_nf4_codes_equal_bitsandbytes(kind):
 def test_relative_error_on_gaussian_weights(name, low, high):
     torch.manual_seed(0)
     weight = torch.randn(256, 512)
-    quantize, dequantize, *_ = qerl.FORMATS[name]
-    assert low <= relative(dequantize(*quantize(weight), torch.float32), weight) <= high
+    format = qerl.FORMATS[name]
+    assert low <= relative(format.dequantize(*format.quantize(weight), torch.float32), weight) <= high
 
 
 def test_small_float16_weights_are_quantised_as_well_as_others():
@@ -217,14 +217,21 @@ def test_nf4_double_quantisation_costs_little():
 
 # ------------------------------------------------------------------------------------------ 2. quantised linear, LoRA
 
+def stacked_layer(weights, dense, bias=None, **lora):
+    """A QuantLinear of dense layers over one input, each quantised by itself."""
+    format = qerl.FORMATS[weights]
+    parts = [(p, s, g.expand(len(w), -1).reshape(len(w), -1)) for w in dense for p, s, g in [format.quantize(w)]]
+    weight = qerl.PackedWeight(format, *(torch.cat(p) for p in zip(*parts)))
+    return qerl.QuantLinear(list("abc"[:len(dense)]), [len(w) for w in dense], dense[0].shape[1], weight, bias, **lora)
+
+
 @pytest.mark.parametrize("weights", qerl.FORMATS)
 def test_linear_and_its_gradients(weights):
     torch.manual_seed(0)
-    sizes, dense = [48, 16], [torch.randn(48, 128), torch.randn(16, 128)]
-    quantize, dequantize, *_ = qerl.FORMATS[weights]
-    parts = [(p, s, g.expand(len(w), -1).reshape(len(w), -1)) for w in dense for p, s, g in [quantize(w)]]
-    layer = qerl.QuantLinear(["a", "b"], sizes, 128, [torch.cat(p) for p in zip(*parts)], torch.randn(64), weights, lora_rank=4, lora_alpha=8)
-    frozen = torch.cat([dequantize(*quantize(w), torch.float32) for w in dense])
+    dense = [torch.randn(48, 128), torch.randn(16, 128)]
+    layer = stacked_layer(weights, dense, torch.randn(64), lora_rank=4, lora_alpha=8)
+    format = qerl.FORMATS[weights]
+    frozen = torch.cat([format.dequantize(*format.quantize(w), torch.float32) for w in dense])
     x = torch.randn(3, 5, 128, requires_grad=True)
     torch.testing.assert_close(layer(x), F.linear(x, frozen, layer.bias))                # B starts at zero
     layer.lora_B.data.normal_()
@@ -241,11 +248,62 @@ def test_linear_and_its_gradients(weights):
 
 def test_no_dequantised_weight_is_kept_for_backward():
     weight = torch.randn(96, 64)
-    layer = qerl.QuantLinear(["a"], [96], 64, qerl.quantize_nvfp4(weight), None, lora_rank=2)
+    layer = stacked_layer("nvfp4", [weight], lora_rank=2)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         layer(torch.randn(3, 64, requires_grad=True)).sum().backward()
     assert kept and all(math.prod(shape) < weight.numel() for shape in kept)
+
+
+@pytest.mark.parametrize("weights", qerl.FORMATS)
+def test_decoding_a_layer_is_its_forward(weights):
+    """Stacked pieces, LoRA, with and without bias and residual, in plain PyTorch."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(3, 128), torch.randn(3, 64)
+    for bias in (None, torch.randn(64)):
+        layer = stacked_layer(weights, [torch.randn(48, 128), torch.randn(16, 128)], bias, lora_rank=4, lora_alpha=8)
+        layer.lora_B.data.normal_()
+        for layer.use_adapter in (True, False):
+            layer.prepare_decoding(torch.float32)
+            with torch.no_grad():
+                torch.testing.assert_close(layer.decode(x), layer(x), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(layer.decode(x, residual), layer(x) + residual, rtol=1e-4, atol=1e-4)
+
+
+def quantize_int8(weight):
+    """A format of a reader's own: 8 bits, the absolute maximum of each 32 weights becomes 127."""
+    blocks = weight.float().unflatten(1, (-1, 32))
+    scale = blocks.abs().amax(-1).clamp_min(1e-30) / 127
+    return (blocks / scale[..., None]).round().to(torch.int8).flatten(1), scale, torch.ones(1, device=weight.device)
+
+
+def dequantize_int8(codes, scale, global_scale, dtype):
+    return (codes.unflatten(1, (-1, 32)).float() * scale[..., None]).flatten(1).to(dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_a_new_format_takes_a_few_lines(tmp_path, monkeypatch, device):
+    """No tiles, no kernels: it is loaded, sampled from and trained like the others."""
+    monkeypatch.setitem(qerl.FORMATS, "int8", qerl.Format(quantize_int8, dequantize_int8, block=32))
+    folder, theirs = make_folder(tmp_path, "wide")
+    model = with_lora(folder, weights="int8", device=device, dtype=torch.float32)
+    plain = qerl.load_model(folder, weights="int8", device=device, dtype=torch.float32)
+    assert isinstance(model.blocks[0].mlp.down.weight, qerl.PackedWeight)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert relative(plain(tokens.to(device)).cpu(), theirs(tokens).logits) < 0.05
+    rollout = qerl.generate(model, PROMPTS, 8, 2)
+    prompts = [p for p in PROMPTS for _ in range(2)]
+    logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].max() < 1e-3
+    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-2)
+    weights = qerl.token_weights(rollout.mask)
+    loss, _ = qerl.policy_loss(logprobs, logprobs.detach(), torch.arange(8.0, device=device) - 3.5, weights)
+    loss.backward()
+    optimizer.step()
+    after = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    gain = ((after - logprobs) * weights).sum(1).detach()
+    assert gain[4:].mean() > gain[:4].mean()                                             # the better half became likelier
 
 
 # -------------------------------------------------------------------------------------------------- 3. RMSNorm and AQN
@@ -259,7 +317,7 @@ def test_noise_equals_multiplicative_noise_on_weights(qwen):
         noisy = qkv(norm(x))
         z = norm.noisy_weight - norm.weight
     row_noise = 1 + z / norm.weight
-    torch.testing.assert_close(noisy, F.linear(norm(x), qkv.weight[0] * row_noise, qkv.bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(noisy, F.linear(norm(x), qkv.weight.dequantize(torch.float32) * row_noise, qkv.bias), rtol=1e-4, atol=1e-4)
     assert 0.05 < z.std() < 0.2 and norm.noisy_weight is None
 
 
@@ -300,10 +358,10 @@ def test_logits_equal_transformers(family):
 def test_quantised_model_equals_transformers_with_the_decoded_weights(qwen, weights):
     folder, theirs = qwen
     ours, state = qerl.load_model(folder, weights=weights), {k: v.clone() for k, v in theirs.state_dict().items()}
-    quantize, dequantize, *_ = qerl.FORMATS[weights]
+    format = qerl.FORMATS[weights]
     for name, tensor in state.items():
         if name.endswith("_proj.weight"):
-            tensor.copy_(dequantize(*quantize(tensor), torch.float32))
+            tensor.copy_(format.dequantize(*format.quantize(tensor), torch.float32))
     decoded = transformers.AutoModelForCausalLM.from_config(theirs.config)
     decoded.load_state_dict(state)
     tokens = torch.randint(0, 262, (2, 40))
@@ -334,8 +392,9 @@ def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = qerl.load_model(str(tmp_path))
     q = tensors["model.layers.0.self_attn.q_proj.weight_packed"]
-    assert torch.equal(model.blocks[0].attention.qkv.weight[0][:len(q)], q)
-    assert len(model.blocks[0].attention.qkv.weight[2].unique()) == 3
+    packed, _, global_scale = model.blocks[0].attention.qkv.weight.parts
+    assert torch.equal(packed[:len(q)], q)
+    assert len(global_scale.unique()) == 3
     theirs = transformers.AutoModelForCausalLM.from_config(theirs.config, dtype=torch.float32).eval()
     theirs.load_state_dict({k: v.float() for k, v in decoded.items()}, strict=False)
     tokens = torch.arange(30)[None]
@@ -580,13 +639,13 @@ def test_recomputed_blocks_decode_each_weight_once_a_pass(qwen, monkeypatch):
     import weakref
     model, decoded = with_lora(qwen[0]), []
     model.recompute_in_backward()
-    dequantize = qerl.QuantLinear.dequantize
+    dequantize = qerl.PackedWeight.dequantize
 
-    def counted(layer, dtype):
-        weight = dequantize(layer, dtype)
+    def counted(packed, dtype):
+        weight = dequantize(packed, dtype)
         decoded.append(weakref.ref(weight))
         return weight
-    monkeypatch.setattr(qerl.QuantLinear, "dequantize", counted)
+    monkeypatch.setattr(qerl.PackedWeight, "dequantize", counted)
     loss = model(torch.arange(60).view(2, 30)).square().mean()
     layers = len(model.quantized_layers())
     assert len(decoded) == layers and not any(ref() is not None for ref in decoded)
@@ -600,7 +659,7 @@ def test_idle_slots_are_given_up_at_the_end(qwen, monkeypatch):
     prompts = [[i, 3, 2 * i + 1] for i in range(40)]
     eos = set(qerl.generate(model, prompts, 24, temperature=0).tokens[:24, 3].tolist())   # 24 or more end here or before
     step = qerl.Sampler.step
-    monkeypatch.setattr(qerl.Sampler, "step", lambda self: (rows.append(len(self.row)), step(self)))
+    monkeypatch.setattr(qerl.Sampler, "step", lambda self: (rows.append(len(self.completion)), step(self)))
     kept = qerl.generate(model, prompts, 24, temperature=0, eos=eos, slots=4)
     assert set(rows) == {4}
     rows.clear()
@@ -1092,7 +1151,7 @@ def test_kernel_gradient_through_tiles():
 def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, weights):
     """Log-probabilities from decoding (tiles, fused kernels, CUDA graph) against those of training, with LoRA and refilled slots."""
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
-    assert model.blocks[0].mlp.down.tiled == (weights != "bf16")
+    assert isinstance(model.blocks[0].mlp.down.weight, fp4_kernels.TiledWeight) == (weights != "bf16")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
     rollout = qerl.generate(model, prompts, 40, 2, slots=70)
     repeated = [p for p in prompts for _ in range(2)]
