@@ -39,11 +39,10 @@ from safetensors.torch import save_file
 import qerl
 from harness.batches import Batch
 from harness.figures import save_figure
-from harness.flags import Parser, check_device, require
+from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
-from train_gsm8k import full_name
 
 
 class Shape(NamedTuple):

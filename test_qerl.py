@@ -210,8 +210,8 @@ def test_small_float16_weights_are_quantised_as_well_as_others():
 def test_nf4_double_quantisation_costs_little():
     torch.manual_seed(0)
     weight = torch.randn(64, 1024)
-    error = [relative(dequantize(*quantize(weight), torch.float32), weight)
-             for quantize, dequantize in (bench.FORMATS["nf4"], bench.FORMATS["nf4 double"])]
+    error = [relative(format.dequantize(*format.quantize(weight), torch.float32), weight)
+             for format in (bench.FORMATS["nf4"], bench.FORMATS["nf4 double"])]
     assert error[0] < error[1] < error[0] * 1.05
 
 
