@@ -3,6 +3,7 @@
     python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
+import gc
 import itertools
 import json
 import math
@@ -13,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from decimal import Decimal
 
 import numpy as np
@@ -29,7 +32,13 @@ import fp4_kernels
 import qerl
 import train_gsm8k
 from harness import report
-from harness.run_folder import write_jsonl
+from harness.answers import final_number, parse_number, stated_number
+from harness.batches import cut_rows
+from harness.checkpoint import load_adapter, save_adapter
+from harness.flags import parse_flags
+from harness.instruments import flat
+from harness.run_folder import read_jsonl, write_jsonl
+from harness.small_policy import ByteText, made_up_problems
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -83,7 +92,7 @@ def qwen(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    train, held_out = train_gsm8k.made_up_problems()
+    train, held_out = made_up_problems()
     for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     return str(folder)
@@ -453,14 +462,14 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
     from peft import PeftModel
     folder, theirs = make_folder(tmp_path / "base", name)
     ours = with_lora(folder, weights="bf16", train_norms=train_norms, lora_alpha=6)
-    train_gsm8k.save_adapter(ours, str(tmp_path / "adapter"), folder)
+    save_adapter(ours, str(tmp_path / "adapter"), folder)
     tokens = torch.randint(0, 262, (2, 30))
     with torch.no_grad():
         assert relative(ours(tokens), theirs(tokens).logits) > 1e-2
         peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
         assert relative(ours(tokens), peft(tokens).logits) < 1e-4
         again = qerl.load_model(folder, weights="bf16", lora_rank=4, lora_alpha=6, train_norms=train_norms)
-        train_gsm8k.load_adapter(again, str(tmp_path / "adapter"))
+        load_adapter(again, str(tmp_path / "adapter"))
         assert torch.equal(again(tokens), ours(tokens))
 
 
@@ -704,13 +713,13 @@ def test_output_layer_runs_in_chunks(qwen):
 # -------------------------------------------------------------------------------------------------------- train_gsm8k
 
 def test_word_problems_are_gsm8k_shaped_and_disjoint():
-    train, held_out = train_gsm8k.made_up_problems()
+    train, held_out = made_up_problems()
     assert not {p["question"] for p in train} & {p["question"] for p in held_out}
     for problem in train[:300]:
         for left, right in (c.split("=") for c in re.findall(r"<<(.*?)>>", problem["answer"])):
             assert eval(left) == int(right)
         assert problem["answer"].endswith(f"#### {right}")
-    careless = train_gsm8k.made_up_problems(careless=1.0)[0]
+    careless = made_up_problems(careless=1.0)[0]
     right = {p["question"]: p["answer"] for p in train}
     assert any(p["question"] in right and right[p["question"]] != p["answer"] for p in careless)
 
@@ -721,28 +730,32 @@ def test_word_problems_are_gsm8k_shaped_and_disjoint():
     ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "4"), ("\u22123", "-3"), ("x=-5", "-5"),
     ("1/2", "None"), ("\\frac{1}{2}", "None"), ("\\dfrac{1}{2}", "None"), ("(3)/(4)", "None"), ("3/4 of 20 is 15", "15"), ("1{,}042", "1042")])
 def test_tolerant_numbers(text, number):
-    assert train_gsm8k.parse_number(text) == (None if number == "None" else Decimal(number))
+    assert parse_number(text) == (None if number == "None" else Decimal(number))
 
 
 def test_rewards():
     good = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
-    assert train_gsm8k.reward(good, Decimal(42)) == (2.2, True)
-    assert train_gsm8k.reward(good, Decimal(41)) == (0.2, False)
-    assert train_gsm8k.reward("<answer>42</answer>", Decimal(42)) == (2.0, True)
-    assert train_gsm8k.reward("the answer is 42", Decimal(42)) == (0.0, False)
-    assert train_gsm8k.reward(good + " and more", Decimal(42)) == (2.0, True)
-    assert train_gsm8k.parse_number("none") is None
-    assert train_gsm8k.final_number({"answer": "so 12\n#### 1,200 m2"}) == 1200
-    assert train_gsm8k.stated_number("so \\boxed{1,042} it is, in 2 days") == 1042
-    assert train_gsm8k.stated_number("so 12, no, 13.") == 13
+    reward = train_gsm8k.reward
+    assert reward(good, Decimal(42), "paper") == (2.2, True)
+    assert reward(good, Decimal(41), "paper") == (0.2, False)
+    assert reward("<answer>42</answer>", Decimal(42), "paper") == (2.0, True)
+    assert reward("the answer is 42", Decimal(42), "paper") == (0.0, False)
+    assert reward(good + " and more", Decimal(42), "paper") == (2.0, True)
+    assert reward(good, Decimal(42), "answer") == (1.0, True)
+    assert reward(good, Decimal(41), "answer") == (0.0, False)
+    assert reward("so \\boxed{42}", Decimal(42), "answer") == (1.0, True)
+    assert parse_number("none") is None
+    assert final_number({"answer": "so 12\n#### 1,200 m2"}) == 1200
+    assert stated_number("so \\boxed{1,042} it is, in 2 days") == 1042
+    assert stated_number("so 12, no, 13.") == 13
 
 
-def test_micro_batches_cover_every_row_within_the_budget():
+def test_cut_rows_covers_every_row_within_the_budget():
     rng = random.Random(0)
     prompts, lengths = [[k // 4] * (9 + k // 4) for k in range(80)], [rng.randint(1, 90) for _ in range(79)] + [700]
     order = rng.sample(range(80), 80)
     prompts, lengths = [prompts[i] for i in order], [lengths[i] for i in order]
-    pieces = train_gsm8k.micro_batches(prompts, lengths, 400)
+    pieces = cut_rows(prompts, lengths, 400)
     assert sorted(i for piece in pieces for i in piece) == list(range(80))
     for piece in pieces:
         packing = qerl.pack([prompts[i] for i in piece], torch.tensor([lengths[i] for i in piece]))
@@ -757,9 +770,11 @@ def test_dynamic_sampling_replaces_groups_without_variance():
         rewards = torch.tensor(next(draws)).float()
         tokens = torch.zeros(4, random.randint(1, 3), dtype=torch.long)
         rollout = qerl.Rollout(tokens, tokens.float(), tokens.float(), torch.ones(4, dtype=torch.long), torch.ones(4, dtype=torch.bool))
-        return train_gsm8k.Batch([{"prompt": [1]}] * 2, rollout, list("abcd"), rewards, rewards)
-    batch = train_gsm8k.dynamic_sampling([draw()], draw, 2)
-    assert batch.rewards.tolist() == [[0, 1], [1, 0]] and batch.texts == ["c", "d", "a", "b"] and len(batch.rollout.tokens) == 4
+        return train_gsm8k.Samples([{"prompt": [1]}] * 2, rollout, list("abcd"), rewards, rewards)
+    samples = train_gsm8k.dynamic_sampling(draw(), draw)
+    assert samples.rewards.tolist() == [[0, 1], [1, 0]] and samples.texts == ["c", "d", "a", "b"]
+    assert len(samples.rollout.tokens) == 4
+    assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
 
 
 def command(*args):
@@ -859,8 +874,8 @@ def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, cap
 
 
 def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
-    args = train_gsm8k.arguments(["--out", str(tmp_path / "run")])
-    lock = train_gsm8k.open_run(args)
+    settings = train_gsm8k.arguments(["--out", str(tmp_path / "run")])
+    lock = train_gsm8k.open_run(settings)
     with pytest.raises(SystemExit) as stop:
         run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
     assert stop.value.code == 2 and "in use" in capsys.readouterr().err
@@ -868,7 +883,7 @@ def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
 
 
 def test_out_of_memory_names_the_flags(monkeypatch, capsys, tmp_path):
-    def explode(args):
+    def explode(settings):
         raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(train_gsm8k, "train", explode)
     with pytest.raises(SystemExit) as stop:
@@ -878,167 +893,157 @@ def test_out_of_memory_names_the_flags(monkeypatch, capsys, tmp_path):
 
 def test_long_prompts_are_counted_and_skipped(capsys):
     problems = [{"question": "q" * n, "answer": "#### 1"} for n in (5, 50, 500)]
-    kept = train_gsm8k.with_prompts(problems, train_gsm8k.ByteText(), 60)
+    kept = train_gsm8k.with_prompts(problems, ByteText(), 60)
     assert [len(p["question"]) for p in kept] == [5, 50] and "1 of 3 prompts" in capsys.readouterr().out
 
 
 def test_paper_defaults_with_model():
-    args = train_gsm8k.arguments(["--model", "Qwen/Qwen2.5-3B-Instruct", "--device", "cpu"])
+    settings = train_gsm8k.arguments(["--model", "Qwen/Qwen2.5-3B-Instruct", "--preset", "paper", "--device", "cpu"])
     table4 = dict(prompts=128, group=8, updates=4, lr=1e-5, lora_rank=32, sigma_start=1e-2, sigma_end=5e-4, max_new_tokens=4096,
                   clip_low=0.2, clip_high=0.28, weights="nvfp4", schedule="exponential")
-    assert {k: getattr(args, k) for k in table4} == table4
+    assert {k: getattr(settings, k) for k in table4} == table4
     assert train_gsm8k.arguments(["--model", "Qwen2.5-3B"]).model == "Qwen/Qwen2.5-3B-Instruct"
-    assert train_gsm8k.arguments(["--model", "Qwen2.5-3B", "--weights", "bf16"]).lr == 5e-6
+    paper_bf16 = ["--model", "Qwen2.5-3B", "--preset", "paper", "--weights", "bf16"]
+    assert train_gsm8k.arguments(paper_bf16).lr == 5e-6
 
 
-REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]
-REPORT_METRICS = {
-    "sigma": 0.01,
-    "reward": 0.5,
-    "accuracy": 0.25,
-    "entropy": 0.3,
-    "length": 9.0,
-    "kl": 0.01,
-    "mismatch_kl": float("nan"),
-    "gradient_norm": 0.1,
-}
-REPORT_SUMMARY = {
-    "accuracy_before": 0.5,
-    "accuracy_after": 0.75,
-    "greedy_before": 0.25,
-    "greedy_after": 0.5,
-    "held_out_questions": 4,
-    "seconds": 61.2,
-}
-REPORT_SETTINGS = {
-    "algo": "grpo",
-    "beta": 0.04,
-    "weights": "nvfp4",
-    "gradient_clip": 0.2,
-    "sigma_start": 0.01,
-}
+def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypatch, capsys):
+    settings = fields(train_gsm8k.Settings)
+    for f in settings:
+        flag = "--" + f.name.replace("_", "-")
+        value = (f.metadata["choices"] or {bool: [True], int: [7], float: [0.5], str: ["x"]}[f.type])[0]
+        argv = [flag] if f.type is bool else [flag, str(value)]
+        assert parse_flags(train_gsm8k.Settings, "", {}, argv) == {f.name: value}
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, "--help")
+    assert stop.value.code == 0
+    entries = re.findall(r"^  --([\w-]+)(.*(?:\n {10,}.*)*)", capsys.readouterr().out, re.MULTILINE)
+    told = {flag.replace("-", "_"): help_text for flag, help_text in entries}
+    assert told.keys() == {f.name for f in settings}
+    for f in settings:
+        assert f.metadata["remark"] in told[f.name]
+        if f.default is not None and f.type is not bool:
+            assert re.search(rf"\(default {re.escape(str(f.default))}[;)]", told[f.name])
+    for preset, values in train_gsm8k.PRESETS.items():
+        for name, value in values.items():
+            assert re.search(rf"[(; ]{preset} {re.escape(str(value))}[;)]", told[name])
 
 
-def recorded_answer(token, reward, advantage, length):
-    """A completion as samples.jsonl has it: REPORT_TOKENS and one more token, `length` times."""
-    tokens = (REPORT_TOKENS + [token]) * length
-    return {
-        "text": "".join(tokens),
-        "reward": reward,
-        "correct": reward > 1,
-        "advantage": advantage,
-        "tokens": tokens,
-        "entropy": [0.05, 0.2, 0.5, 0.9, 1.2, 2.0, 0.0, 0.0, 0.0, 0.3] * length,
-        "rollout_logprobs": [-3.0] * len(tokens),
-        "training_logprobs": [-2.5] * len(tokens),
-    }
-
-
-def held_out_answers(text, verdicts):
-    """answers_before.jsonl or answers_after.jsonl: one question for each verdict."""
-    lines = []
-    for i, correct in enumerate(verdicts):
-        answer = {"text": text, "correct": correct}
-        question = {"question": f"{text} {i}", "number": "42"}
-        lines.append({**question, "accuracy": answer, "greedy": answer})
-    return lines
-
-
-def made_up_run(folder, steps=9, text="42", length=1):
-    """The files of a run, with `text` wherever a model's or a data set's text can stand."""
-    samples = []
-    for step in range(1, steps + 1):
-        worse = recorded_answer(text, 0.2, -0.9, length)
-        better = recorded_answer(text, 2.2, 0.9, length)
-        question = {"question": text, "number": text}
-        samples.append({"step": step, **question, "completions": [worse, better]})
-    settings = {**REPORT_SETTINGS, "model": text, "data": text}
-    summary = {**REPORT_SUMMARY, "settings": settings}
-    metrics = [{"step": step + 1, **REPORT_METRICS} for step in range(steps)]
-    before = held_out_answers(text, [False, False, True, True])
-    after = held_out_answers(text, [True, True, False, True])
-    (folder / "summary.json").write_text(json.dumps(summary))
-    write_jsonl(folder / "metrics.jsonl", metrics)
-    write_jsonl(folder / "samples.jsonl", samples)
-    write_jsonl(folder / "answers_before.jsonl", before)
-    write_jsonl(folder / "answers_after.jsonl", after)
-
-
-def report_of(folder):
-    report.write_report(folder)
-    return (folder / "report.html").read_text(encoding="utf-8")
-
-
-def test_report_shows_a_run(tmp_path):
-    made_up_run(tmp_path)
-    page = report_of(tmp_path)
-    assert "pass@1 50.0% \u2192 75.0%" in page
-    assert "25.0% \u2192 50.0%" in page
-    assert "61 s" in page
-    assert re.findall(r"<h3>Step (\d+)</h3>", page) == list("1235679")
-    assert re.findall(r"<details open>\s*<summary><h3>Step (\d+)", page) == list("159")
-    assert page.count('data-s="4.98" data-p="8.21" data-r="1.649"') == 7 * 2 * 10
-    for shown in ("\u21b5\n\u21b5\n", "\u2400", "··", "\u2205"):
-        assert f">{shown}</span>" in page
-    assert page.index("2.2</span>") < page.index("0.2</span>")             # the best answer first
-    assert re.findall(r"<td>(\d)</td>", page)[:4] == ["1", "1", "2", "0"]
-    assert page.index("From wrong to right") < page.index("From right to wrong")
-    assert page.count("<svg") == 6                                         # no mismatch: it is NaN
-
-
-def test_report_loads_nothing(tmp_path):
-    made_up_run(tmp_path)
-    page = report_of(tmp_path)
-    assert not re.search(r"<(script|link|iframe|object|embed|img|use)\b", page)
-    assert not re.search(r"\b(src|srcset)=|url\(|@import", page)
-    assert re.findall('href="(.)', page) == ["#"] * 4
-
-
-def test_report_escapes_what_models_and_data_say(tmp_path):
-    made_up_run(tmp_path, text="<script>alert('\"')</script>")
-    page = report_of(tmp_path)
-    assert "<script" not in page
-    for place in ('class="question">', "<b>", 'data-r="1.649">', 'class="text">', "<td>"):
-        assert f"{place}&lt;script&gt;" in page
-
-
-@pytest.mark.parametrize("missing", [
-    ["samples.jsonl"],
-    ["answers_before.jsonl"],
-    ["answers_after.jsonl"],
-    ["summary.json"],
-    ["samples.jsonl", "answers_before.jsonl", "answers_after.jsonl", "summary.json"],
+@pytest.mark.parametrize("argv,expected", [
+    ([], dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper")),
+    (["--steps", "7", "--lr", "5e-5"], dict(steps=7, lr=5e-5, prompts=16)),
+    (["--prompts", "64", "--beta", "0"], dict(prompts=64, beta=0.0, steps=50)),       # given, though it is the default
+    (["--model", "a/b"], dict(prompts=64, lr=5e-5, beta=0.0, reward="answer")),
+    (["--model", "a/b", "--weights", "bf16"], dict(lr=5e-5)),
+    (["--model", "a/b", "--preset", "small"], dict(prompts=16, lr=3e-3)),
+    (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.04, prompts=128)),
+    (["--model", "a/b", "--preset", "paper", "--weights", "bf16", "--lr", "1e-3"], dict(lr=1e-3, prompts=128)),
+    (["--algo", "dapo"], dict(beta=0.0, lr=3e-3)),
+    (["--algo", "dapo", "--beta", "0.1"], dict(beta=0.1)),
+    (["--algo", "dapo", "--preset", "paper", "--model", "a/b"], dict(beta=0.0, prompts=128)),
 ])
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_report_of_what_is_there(tmp_path, missing, steps):
-    made_up_run(tmp_path, steps)
-    for name in missing:
-        os.remove(tmp_path / name)
-    page = report_of(tmp_path)
-    assert page.endswith("</html>")
-    assert page.count("<figure>") == (6 if steps else 0)
+def test_flags_win_over_the_preset_and_it_over_the_defaults(argv, expected):
+    settings = train_gsm8k.arguments([*argv, "--device", "cpu"])
+    assert {name: getattr(settings, name) for name in expected} == expected
 
 
-def test_report_of_long_completions_stays_small(tmp_path):
-    made_up_run(tmp_path, length=1000)
-    page = report_of(tmp_path)
-    assert len(page) < 4e6
-    assert "tokens left out here" in page
+# A question with whatever ends a line or a record somewhere, and what JSON has to escape.
+AWKWARD = 'one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n{"step": 9}\\ "eight" \x00 ####'
 
 
-def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
-    made_up_run(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
-    report.main()
-    assert (tmp_path / "report.html").exists()
-    assert "report.html" in capsys.readouterr().out
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    for argument in (tmp_path, tmp_path / "no-such-folder"):
-        monkeypatch.setattr(sys, "argv", ["report.py", str(argument)])
+def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkeypatch, capsys):
+    problem = json.dumps({"question": AWKWARD, "answer": "#### 1"}) + "\n"
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(problem * 2)
+    options = ("--model", qwen[0], "--data", tmp_path, *QUICK)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    stored = (tmp_path / "whole" / "samples.jsonl").read_bytes()
+    samples = [json.loads(line) for line in stored.decode().splitlines()]
+    assert [s["step"] for s in samples] == [1, 2, 4, 5] and samples == read_jsonl(tmp_path / "whole" / "samples.jsonl")
+    for sample in samples:
+        assert sample["question"] == AWKWARD and sample["number"] == "1" and len(sample["completions"]) == 2
+        for c in sample["completions"]:
+            parts = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
+            assert 1 <= len(c["tokens"]) <= 8 and len({len(c[part]) for part in parts}) == 1
+            assert c["reward"] == float(c["correct"]) and all(isinstance(t, str) for t in c["tokens"])
+            assert min(c["entropy"]) > 0 and max(c["rollout_logprobs"] + c["training_logprobs"]) < 0
+        assert abs(sum(c["advantage"] for c in sample["completions"])) < 1e-3
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        if state["step"] == 5:
+            raise KeyboardInterrupt
+        save(folder, model, optimizer, generators, state, settings)
+    save = train_gsm8k.save_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "save_checkpoint", stopped)
         with pytest.raises(SystemExit) as stop:
-            report.main()
-        assert stop.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+            run_main(monkeypatch, *options, "--out", tmp_path / "cut")
+    assert stop.value.code == 130 and f"--resume --out {tmp_path / 'cut'}" in capsys.readouterr().err
+    del stop                                                                             # its traceback holds the run's lock
+    gc.collect()
+    log = tmp_path / "cut" / "samples.jsonl"
+    assert [s["step"] for s in read_jsonl(log)] == [1, 2, 4, 5]                          # the last checkpoint is of step 4
+    with log.open("a") as f:
+        f.write('{"step": 9, "quest')
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    assert log.read_bytes() == stored
+
+
+def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    reported = []
+    monkeypatch.setattr(train_gsm8k, "write_report", lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5, "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    held_out = made_up_problems()[1][:5]
+    for when in ("before", "after"):
+        answers = read_jsonl(out / f"answers_{when}.jsonl")
+        assert [a["question"] for a in answers] == [p["question"] for p in held_out]
+        assert [a["number"] for a in answers] == [str(final_number(p)) for p in held_out]
+        for kind in ("accuracy", "greedy"):
+            for answer in answers:
+                assert answer[kind]["correct"] == (stated_number(answer[kind]["text"]) == Decimal(answer["number"]))
+            assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
+    (folder, files), = reported                                                          # once, when all else is there
+    assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
+
+
+@pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tmp_path, monkeypatch, capsys, tracker, package):
+    out = tmp_path / "run"
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out, "--log", tracker)
+    monkeypatch.setitem(sys.modules, package, None)                                      # importing it is an ImportError
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, *options)
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(error) == 1 and f"pip install {tracker}" in error[0]
+    assert not out.exists()                                                              # nothing was measured before
+
+    opened, written = [], {}
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            opened.append(folder)
+
+        def add_scalar(self, key, value, step):
+            written.setdefault(step, {})[key] = value
+
+        def flush(self):
+            pass
+
+    def init(dir, **options):
+        assert options["config"]["lora_rank"] == 2
+        opened.append(dir)
+        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}))
+    fake = types.ModuleType(package)
+    fake.SummaryWriter, fake.init = SummaryWriter, init
+    monkeypatch.setitem(sys.modules, package, fake)
+    run_main(monkeypatch, *options)
+    assert opened == [str(out)]
+    assert written == {m["step"]: flat(m) for m in read_jsonl(out / "metrics.jsonl")} and written.keys() == {1, 2}
+    assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[2].keys()
+    assert all(isinstance(value, (int, float)) for numbers in written.values() for value in numbers.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
