@@ -1473,7 +1473,8 @@ def test_kernel_decode_of_a_layer_is_its_forward():
     format = qerl.FORMATS["nvfp4"]
     parts = [torch.cat(p) for p in zip(*((a, b, c.view(1, 1).expand(128, 1)) for a, b, c in map(format.quantize, torch.randn(3, 128, 256))))]
     weight = format.tile(*(p.to(KERNEL_DEVICE) for p in parts))
-    layer = qerl.QuantLinear(["q", "k", "v"], [128] * 3, 256, weight, torch.randn(384).to(KERNEL_DEVICE).bfloat16(), lora_rank=4, lora_alpha=8)
+    bias = torch.randn(384).to(KERNEL_DEVICE).bfloat16()
+    layer = qerl.QuantLinear(["q", "k", "v"], [128] * 3, 256, weight, bias, lora_rank=4, lora_alpha=8).to(KERNEL_DEVICE)
     layer.lora_B.data.normal_()
     x, residual = torch.randn(5, 256).to(KERNEL_DEVICE).bfloat16(), torch.randn(5, 384).to(KERNEL_DEVICE).bfloat16()
     with torch.no_grad():
