@@ -96,8 +96,8 @@ def quantize_nvfp4(weight):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
-    float8_e4m3fn [out, in/16] and global_scale float32 [1], by that format's convention 1 /
-    S_FP32 of Eq. 6.
+    float8_e4m3fn [out, in/16] and global_scale float32 [1], which by that format's convention is
+    the reciprocal of Eq. 6's S_FP32.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
@@ -455,9 +455,11 @@ class Attention(nn.Module):
         return (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
-        """x [B, T, d], or a line of tokens [S, d] with a packing (see pack), which attention lays
-        out as rows. rope = (cos, sin), each [T, head_dim]; cache and slots as in
-        Transformer.hidden."""
+        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim].
+
+        cache and slots: see Transformer.hidden. With a packing (see pack) x is a line of tokens
+        [S, d], which attention lays out as rows.
+        """
         qkv = self.qkv(x)
         if packing is not None:
             qkv = gather_rows(qkv, packing.place)                              # (B, T, q + k + v)
@@ -565,8 +567,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row.
 
-        With a cache and slots int64 [B * G] it prefills: row b also fills slots[b * G : (b + 1) *
-        G]. With a packing (see pack): tokens [S] -> [S, d].
+        With a cache and slots int64 [B * G] it prefills: row b also fills the slots from b * G on.
+        With a packing (see pack): tokens [S] -> [S, d].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
         # Reentrant recomputation gives a gradient only if its input asks for one.
@@ -661,7 +663,7 @@ class KVCache:
 class Rollout:
     """N completions, padded to C tokens, in the order of the prompts, group_size of each."""
     tokens: torch.Tensor           # int64 [N, C]
-    logprobs: torch.Tensor     # float32 [N, C], of the sampled tokens at the sampling temperature
+    logprobs: torch.Tensor         # float32 [N, C], of the tokens, at the sampling temperature
     entropy: torch.Tensor          # float32 [N, C], of the policy at each token, in nats
     length: torch.Tensor           # int64 [N]
     finished: torch.Tensor         # bool [N]: ended by an EOS token
@@ -748,7 +750,7 @@ class Sampler:
 
         # Of each slot; how many keys and values it has is cache.filled.
         self.completion = torch.full((slots,), IDLE, device=device)    # which one it continues
-        self.position = torch.zeros_like(self.completion)      # the place of the next token in it
+        self.position = torch.zeros_like(self.completion)              # its next token's place
         self.token = torch.zeros_like(self.completion)                 # the next input
         self.cache = KVCache(model, slots, max_len)
 
@@ -765,14 +767,11 @@ class Sampler:
         self.record()
 
     def record(self):
-        """`replay`: what `step` does, on a GPU with Triton as a CUDA graph (top-p: `forward` alone)."""
-        self.replay = self.step
+        """On a GPU with Triton: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone."""
+        self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.triton:
-            if self.top_p == 1:
-                self.replay = record_graph(self.step, self.generator)
-            else:
-                forward = record_graph(self.forward)
-                self.replay = lambda: (forward(), self.pick())
+            recorded = self.step if self.top_p == 1 else self.forward
+            self.replay = record_graph(recorded, self.generator)
 
     def admit(self, prompts, slots, completions, prefill_tokens=32768):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -799,7 +798,9 @@ class Sampler:
     def steps(self, count):
         """`count` tokens for every slot; nothing here waits for the device."""
         for _ in range(count):
-            self.replay()
+            (self.replay or self.step)()
+            if self.replay and self.top_p != 1:
+                self.pick()
 
     def step(self):
         """One token for every slot."""
