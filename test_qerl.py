@@ -3,13 +3,13 @@
     python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
-import gc
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -825,11 +825,90 @@ def test_resume_after_kill_is_bit_for_bit(qwen, data, tmp_path, algo, monkeypatc
     assert stop.value.code == 2
 
 
-def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, monkeypatch, resume):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run", "--resume")
+    for name in ("metrics.jsonl", "lock"):
+        (tmp_path / "run" / name).write_text("")
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run", *resume)
     assert [m["step"] for m in without_times(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+def refused(monkeypatch, capsys, *args):
+    """The one line with which a command ends, exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, *args)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(lines) == 1
+    return lines[0]
+
+
+def contents(folder):
+    """{name: bytes} of all files below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(qwen, data, tmp_path_factory):
+    """(command line, folder) of a run of two steps, which a test copies before it breaks it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        run_main(patch, *options, "--out", out)
+    return options, out
+
+
+def copied(finished, tmp_path):
+    """(command line with --resume, folder) of a copy of the finished run."""
+    options, out = finished
+    shutil.copytree(out, tmp_path / "run")
+    return (*options, "--out", tmp_path / "run", "--resume"), tmp_path / "run"
+
+
+def test_a_run_without_its_checkpoint_is_not_begun_anew(finished, tmp_path, monkeypatch, capsys):
+    options, out = copied(finished, tmp_path)
+    (out / "checkpoint.safetensors").unlink()
+    for kept in ("adapter", "metrics.jsonl", "samples.jsonl", "summary.json", "answers_after.jsonl"):
+        before = contents(out)
+        error = refused(monkeypatch, capsys, *options)
+        assert "checkpoint.safetensors is gone" in error and "another --out" in error and contents(out) == before
+        shutil.rmtree(out / kept) if kept == "adapter" else (out / kept).unlink()
+
+
+def test_a_damaged_checkpoint_does_not_cost_the_adapter(finished, tmp_path, monkeypatch, capsys):
+    options, out = copied(finished, tmp_path)
+    for stored in (b"", (out / "checkpoint.safetensors").read_bytes()[:-9]):
+        (out / "checkpoint.safetensors").write_bytes(stored)
+        before = contents(out)
+        error = refused(monkeypatch, capsys, *options)
+        assert "not a readable checkpoint" in error and "another --out" in error and "remove" not in error
+        assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "answers_now.jsonl", "adapter/adapter_config.json", "summary.json",
+                                  "curve.png", "report.html", "eval.json", "checkpoint.safetensors", "lock"])
+def test_no_file_of_a_run_is_overwritten(data, tmp_path, monkeypatch, capsys, name):
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine\n")
+    error = refused(monkeypatch, capsys, "--data", data, *QUICK, "--out", tmp_path / "out")
+    assert ("lock is not a run's" if name == "lock" else "already holds a run") in error and "another folder" in error
+    assert file.read_text() == "mine\n"
+    if name == "lock":
+        refused(monkeypatch, capsys, "--data", data, *QUICK, "--out", tmp_path / "out", "--resume")
+        assert file.read_text() == "mine\n"
+
+
+def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
+    locks = []
+    open_run = train_gsm8k.open_run
+    monkeypatch.setattr(train_gsm8k, "open_run", lambda settings: locks.append(open_run(settings)) or locks[-1])
+    monkeypatch.setattr(train_gsm8k, "train", lambda settings: None)
+    run_main(monkeypatch, "--out", tmp_path / "run")
+    monkeypatch.setattr(train_gsm8k, "train", lambda settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_main(monkeypatch, "--out", tmp_path / "run")
+    assert [lock.closed for lock in locks] == [True, True]
 
 
 def bad_jsonl(tmp_path):
@@ -980,8 +1059,6 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
         with pytest.raises(SystemExit) as stop:
             run_main(monkeypatch, *options, "--out", tmp_path / "cut")
     assert stop.value.code == 130 and f"--resume --out {tmp_path / 'cut'}" in capsys.readouterr().err
-    del stop                                                                             # its traceback holds the run's lock
-    gc.collect()
     log = tmp_path / "cut" / "samples.jsonl"
     assert [s["step"] for s in read_jsonl(log)] == [1, 2, 4, 5]                          # the last checkpoint is of step 4
     with log.open("a") as f:

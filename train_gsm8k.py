@@ -15,11 +15,9 @@ import math
 import os
 import random
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass
 
-import safetensors
 import torch
 from tqdm import tqdm
 
@@ -30,12 +28,13 @@ from harness.chat_text import ChatText
 from harness.checkpoint import read_checkpoint, restore, save_checkpoint
 from harness.figures import learning_curve, save_figure
 from harness.flags import check_device, full_name, parse_flags, require, setting
-from harness.instruments import Clock, command_line, environment, fail, open_tracker, peak_memory_gb
+from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.questions import gsm8k
 from harness.report import one_group, write_report
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
-from harness.run_folder import read_log, remove_if_empty, write_jsonl
+from harness.run_folder import read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from harness.stops import one_line
 from qerl import UserError
 
 
@@ -564,36 +563,15 @@ def open_run(settings):
 
 
 def main():
-    settings = lock = None
-    try:
+    with one_line() as run:                     # an error that the user can mend is one line
         settings = arguments()
         if settings.out or settings.resume or not settings.eval_only:
-            lock = open_run(settings)
+            run.lock = open_run(settings)
         if settings.eval_only:
             evaluate_only(settings)
         else:
+            run.folder = settings.out           # what a stopped run goes on from
             train(settings)
-    except UserError as e:
-        if lock:
-            remove_if_empty(settings.out)
-        sys.exit(fail(str(e)))
-    except (OSError, safetensors.SafetensorError) as e:
-        sys.exit(fail(f"{e}; mend or remove what it names{how_to_go_on(settings)}"))
-    except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
-        if not re.search("out of memory|can't allocate memory", str(e)):
-            raise
-        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
-                      f"in a new run, --max-new-tokens{how_to_go_on(settings)}"))
-    except KeyboardInterrupt:
-        print(f"\nstopped{how_to_go_on(settings)}", file=sys.stderr)
-        sys.exit(130)
-
-
-def how_to_go_on(settings):
-    """What to type after a stop, if there is something to go on with."""
-    if settings is None or settings.out is None or settings.eval_only:
-        return ""
-    return f"; go on with the same command and --resume --out {settings.out}"
 
 
 if __name__ == "__main__":

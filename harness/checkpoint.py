@@ -15,6 +15,9 @@ from harness.run_folder import atomic_write
 from qerl import UserError
 
 
+NEW_RUN = "start a new run in another --out, and keep this folder's adapter"
+
+
 def trained_norms(model):
     """The RMSNorms whose scales are trained, too (--train-norms)."""
     norms = [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
@@ -87,7 +90,7 @@ def load_adapter(model, folder):
 
 
 def save_checkpoint(folder, model, optimizer, generators, state, settings):
-    """Write the adapter, then everything that the next step depends on, as one file.
+    """Write the adapter, once there is one, then everything that the next step depends on, as one file.
 
     generators: list of torch.Generator; state and settings: what JSON can hold.
     """
@@ -98,7 +101,9 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
             tensors[f"optimizer.{name}.{key}"] = value
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     metadata = {"state": json.dumps(state), "settings": json.dumps(settings)}
-    save_adapter(model, f"{folder}/adapter", model.name_or_path)
+    # Not before the first step: an adapter without a checkpoint is one that lost it.
+    if state["step"]:
+        save_adapter(model, f"{folder}/adapter", model.name_or_path)
     stored = safetensors.torch.save(tensors, metadata=metadata)
     atomic_write(f"{folder}/checkpoint.safetensors", stored)
 
@@ -116,14 +121,9 @@ def read_checkpoint(folder, settings, must_agree=None):
             metadata = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}
     except safetensors.SafetensorError as e:
-        raise UserError(
-            f"{path}: not a readable checkpoint ({qerl.reason(e)}); remove it to start over"
-        )
+        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
     if "settings" not in metadata:
-        raise UserError(
-            f"{path}: not a checkpoint of this program; remove it to start over, "
-            "or choose another --out"
-        )
+        raise UserError(f"{path}: not a checkpoint of this program; {NEW_RUN}")
     then = json.loads(metadata["settings"])
     for name in must_agree or sorted(settings.keys() | then.keys()):
         if settings.get(name) != then.get(name):

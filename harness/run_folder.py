@@ -20,6 +20,9 @@ try:
 except ImportError:                         # Windows: runs are not locked
     fcntl = None
 
+FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
+         "summary.json", "curve.png", "report.html", "eval.json"]
+
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
 
@@ -29,11 +32,27 @@ def atomic_write(path, data):
     A reader, or who comes after a kill -9, finds the old file or the new one, never half of one.
     """
     temporary = f"{path}.tmp"
-    with open(temporary, "wb") as f:
-        f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
-        f.flush()
-        os.fsync(f.fileno())
+    with naming(temporary):
+        try:
+            with open(temporary, "wb") as f:
+                f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError:                     # half a file only fills a disk that is full
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def naming(path):
+    """Let an OSError name the file, which one from write or fsync does not."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or path
+        raise
 
 
 @contextlib.contextmanager
@@ -53,7 +72,7 @@ def choose_folder(stem, resume):
     needed = "checkpoint.safetensors" if resume else ""     # a start that failed is not resumed
     found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
     numbers = [os.path.dirname(path).rsplit("-", 1)[1] for path in found]
-    newest = max((int(n) for n in numbers if n.isdigit()), default=0)
+    newest = max((int(n) for n in numbers if n.isdecimal()), default=0)     # "1²" is no number
     if not resume:
         return f"{stem}-{newest + 1}"
     if not newest:
@@ -72,28 +91,59 @@ def open_folder(out, resume):
         )
     with creating(out):
         os.makedirs(out, exist_ok=True)
-        lock = open(f"{out}/lock", "w")
+        lock = open(f"{out}/lock", "a")     # empties no file that someone else named so
+    try:
+        take(lock)
+        refuse_to_overwrite(out, resume)
+    except UserError:
+        lock.close()
+        raise
+    return lock
+
+
+def take(lock):
+    """Hold the lock, which the system gives back when the file is closed, or refuse."""
     if fcntl is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                f"--out {out}: in use by a running process; wait for it or choose another folder"
+                f"--out {os.path.dirname(lock.name)}: in use by a running process; "
+                "wait for it or choose another folder"
             )
-    traces = ("metrics.jsonl", "checkpoint.safetensors")
-    used = any(os.path.exists(f"{out}/{name}") for name in traces)
-    if used and not resume:
+
+
+def traces(out):
+    """The files of a run in this folder; logs that are still empty do not count."""
+    found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
+    begun = ("metrics.jsonl", "samples.jsonl")
+    return [name for name in found if name not in begun or os.path.getsize(f"{out}/{name}")]
+
+
+def refuse_to_overwrite(out, resume):
+    """A folder's files stay: a new run needs an empty one, --resume the checkpoint of the run."""
+    if os.path.getsize(f"{out}/lock"):
+        raise UserError(f"--out {out}: its file lock is not a run's; choose another folder")
+    found = traces(out)
+    if found and not resume:
         raise UserError(
-            f"--out {out}: already holds a run; add --resume to go on with it "
+            f"--out {out}: already holds a run ({found[0]}); add --resume to go on with it "
             "or choose another folder"
         )
-    return lock
+    # Before its first checkpoint a run writes nothing but the answers of the untrained policy.
+    lost = [name for name in found if name != "answers_before.jsonl"]
+    if lost and "checkpoint.safetensors" not in found:
+        raise UserError(
+            f"--resume --out {out}: its checkpoint.safetensors is gone, but {lost[0]} is there and "
+            "stays; start a new run in another --out"
+        )
 
 
-def remove_if_empty(out):
+def remove_if_empty(lock):
     """Take away the folder of a run of which nothing came but the lock."""
+    out = os.path.dirname(lock.name)
     if os.listdir(out) == ["lock"]:
-        os.remove(f"{out}/lock")
+        os.remove(lock.name)
         with contextlib.suppress(OSError):  # "." or a link stays
             os.rmdir(out)
 
@@ -116,7 +166,7 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    with open(path, "a", encoding="utf-8") as f:
+    with naming(path), open(path, "a", encoding="utf-8") as f:
         f.write(json.dumps(entry) + "\n")
 
 

@@ -1,0 +1,80 @@
+"""How a run ends that cannot go on: one line with the thing and the remedy, and an exit status."""
+import contextlib
+import errno
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+import safetensors
+
+from harness.instruments import fail
+from harness.run_folder import remove_if_empty
+from qerl import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class Run:
+    """What the last line of a run that stops has to know of it."""
+    folder: str = None             # where it lives; None: nothing to go on with
+    lock: TextIO = None            # of the folder, closed at the end
+
+
+@contextlib.contextmanager
+def one_line():
+    """Around a whole program: an error that the user can mend is one line, not a traceback.
+
+    Gives a Run to be filled in. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    """
+    run = Run()
+    try:
+        yield run
+    except UserError as e:
+        if run.lock:
+            remove_if_empty(run.lock)
+        sys.exit(fail(str(e)))
+    except BrokenPipeError:
+        sys.exit(141)
+    except (OSError, safetensors.SafetensorError) as e:
+        sys.exit(fail(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}"))
+    except RecursionError:
+        sys.exit(fail("JSON nested too deeply, in a line of --data or in the model's config.json; "
+                      "mend or remove it"))
+    except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
+        if not re.search("out of memory|can't allocate memory", str(e)):
+            raise
+        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
+                      f"in a new run, --max-new-tokens{how_to_go_on(run.folder)}"))
+    except KeyboardInterrupt:
+        print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        if run.lock:
+            run.lock.close()
+        flush_quietly()
+
+
+def what_failed(error, folder):
+    """What an operating system's error is about, and the remedy."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        place = os.path.dirname(error.filename) if error.filename else folder
+        return f"{place}: the disk is full; free some space"
+    return f"{error}; mend or remove what it names"
+
+
+def how_to_go_on(folder):
+    """What to type after a stop, if there is something to go on with."""
+    if folder is None:
+        return ""
+    return f"; go on with the same command and --resume --out {folder}"
+
+
+def flush_quietly():
+    """Write what is still to be printed; to nowhere if no one reads on, as after `| head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
