@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -31,13 +32,13 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import report
+from harness import checkpoint, report
 from harness.answers import final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, save_adapter
 from harness.flags import parse_flags
 from harness.instruments import flat
-from harness.run_folder import read_jsonl, write_jsonl
+from harness.run_folder import read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -819,10 +820,6 @@ def test_resume_after_kill_is_bit_for_bit(qwen, data, tmp_path, algo, monkeypatc
     with pytest.raises(SystemExit) as stop:                                              # other settings are refused by name
         run_main(monkeypatch, *options, "--lr", 2e-3, "--out", tmp_path / "killed", "--resume")
     assert stop.value.code == 2
-    log.unlink()
-    with pytest.raises(SystemExit) as stop:                                              # and a log that is gone
-        run_main(monkeypatch, *options, "--out", tmp_path / "killed", "--resume")
-    assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
@@ -897,6 +894,90 @@ def test_no_file_of_a_run_is_overwritten(data, tmp_path, monkeypatch, capsys, na
     if name == "lock":
         refused(monkeypatch, capsys, "--data", data, *QUICK, "--out", tmp_path / "out", "--resume")
         assert file.read_text() == "mine\n"
+
+
+NO_NUMBER = re.compile("NaN|Infinity")
+
+
+@pytest.mark.parametrize("options,message,steps", [
+    (["--lr", 1e30, "--steps", 1, "--updates", 1], "lower --lr", 0),
+    (["--sigma-start", 1e38], "less noise (--sigma-start)", 1),
+    (["--lora-alpha", "inf"], "--lora-alpha inf: must be positive and finite", None),
+])
+def test_nan_ends_a_run_before_it_is_stored(qwen, data, tmp_path, monkeypatch, capsys, options, message, steps):
+    out = tmp_path / "out"
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--save-every", 1, *options, "--out", out)
+    assert message in error
+    if steps is None:
+        assert not out.exists()
+        return
+    stored = load_file(out / "checkpoint.safetensors")
+    assert all(t.isfinite().all() for t in stored.values())
+    assert len(read_jsonl(out / "metrics.jsonl")) == steps and not NO_NUMBER.search((out / "metrics.jsonl").read_text())
+
+
+@pytest.mark.parametrize("options", [(), ("--eval-only",)])
+def test_a_model_that_gives_nan_is_refused(qwen, data, tmp_path, monkeypatch, capsys, options):
+    (tmp_path / "model").mkdir()
+    folder = break_tensor(qwen[0], tmp_path / "model", lambda t: t["model.norm.weight"].fill_(3e38))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{qwen[0]}/{file}", folder)
+    out = tmp_path / "out"
+    error = refused(monkeypatch, capsys, "--model", folder, "--data", data, *QUICK, "--out", out, *options)
+    assert "logits are NaN or infinite" in error and "undamaged model" in error and not out.exists()
+
+
+def test_logs_refuse_nan(tmp_path):
+    for write in (train_gsm8k.append_jsonl, write_jsonl):
+        with pytest.raises(ValueError):
+            write(tmp_path / "log.jsonl", {"kl": math.nan} if write is train_gsm8k.append_jsonl else [math.inf])
+
+
+def test_other_data_are_noticed_at_resume(finished, data, tmp_path, monkeypatch, capsys):
+    options, out = copied(finished, tmp_path)
+    other = [json.loads(line) for line in open(f"{data}/train.jsonl")]
+    other[3]["answer"] += "0"
+    monkeypatch.setattr(train_gsm8k, "gsm8k", lambda folder: (other, made_up_problems()[1][:6]))
+    before = contents(out)
+    assert "other questions or answers" in refused(monkeypatch, capsys, *options) and contents(out) == before
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path, monkeypatch, capsys):
+    options, out = copied(finished, tmp_path)
+    monkeypatch.setattr(train_gsm8k, "load_all", lambda settings: pytest.fail("it was believed"))
+    path = out / "checkpoint.safetensors"
+    stored = path.read_bytes()
+    header = 8 + int.from_bytes(stored[:8], "little")
+    places = [*range(0, header - 8, 97), *range(header, len(stored), len(stored) // 40), len(stored) - 1]
+    for place in places:                                                # the spaces that end a header say nothing
+        path.write_bytes(stored[:place] + bytes([stored[place] ^ 1]) + stored[place + 1:])
+        assert f"{path}: " in refused(monkeypatch, capsys, *options)
+    path.write_bytes(stored)
+    settings = json.loads(safe_open(path, "pt").metadata()["settings"])
+    assert checkpoint.read_checkpoint(str(out), settings)[0]["step"] == 2
+
+
+def test_another_models_checkpoint_is_refused(qwen, tmp_path):
+    tensors = {f"model.{name}": p for name, p in qerl.trainable(with_lora(qwen[0])).items()}
+    model = qerl.load_model(qwen[0], lora_rank=8)
+    with pytest.raises(qerl.UserError, match="not this model's"):
+        checkpoint.restore(tensors, model)
+    tensors.popitem()
+    with pytest.raises(qerl.UserError, match="not this model's"):
+        checkpoint.restore(tensors, with_lora(qwen[0]))
+
+
+def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, capsys):
+    options, out = copied(finished, tmp_path)
+    (out / "metrics.jsonl").unlink()
+    run_main(monkeypatch, *options)
+    assert "lacks 2 of the 2 steps" in capsys.readouterr().err
+    adapter = "adapter/adapter_model.safetensors"
+    assert (out / adapter).read_bytes() == (finished[1] / adapter).read_bytes() and (out / "report.html").exists()
+    assert read_log(str(out), 2) == []
+    write_jsonl(out / "metrics.jsonl", [{"step": 1}, {"step": 2}, {"step": 3}, 4, {}])
+    assert read_log(str(out), 2) == [{"step": 1}, {"step": 2}] == read_jsonl(out / "metrics.jsonl")
 
 
 def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):

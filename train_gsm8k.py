@@ -25,7 +25,8 @@ import qerl
 from harness.answers import answered_number, final_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText
-from harness.checkpoint import read_checkpoint, restore, save_checkpoint
+from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
+from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update
 from harness.figures import learning_curve, save_figure
 from harness.flags import check_device, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
@@ -119,10 +120,11 @@ def train(settings):
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
+    data = fingerprint(questions + held_out)
     if saved:
-        state = resume(saved, model, optimizer, generators, settings.out)
+        state = resume(saved, model, optimizer, generators, data, settings.out)
     else:
-        state = {"step": 0, "drawn": 0, "seconds": 0.0}
+        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
         state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
     metrics = read_log(settings.out, state["step"])
@@ -139,6 +141,7 @@ def train(settings):
                 eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng,
             )
         with clock("reward"):
+            finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     steps = range(state["step"], settings.steps)
@@ -185,9 +188,10 @@ def train(settings):
                     losses.append((loss.item(), kl.item()))
                 trained = qerl.trainable(model).values()
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                stop_unless_finite(losses, norm)
+                finite_update(losses, norm)
                 optimizer.step()
                 optimizer.zero_grad()
+            finite_policy(model, batch.prompts[0])
 
         # Log and save.
         state["step"] = step + 1
@@ -389,16 +393,6 @@ def importance_of(piece, cap):
         return qerl.truncated_importance(piece.old_logprobs, piece.rollout_logprobs, cap)
 
 
-def stop_unless_finite(losses, norm):
-    """Stop before an update that would put NaN into the policy."""
-    loss = sum(loss for loss, _ in losses)
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise UserError(
-            f"loss {loss}, gradient norm {norm}: stopped before the update, the last checkpoint "
-            "is kept; start again with a lower --lr"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
@@ -416,6 +410,7 @@ def evaluate(model, tokenizer, questions, settings, when):
             model, prompts, settings.max_new_tokens, temperature=temperature, top_p=top_p,
             eos=tokenizer.eos, slots=settings.slots, generator=rng,
         )
+        finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
         for answer, question, completion in zip(answers, questions, decode_all(tokenizer, rollout)):
             correct = stated_number(completion) == question["number"]
             answer[name] = {"text": completion, "correct": correct}
@@ -429,9 +424,12 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
-def resume(saved, model, optimizer, generators, folder):
+def resume(saved, model, optimizer, generators, data, folder):
     """Put everything where the saved checkpoint had it; returns its state."""
     state, tensors = saved
+    if state["data"] != data:
+        raise UserError(f"--resume: {folder} was started with other questions or answers than the "
+                        "data now holds; give the same --data or another --out")
     restore(tensors, model, optimizer, generators)
     print(f"resumed {folder} after step {state['step']}")
     return state
@@ -459,6 +457,7 @@ def describe(samples, batch, clock):
 
 
 def log_step(logged, folder, progress, track):
+    finite_metrics(logged)
     append_jsonl(f"{folder}/metrics.jsonl", logged)
     track(logged["step"], logged)
     progress.set_postfix_str(
@@ -533,8 +532,9 @@ def check(settings):
           "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
     each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
           "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive")
-    each(["lora_alpha"], lambda x: x is None or x > 0, "must be positive")
+    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
+    each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
+         "must be positive and finite")
     each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed"], lambda n: n < 2 ** 63, "must be below 2**63")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")

@@ -3,6 +3,7 @@
 Any LoRA tool loads the adapter onto the original model or, closer to what it was trained on, onto
 its NVFP4 version.
 """
+import hashlib
 import json
 import os
 
@@ -89,6 +90,23 @@ def load_adapter(model, folder):
         tensor.copy_(stored[name])
 
 
+def content_hash(metadata, tensors):
+    """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
+    digest = hashlib.sha256()
+    for key in ("state", "settings"):
+        digest.update(f"{key} {metadata[key]}\n".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def fingerprint(questions):
+    """SHA-256 of the questions and their answers, in their order."""
+    pairs = [(q["question"], q["answer"]) for q in questions]
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
 def save_checkpoint(folder, model, optimizer, generators, state, settings):
     """Write the adapter, once there is one, then everything that the next step depends on, as one file.
 
@@ -100,7 +118,11 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
         for key, value in optimizer.state[p].items():
             tensors[f"optimizer.{name}.{key}"] = value
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
-    metadata = {"state": json.dumps(state), "settings": json.dumps(settings)}
+    metadata = {
+        "state": json.dumps(state, allow_nan=False),
+        "settings": json.dumps(settings, allow_nan=False),
+    }
+    metadata["sha256"] = content_hash(metadata, tensors)
     # Not before the first step: an adapter without a checkpoint is one that lost it.
     if state["step"]:
         save_adapter(model, f"{folder}/adapter", model.name_or_path)
@@ -120,10 +142,12 @@ def read_checkpoint(folder, settings, must_agree=None):
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}
-    except safetensors.SafetensorError as e:
+    except Exception as e:              # whatever a damaged header may lead to
         raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
-    if "settings" not in metadata:
-        raise UserError(f"{path}: not a checkpoint of this program; {NEW_RUN}")
+    if not {"state", "settings", "sha256"} <= metadata.keys():
+        raise UserError(f"{path}: not a checkpoint of this version of the program; {NEW_RUN}")
+    if metadata["sha256"] != content_hash(metadata, tensors):
+        raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     then = json.loads(metadata["settings"])
     for name in must_agree or sorted(settings.keys() | then.keys()):
         if settings.get(name) != then.get(name):
@@ -137,6 +161,9 @@ def read_checkpoint(folder, settings, must_agree=None):
 @torch.no_grad()
 def restore(tensors, model, optimizer=None, generators=()):
     """Put a checkpoint's tensors where save_checkpoint took them from."""
+    stored = {name: t.shape for name, t in tensors.items() if name.startswith("model.")}
+    if stored != {f"model.{name}": p.shape for name, p in qerl.trainable(model).items()}:
+        raise UserError(f"the checkpoint's tensors are not this model's; {NEW_RUN}")
     for i, generator in enumerate(generators):
         generator.set_state(tensors[f"rng.{i}"])
     for name, p in qerl.trainable(model).items():

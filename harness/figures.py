@@ -38,7 +38,7 @@ def learning_curve(metrics, before, after, plt):
     accuracy_axis = axes[0, 0]
     entropy_axis = axes[1, 0]
     accuracy_axis.set_ylim(0, 1)
-    held_out = [(before, 0, "o", "before"), (after, steps[-1], "s", "after")]
+    held_out = [(before, 0, "o", "before"), (after, max(steps, default=0), "s", "after")]
     for accuracy, step, marker, when in held_out:
         label = f"held-out (temperature 0.6) {when}: {accuracy:.1%}"
         accuracy_axis.plot(step, accuracy, marker, color="tab:orange", label=label)

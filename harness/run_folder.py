@@ -11,7 +11,9 @@
 import contextlib
 import glob
 import json
+import math
 import os
+import sys
 
 from qerl import UserError
 
@@ -162,24 +164,27 @@ def read_jsonl(path):
 
 
 def write_jsonl(path, objects):
-    atomic_write(path, "".join(json.dumps(o) + "\n" for o in objects))
+    lines = [json.dumps(o, allow_nan=False) + "\n" for o in objects]
+    atomic_write(path, "".join(lines))
 
 
 def append_jsonl(path, entry):
     with naming(path), open(path, "a", encoding="utf-8") as f:
-        f.write(json.dumps(entry) + "\n")
+        f.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
 def read_log(folder, last_step):
-    """The metrics up to last_step. What a killed process logged after it is cut from the files."""
-    path = f"{folder}/metrics.jsonl"
-    metrics = read_jsonl(path)[:last_step]
+    """The metrics up to last_step. What a killed process logged after it is cut from the files.
+
+    A log that was lost ends no run: it goes on without the steps that it lacks.
+    """
+    kept = {}
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        logged = [o for o in read_jsonl(f"{folder}/{name}") if isinstance(o, dict)]
+        kept[name] = [o for o in logged if o.get("step", math.inf) <= last_step]
+        write_jsonl(f"{folder}/{name}", kept[name])
+    metrics = kept["metrics.jsonl"]
     if len(metrics) < last_step:
-        raise UserError(
-            f"{path}: not the log of this run's first {last_step} steps; "
-            "start again in another --out"
-        )
-    samples = [s for s in read_jsonl(f"{folder}/samples.jsonl") if s["step"] <= last_step]
-    write_jsonl(path, metrics)
-    write_jsonl(f"{folder}/samples.jsonl", samples)
+        print(f"warning: {folder}/metrics.jsonl lacks {last_step - len(metrics)} of the "
+              f"{last_step} steps before; it goes on with step {last_step + 1}", file=sys.stderr)
     return metrics

@@ -1,0 +1,50 @@
+"""What ends a run before NaN or infinity reach its policy, its checkpoint or its log."""
+import math
+
+import torch
+import torch.nn.functional as F
+
+import qerl
+from qerl import UserError
+
+KEPT = "stopped, the last checkpoint is kept"
+
+
+def finite_rollout(rollout, remedy):
+    """Refuse completions of a policy whose logits are NaN or infinite."""
+    sampled = torch.stack([rollout.logprobs, rollout.entropy])
+    if not torch.isfinite(sampled).all():
+        raise UserError(f"the policy's logits are NaN or infinite: {KEPT}; {remedy}")
+    return rollout
+
+
+def finite_update(losses, norm):
+    """Stop before an optimiser step that would put NaN into the policy."""
+    loss = sum(loss for loss, _ in losses)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise UserError(
+            f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr"
+        )
+
+
+@torch.no_grad()
+def finite_policy(model, prompt):
+    """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
+    tokens = torch.tensor([prompt], device=model.device)
+    logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
+    for name, tensor in {**qerl.trainable(model), "the logits": logits}.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"after this update {name} is NaN or infinite: {KEPT}; "
+                "start again with a lower --lr"
+            )
+
+
+def finite_metrics(metrics):
+    """Refuse a step's figures if one is no number; JSON has none for NaN and infinity."""
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(
+                f"step {metrics['step']}: {name} is {value}: {KEPT}; "
+                "start again with a lower --lr or less noise (--sigma-start)"
+            )
