@@ -113,10 +113,21 @@ def gaussian_layers(count=8, size=2048):
 
 def model_layers(folder):
     """The weight, float32, of every linear layer of a Hugging Face folder."""
-    files = qerl.Checkpoint(folder).files
-    for name in files:
-        if name.endswith("_proj.weight"):
-            yield files[name].get_tensor(name).float()
+    checkpoint = qerl.Checkpoint(folder)
+    block = max(format.block for format in FORMATS.values())
+    names = [name for name in checkpoint.files if name.endswith("_proj.weight")]
+    if not names or any(name.endswith(".weight_packed") for name in checkpoint.files):
+        raise qerl.UserError(
+            f"{folder}: its linear layers are not in 16 bit; give the model before it was quantised"
+        )
+    for name in names:
+        shape = tuple(checkpoint.files[name].get_slice(name).get_shape())
+        if len(shape) != 2 or shape[1] % block:
+            raise qerl.UserError(
+                f"{folder}: {name} has shape {shape}, not divisible by a block of {block}; "
+                "give another model"
+            )
+        yield checkpoint.read(name, shape).float()
 
 
 def relative_errors(layers, device):

@@ -129,7 +129,7 @@ def quantize_mxfp4(weight):
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     packed = encode_e2m1(weight, torch.exp2(e8m0.float() - 127))
-    return packed, e8m0, torch.ones(1, device=weight.device)
+    return packed, e8m0, amax.new_ones(1)
 
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype):
@@ -148,7 +148,7 @@ def quantize_nf4(weight):
     scaled = blocks * (1 / absmax.clamp_min(1e-38))[..., None]            # as bitsandbytes rounds
     bounds = ((NF4[1:] + NF4[:-1]) / 2).to(weight.device)
     codes = torch.bucketize(scaled, bounds).to(torch.uint8)
-    return pack_nibbles(codes.flatten(1)), absmax, torch.ones(1, device=weight.device)
+    return pack_nibbles(codes.flatten(1)), absmax, absmax.new_ones(1)
 
 
 def dequantize_nf4(packed, block_scale, global_scale, dtype):
@@ -158,7 +158,7 @@ def dequantize_nf4(packed, block_scale, global_scale, dtype):
 
 def keep_16_bit(weight):
     """The weight itself, and two scales that nothing reads."""
-    one = torch.ones(1, device=weight.device)
+    one = weight.new_ones(1)
     return weight, one, one
 
 
@@ -447,11 +447,9 @@ class Attention(nn.Module):
         qkv_bias = bias or config.model_type == "qwen2"
         self.qkv = checkpoint.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, qkv_bias)
         self.o = checkpoint.linear(name, ["o_proj"], [d], q, bias)
-        self.q_norm = nn.Identity()
-        self.k_norm = nn.Identity()
-        if config.model_type == "qwen3":
-            self.q_norm = checkpoint.norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
-            self.k_norm = checkpoint.norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
+        norm = checkpoint.norm if config.model_type == "qwen3" else nn.Identity
+        self.q_norm = norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
+        self.k_norm = norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
 
     def heads(self, qkv):
         """q, k, v [..., heads, head_dim] of the stacked projections [..., q + k + v]."""
@@ -862,6 +860,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
     model.device. temperature 0 is greedy; 0 < top_p <= 1.
     """
+    if top_p <= 0:
+        raise ValueError("top_p must be above 0")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(len(p) for p in prompts) + max_new_tokens
@@ -937,7 +937,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    # Where the advantage is 0, so is the gain, though the ratio may be infinite.
+    ratio = (logprobs - old_logprobs).masked_fill(advantages[:, None] == 0, 0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     if importance is not None:
@@ -1146,8 +1147,7 @@ class Checkpoint:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        if bias:
-            biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]
+        biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
         bias = torch.cat(biases) if bias else None
         layer = QuantLinear(names, sizes, in_features, weight, bias, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
@@ -1198,11 +1198,13 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
+    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     try:
         config = AutoConfig.from_pretrained(folder)
+        checkpoint = Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+        return Transformer(config, checkpoint)
+    except (UserError, RuntimeError):                  # RuntimeError: out of memory
+        raise
     except Exception as e:
         raise UserError(f"model {path}: config.json cannot be used ({reason(e)}); give the folder of "
                         "a Qwen2.5, Qwen3 or Llama 3 model")
-    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
-    checkpoint = Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-    return Transformer(config, checkpoint)

@@ -3,6 +3,7 @@
     python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
+import errno
 import itertools
 import json
 import math
@@ -32,13 +33,14 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, report
+from harness import checkpoint, report, small_policy
 from harness.answers import final_number, parse_number, stated_number
 from harness.batches import cut_rows
+from harness.chat_text import check_tokens
 from harness.checkpoint import load_adapter, save_adapter
 from harness.flags import parse_flags
 from harness.instruments import flat
-from harness.run_folder import read_jsonl, read_log, write_jsonl
+from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -602,6 +604,21 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
         assert kl.item() > 0
 
 
+def test_an_advantage_of_zero_is_no_loss_whatever_the_ratio():
+    logprobs = torch.tensor([[0.0, -1.0], [-1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[-200.0, -1.0], [-1.5, -2.0]])
+    advantages = torch.tensor([0.0, 1.0])
+    loss, _ = qerl.policy_loss(logprobs, old, advantages, torch.full((2, 2), 0.25))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.28 + 1) / 4) and logprobs.grad.tolist() == [[0, 0], [0, -0.25]]
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0])
+def test_top_p_of_nothing_is_refused(qwen, top_p):
+    with pytest.raises(ValueError, match="top_p"):
+        qerl.generate(qerl.load_model(qwen[0]), [[1]], 2, top_p=top_p)
+
+
 def test_advantages_are_group_relative():
     rewards = torch.tensor([[1.0, 0, 0, 1], [2, 2, 2, 2], [0, 0, 0, 5]])
     advantages = qerl.group_advantages(rewards)
@@ -980,6 +997,117 @@ def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, ca
     assert read_log(str(out), 2) == [{"step": 1}, {"step": 2}] == read_jsonl(out / "metrics.jsonl")
 
 
+def broken_model(folder, path, config=None, tokenizer=None, generation=None):
+    """A copy of a model's folder whose json files are edited (a function) or replaced (anything else)."""
+    shutil.copytree(folder, path)
+    edits = {"config.json": config, "tokenizer_config.json": tokenizer, "generation_config.json": generation}
+    for name, edit in edits.items():
+        if edit is not None:
+            stored = json.loads((path / name).read_text())
+            edited = edit if isinstance(edit, str) else json.dumps(stored | edit)
+            (path / name).write_text(edited)
+    return path
+
+
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor="four", original_max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("files,message", [
+    (dict(tokenizer={"chat_template": ""}), "empty prompt"),
+    (dict(generation={"eos_token_id": [[1]]}), "eos_token_id [1] is no token"),
+    (dict(generation={"eos_token_id": 2.5}), "eos_token_id 2.5 is no token"),
+    (dict(generation={"eos_token_id": 10 ** 6}), "eos_token_id gives token 1000000, its vocabulary has 262"),
+    (dict(generation={"eos_token_id": -1}), "eos_token_id gives token -1"),
+    (dict(config={"num_attention_heads": 0}), "config.json cannot be used"),
+    (dict(config={"rope_parameters": YARN}), "config.json cannot be used"),
+    (dict(config="[" * 100_000), "recursion depth"),
+])
+def test_broken_model_files_are_named(qwen, data, tmp_path, monkeypatch, capsys, files, message):
+    model = broken_model(qwen[0], tmp_path / "model", **files)
+    assert message in refused(monkeypatch, capsys, "--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+
+
+def test_tokens_beyond_the_vocabulary_are_named():
+    with pytest.raises(qerl.UserError, match="tokenizer gives token 300, its vocabulary has 262"):
+        check_tokens([{"prompt": [1, 2]}, {"prompt": [300]}], {256}, 262)
+
+
+def test_deeply_nested_data_is_one_line(qwen, tmp_path, monkeypatch, capsys):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("[" * 100_000 + "\n")
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", tmp_path, *QUICK, "--out", tmp_path / "out")
+    assert "nested too deeply" in error or "train.jsonl:1" in error
+
+
+def test_odd_names_of_folders(tmp_path, monkeypatch, capsys):
+    assert "holds a NUL" in refused(monkeypatch, capsys, "--out", "a\0b")
+    for name in ("small-1", "small-1²", "small-2x"):
+        (tmp_path / name).mkdir()
+    assert choose_folder(f"{tmp_path}/small", resume=False) == f"{tmp_path}/small-2"
+
+
+@pytest.mark.parametrize("edit,message", [
+    (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_packed": torch.zeros(192, 64, dtype=torch.uint8)}), "not in 16 bit"),
+    (lambda t: [t.pop(name) for name in list(t) if "_proj" in name], "not in 16 bit"),
+    (lambda t: t.update({UP: t[UP][:, :127]}), "(192, 127), not divisible by a block of 64"),
+])
+def test_bench_formats_names_what_it_cannot_measure(qwen, tmp_path, monkeypatch, edit, message):
+    folder = break_tensor(qwen[0], tmp_path, edit)
+    monkeypatch.setattr(bench, "gaussian_layers", lambda: [torch.randn(64, 64)])
+    with pytest.raises(qerl.UserError, match=re.escape(message)):
+        list(bench.bench_formats(types.SimpleNamespace(model=[folder], device="cpu")))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no such signals")
+def test_ctrl_c_while_importing_is_one_line(tmp_path):
+    (tmp_path / "tqdm.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n")
+    done = subprocess.run(command("--help"), env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "\nstopped\n" and not done.stdout
+
+
+def test_a_closed_pipe_ends_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command("--help"), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_a_full_disk_is_called_so(qwen, data, tmp_path, monkeypatch, capsys):
+    written = []
+
+    def fsync(file):
+        written.append(file)
+        if len(written) == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = tmp_path / "out"
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", out)
+    assert f"{out}" in error and "the disk is full" in error and f"--resume --out {out}" in error and "remove" not in error
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_broken_warm_start_is_made_again(qwen, tmp_path, monkeypatch, capsys):
+    made = []
+
+    def train_policy():
+        made.append(1)
+        return qwen[1]
+    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    monkeypatch.setattr(small_policy, "train_policy", train_policy)
+    monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
+    folder = small_policy.warm_start()
+    assert small_policy.warm_start() == folder and len(made) == 1
+    weights = os.path.join(folder, "model.safetensors")
+    for broken in (b"", open(weights, "rb").read()[:-5], None):
+        os.remove(weights)
+        if broken is not None:
+            open(weights, "wb").write(broken)
+        assert small_policy.warm_start() == folder and "is made again" in capsys.readouterr().out
+        qerl.load_model(folder)
+    assert len(made) == 4 and os.listdir(tmp_path) == [os.path.basename(folder)]
+
+
 def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
     locks = []
     open_run = train_gsm8k.open_run
@@ -1015,6 +1143,7 @@ def used_folder(tmp_path):
     (lambda t: ["--step", 3], "unrecognized arguments: --step 3"),
     (lambda t: ["--device", "cuda:99"], "no such CUDA GPU here"),
     (lambda t: ["--device", "mps"], "--device mps: unknown"),
+    (lambda t: ["--device", "cpu:5"], "--device cpu:5: a CPU has no number; use --device cpu"),
     (lambda t: ["--eval-only", "--out", used_folder(t)], "already holds a run"),
     (lambda t: ["--weights", "int3"], "invalid choice: 'int3'"),
     (lambda t: ["--group", 1], "--group 1"),

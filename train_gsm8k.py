@@ -9,6 +9,11 @@
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
 # which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
 # the folder harness/.
+from harness import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_importing()
+
 import functools
 import json
 import math
@@ -24,7 +29,7 @@ from tqdm import tqdm
 import qerl
 from harness.answers import answered_number, final_number, stated_number
 from harness.batches import Batch, join_rollouts
-from harness.chat_text import ChatText
+from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update
 from harness.figures import learning_curve, save_figure
@@ -249,6 +254,7 @@ def load_all(settings):
     longest = positions - settings.max_new_tokens
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
+    check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
     return model, tokenizer, questions, held_out
 
 
@@ -564,6 +570,7 @@ def open_run(settings):
 
 def main():
     with one_line() as run:                     # an error that the user can mend is one line
+        interrupts.as_exception()
         settings = arguments()
         if settings.out or settings.resume or not settings.eval_only:
             run.lock = open_run(settings)

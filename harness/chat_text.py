@@ -28,7 +28,14 @@ class ChatText:
                 f"model {folder}: its tokenizer is missing or empty; fetch the model again"
             )
         ends = stored if isinstance(stored, list) else [stored]
-        self.eos = {self.tokenizer.eos_token_id, *ends} - {None}
+        ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
+        for end in ends:
+            if type(end) is not int:
+                raise UserError(
+                    f"model {folder}: its eos_token_id {end!r} is no token; mend its "
+                    "generation_config.json or config.json"
+                )
+        self.eos = set(ends)
 
     def prompt(self, question):
         """The token ids of a question, up to where the answer begins."""
@@ -51,3 +58,20 @@ class ChatText:
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def check_tokens(questions, eos, vocabulary):
+    """Refuse empty prompts, and token ids for which the model has no embedding."""
+    prompts = [q["prompt"] for q in questions]
+    if not all(prompts):
+        raise UserError(
+            "the model's chat template makes an empty prompt; mend it or use another model"
+        )
+    ids = eos.union(*prompts)
+    beyond = [i for i in (min(ids), max(ids)) if not 0 <= i < vocabulary]
+    if beyond:
+        what = "eos_token_id" if beyond[0] in eos else "tokenizer"
+        raise UserError(
+            f"the model's {what} gives token {beyond[0]}, its vocabulary has {vocabulary}; "
+            "use the tokenizer and the configs that belong to the weights"
+        )

@@ -63,7 +63,10 @@ def parse_flags(settings_class, description, presets, argv=None):
             remark += default_text(f.name, f.default, presets)
             parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
     given = vars(parser.parse_args(argv))
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        require("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
+    return given
 
 
 def require(ok, name, value, what):
@@ -80,6 +83,8 @@ def check_device(name):
         device = None
     known = device is not None and device.type in ("cuda", "cpu")
     require(known, "device", name, "unknown; use cuda or cpu")
+    require(device.type != "cpu" or not device.index, "device", name,
+            "a CPU has no number; use --device cpu")
     if device.type == "cuda":
         there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
         require(there, "device", name, "no such CUDA GPU here; use --device cpu")

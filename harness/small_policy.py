@@ -5,6 +5,7 @@ careless. It can do the format and the arithmetic; which operation a problem nee
 to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then
 "#### number".
 """
+import contextlib
 import hashlib
 import inspect
 import os
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
+import qerl
 from harness.run_folder import CACHE
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
@@ -155,15 +157,30 @@ def warm_start():
     sources = "".join(inspect.getsource(maker) for maker in makers)
     digest = hashlib.sha256(sources.encode()).hexdigest()
     folder = os.path.join(CACHE, f"warm-start-{digest[:12]}")
-    if os.path.exists(folder):
+    if usable(folder):
         return folder
     model = train_policy()
     os.makedirs(CACHE, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=CACHE)
     transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(temporary)
     try:
-        os.rename(temporary, folder)
-    except OSError:                             # another run was faster
-        shutil.rmtree(temporary)
+        model.save_pretrained(temporary)
+        if not usable(folder):                  # else another run was faster
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def usable(folder):
+    """Whether it holds a whole model; says so if it holds a broken one."""
+    if not os.path.exists(folder):
+        return False
+    try:
+        qerl.load_model(folder, "bf16")
+    except qerl.UserError as e:
+        print(f"{folder} is broken and is made again ({qerl.reason(e)})")
+        return False
+    return True

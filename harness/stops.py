@@ -59,8 +59,9 @@ def one_line():
 
 def what_failed(error, folder):
     """What an operating system's error is about, and the remedy."""
-    if isinstance(error, OSError) and error.errno in FULL:
-        place = os.path.dirname(error.filename) if error.filename else folder
+    if getattr(error, "errno", None) in FULL or "No space left" in str(error):
+        file = getattr(error, "filename", None)
+        place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
         return f"{place}: the disk is full; free some space"
     return f"{error}; mend or remove what it names"
 
@@ -76,5 +77,5 @@ def flush_quietly():
     """Write what is still to be printed; to nowhere if no one reads on, as after `| head`."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
