@@ -117,6 +117,11 @@ def dequantize_nvfp4(packed, block_scale, global_scale, dtype):
     return unpack_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
 
 
+def powers_of_two(e8m0):
+    """What the bytes of the format E8M0 stand for, float32."""
+    return torch.exp2(e8m0.float() - 127)
+
+
 def quantize_mxfp4(weight):
     """OCP Microscaling FP4: E2M1 codes, a power of two (E8M0) as the scale of each 32 weights.
 
@@ -128,13 +133,13 @@ def quantize_mxfp4(weight):
     # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
-    packed = encode_e2m1(weight, torch.exp2(e8m0.float() - 127))
+    packed = encode_e2m1(weight, powers_of_two(e8m0))
     return packed, e8m0, amax.new_ones(1)
 
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype):
     """What quantize_mxfp4 returns -> weight [out, in] in dtype."""
-    return unpack_nibbles(packed, E2M1, torch.exp2(block_scale.float() - 127), dtype)
+    return unpack_nibbles(packed, E2M1, powers_of_two(block_scale), dtype)
 
 
 def quantize_nf4(weight):
@@ -173,7 +178,7 @@ def tile_nvfp4(packed, block_scale, global_scale):
 
 
 def tile_mxfp4(packed, block_scale, global_scale):
-    scale = torch.exp2(block_scale.float() - 127).repeat_interleave(2, 1)        # one for each 16
+    scale = powers_of_two(block_scale).repeat_interleave(2, 1)        # one for each 16
     return fp4_kernels.tile(packed, scale, global_scale, E2M1)
 
 
@@ -783,7 +788,7 @@ class Sampler:
         """
         device = self.model.device
         group = len(slots) // len(prompts)
-        longest = max(len(p) for p in prompts)
+        longest = max(map(len, prompts))
         padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
         last = to_device([len(p) - 1 for p in prompts], device)
         at_once = max(1, prefill_tokens // longest)
@@ -864,7 +869,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
         raise ValueError("top_p must be above 0")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
-    max_len = max(len(p) for p in prompts) + max_new_tokens
+    max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # a look at the slots waits for it
     sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                             generator)
@@ -1090,13 +1095,14 @@ class Checkpoint:
     def has(self, name):
         return name in self.files
 
-    def read(self, name, shape):
-        """The stored tensor `name`, checked to exist, to have `shape` and to be finite."""
+    def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
+        """The stored tensor `name`, checked to exist, to be of `shape` and a dtype, and finite."""
         require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
         tensor = self.files[name].get_tensor(name)
         require(tensor.shape == shape,
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
                 "config that belongs to the weights")
+        require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
         require(torch.isfinite(tensor.float()).all(),
                 f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
@@ -1119,13 +1125,13 @@ class Checkpoint:
             parts = format.quantize(weight.to(self.dtype) if weights == "bf16" else weight)
         else:                                          # compressed-tensors' nvfp4-pack-quantized
             parts = (
-                self.read(f"{name}.weight_packed", (out_features, in_features // 2)),
-                self.read(f"{name}.weight_scale", (out_features, in_features // 16)),
+                self.read(f"{name}.weight_packed", (out_features, in_features // 2), [torch.uint8]),
+                self.read(f"{name}.weight_scale", (out_features, in_features // 16),
+                          [torch.float8_e4m3fn]),
                 self.read(f"{name}.weight_global_scale", (1,)),
             )
-            require(parts[1].dtype == torch.float8_e4m3fn and parts[2] > 0,
-                    f"layer {name}: its scales are not NVFP4's (float8_e4m3fn, and a positive global "
-                    "scale); quantise the model again")
+            require(parts[1].float().min() >= 0 and parts[2] > 0,
+                    f"layer {name}: its scales are not NVFP4's (none is negative); quantise it again")
             if weights != "nvfp4":
                 parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
         return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)
@@ -1159,11 +1165,9 @@ def model_folder(name):
         require(os.path.exists(f"{name}/config.json"),
                 f"model {name}: no config.json in this folder; give a Hugging Face model's folder")
         return name
-    require(not name.startswith((".", "/", "~")) and name.count("/") <= 1,
-            f"model {name}: no such folder; check the path")
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=wanted)
+        return huggingface_hub.snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as e:
         raise UserError(f"model {name}: no such folder, and Hugging Face does not give it "
                         f"({reason(e)}); check the name and the connection")

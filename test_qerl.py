@@ -4,6 +4,7 @@
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
 import errno
+import importlib
 import itertools
 import json
 import math
@@ -429,9 +430,27 @@ def break_tensor(folder, tmp_path, edit, config_edit=None):
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
+def packed_layer(tensors, part, dtype=None, negate=False):
+    """Store UP as NVFP4, one of its three parts in another dtype or with one element negative."""
+    parts = list(qerl.quantize_nvfp4(tensors.pop(UP)))
+    parts[part] = parts[part].to(dtype or parts[part].dtype)
+    if negate:
+        parts[part] = (parts[part].float() * torch.cat([-torch.ones(1), torch.ones(parts[part].numel() - 1)]).view_as(parts[part])).to(
+            parts[part].dtype)
+    tensors.update(zip((f"{UP}_packed", f"{UP}_scale", f"{UP}_global_scale"), parts))
+
+
 @pytest.mark.parametrize("edit,config_edit,message", [
     (lambda t: t[UP].view(-1)[7].fill_(float("nan")), None, f"tensor {UP} holds NaN"),
     (lambda t: t.pop(UP), None, f"tensor {UP} is missing"),
+    *[(lambda t, dtype=dtype: t.update({UP: t[UP].to(dtype)}), None, f"tensor {UP} is {dtype}")
+      for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)],
+    (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e5m2)}), None, "tensor model.norm.weight is"),
+    (lambda t: packed_layer(t, 0, torch.float32), None, "weight_packed is torch.float32"),
+    (lambda t: packed_layer(t, 0, torch.int8), None, "weight_packed is torch.int8"),
+    (lambda t: packed_layer(t, 1, torch.float32), None, "weight_scale is torch.float32"),
+    (lambda t: packed_layer(t, 1, negate=True), None, "its scales are not NVFP4's"),
+    (lambda t: packed_layer(t, 2, negate=True), None, "its scales are not NVFP4's"),
     (lambda t: t.update({UP: t[UP][:, :64]}), None, rf"tensor {UP} has shape \(192, 64\)"),
     (lambda t: None, lambda c: c.update(intermediate_size=200), "down_proj has 200 input features, not divisible by nvfp4's block of 16"),
     (lambda t: None, lambda c: c.update(model_type="gpt2"), "architecture gpt2 is not supported"),
@@ -1108,6 +1127,69 @@ def test_a_broken_warm_start_is_made_again(qwen, tmp_path, monkeypatch, capsys):
     assert len(made) == 4 and os.listdir(tmp_path) == [os.path.basename(folder)]
 
 
+def killed_at(event, number, when, *args):
+    """Run the training in a child that a SIGKILL ends; event: a function's (module, name), `when` its call `number` is done.
+
+    when: "before", "after" or "amid" the call (half a line is written). Returns how often the event came; None if it was killed.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        torch.set_num_threads(1)
+        module, name = event
+        original, calls = getattr(module, name), []
+
+        def counted(*given):
+            calls.append(given)
+            if len(calls) == number and when == "amid":
+                with open(given[0], "a") as f:
+                    f.write('{"step": 1, "rew')
+            if len(calls) == number and when != "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(*given)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        setattr(module, name, counted)
+        sys.argv = ["train_gsm8k.py", *map(str, args)]
+        try:
+            train_gsm8k.main()
+            os.write(writer, str(len(calls)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader, "rb") as f:
+        count = f.read()
+    return int(count) if count else None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(qwen, data, tmp_path):
+    """A run of two steps is killed before and after each rename, and around each line of its logs."""
+    importlib.import_module("matplotlib.pyplot")                        # once, not in each child
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--eval-questions", 2, "--max-new-tokens", 4)
+    rename, line = (os, "replace"), (train_gsm8k, "append_jsonl")
+    renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
+    assert renames >= 14
+    kills = [(rename, n, "before") for n in range(1, renames + 1)] + [(rename, n, "after") for n in (2, 5, 7, renames)]
+    kills += [(line, n, when) for n in (1, 2) for when in ("before", "amid", "after")]
+    whole = contents(tmp_path / "whole")
+    for event, number, when in kills:
+        out = tmp_path / f"{event[1]}-{number}-{when}"
+        assert killed_at(event, number, when, *options, "--out", out) is None
+        assert killed_at(rename, 0, "before", *options, "--out", out, "--resume") is not None, out
+        again = contents(out)
+        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "samples.jsonl",
+                     "answers_before.jsonl", "answers_after.jsonl"):
+            assert again[name] == whole[name], (out, name)
+        assert without_times(out / "metrics.jsonl") == without_times(tmp_path / "whole" / "metrics.jsonl"), out
+        assert again.keys() == whole.keys(), out
+        stored, expected = (load_file(f / "checkpoint.safetensors") for f in (out, tmp_path / "whole"))
+        assert all(torch.equal(stored[name], expected[name]) for name in expected), out
+
+
 def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
     locks = []
     open_run = train_gsm8k.open_run
@@ -1149,6 +1231,7 @@ def used_folder(tmp_path):
     (lambda t: ["--group", 1], "--group 1"),
     (lambda t: ["--device", "gpu"], "--device gpu: unknown"),
     (lambda t: ["--lr", -1], "--lr -1.0"),
+    (lambda t: ["--lora-rank", 65], "--lora-rank 65: the smallest layer has 64 features"),
     (lambda t: ["--seed", 2 ** 70], "below 2**63"),
     (lambda t: ["--prompts", 3, "--updates", 2], "not divisible by --updates"),
     (lambda t: ["--sigma-end", 0], "needs both sigmas positive"),

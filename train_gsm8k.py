@@ -31,7 +31,7 @@ from harness.answers import answered_number, final_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update
+from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update, rank_fits
 from harness.figures import learning_curve, save_figure
 from harness.flags import check_device, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
@@ -248,6 +248,7 @@ def load_all(settings):
     model.name_or_path = settings.model or folder              # what the adapter says it belongs to
     if device.type == "cuda":
         model.recompute_in_backward()
+    rank_fits(model, settings.lora_rank)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")

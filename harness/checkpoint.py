@@ -108,7 +108,7 @@ def fingerprint(questions):
 
 
 def save_checkpoint(folder, model, optimizer, generators, state, settings):
-    """Write the adapter, once there is one, then everything that the next step depends on, as one file.
+    """Write the adapter, then everything that the next step depends on, as one file.
 
     generators: list of torch.Generator; state and settings: what JSON can hold.
     """

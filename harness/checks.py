@@ -1,13 +1,25 @@
-"""What ends a run before NaN or infinity reach its policy, its checkpoint or its log."""
+"""What ends a run before NaN or infinity reach its policy, its checkpoint or its log.
+
+And one check of a model that has to wait until it is loaded.
+"""
 import math
 
 import torch
 import torch.nn.functional as F
 
 import qerl
+from harness.flags import require
 from qerl import UserError
 
 KEPT = "stopped, the last checkpoint is kept"
+
+
+def rank_fits(model, rank):
+    """Refuse a rank of LoRA above what the smallest layer can have."""
+    shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in model.quantized_layers()]
+    smallest = min(map(min, shapes))
+    require(rank <= smallest, "lora_rank", rank,
+            f"the smallest layer has {smallest} features; lower it")
 
 
 def finite_rollout(rollout, remedy):

@@ -47,7 +47,7 @@ def one_line():
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
         sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
-                      f"in a new run, --max-new-tokens{how_to_go_on(run.folder)}"))
+                      f"in a new run, --max-new-tokens or --lora-rank{how_to_go_on(run.folder)}"))
     except KeyboardInterrupt:
         print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
         sys.exit(130)
