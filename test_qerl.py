@@ -31,7 +31,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import report
+from harness import cross_compile, report
 from harness.answers import final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, save_adapter
@@ -1204,7 +1204,7 @@ def test_the_interpreter_runs_the_kernels():
         pytest.skip("the kernel tests run by themselves, or there is no Triton")
     if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on: pip install 'numpy<2.4'")
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "kernel and not interpreter", __file__], cwd=HERE,
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "kernel and not interpreter and not compile", __file__], cwd=HERE,
                             capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert result.returncode == 0 and "skipped" not in result.stdout.splitlines()[-1], result.stdout[-2000:]
 
@@ -1343,6 +1343,85 @@ def test_kernel_linear_refuses_what_is_not_whole_tiles():
     for out, shape in ((192, None), (384, fp4_kernels.SHAPES[0][2])):
         with pytest.raises(ValueError, match="not whole steps"):
             fp4_kernels.plan_linear(1, out, 256, (out, out), 0, 0, 132, shape)
+
+
+def have_capability(monkeypatch, *version):
+    """Kernels are chosen as on a GPU of this compute capability; the one that is here runs them."""
+    monkeypatch.setattr(fp4_kernels, "capability", lambda device: version)
+
+
+@runs_kernels
+@pytest.mark.skipif(CUDA and torch.cuda.get_device_capability()[0] == 9, reason="on Hopper only with TRITON_OVERRIDE_ARCH; see bench.py mma")
+@pytest.mark.parametrize("version", [(8, 0), (8, 6)])
+def test_kernel_linear_without_wgmma(monkeypatch, version):
+    """As GPUs from Ampere on multiply: in the order of mma.sync, with bias, residual and LoRA; NF4 and many rows decode first."""
+    have_capability(monkeypatch, *version)
+    launches = []
+    launch = fp4_kernels.launch_linear
+    monkeypatch.setattr(fp4_kernels, "launch_linear", lambda *args: launches.append(args) or launch(*args))
+    for name, rows, by_kernel in (("nvfp4", 5, True), ("nvfp4", 40, True), ("mxfp4", 20, True), ("nvfp4", 65, False), ("nf4", 5, False)):
+        tiled, dense = tiled_weight(name, 384, 512)
+        x, residual = torch.randn(rows, 512).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
+        bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, 512) / 16, torch.randn(384, 8) * 8
+        h = (x.double() @ A.double().T).split(8, -1)
+        expected = x.double() @ dense.T + bias + residual + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(128))], -1)
+        lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128] * 3, 2.0, torch.bfloat16)
+        x, bias, residual = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
+        assert relative(tiled.multiply(x, bias, residual, lora).cpu().double(), expected) < 5e-3
+        assert bool(launches) == by_kernel
+        launches.clear()
+    tiled, dense = tiled_weight("nvfp4", 192, 384)
+    assert relative(tiled.dequantize(torch.float32, interleaved=True).cpu().double(), fp4_kernels.interleave(dense)) < 1e-6
+
+
+def test_kernels_run_where_they_can(monkeypatch):
+    """What is chosen for each kind of GPU, none of which has to be here."""
+    if fp4_kernels.triton is None:
+        pytest.skip("needs Triton")
+    gpu = torch.device("cuda")
+    for version, in_bfloat16, in_float16, dtype in (((9, 0), True, True, torch.bfloat16), ((8, 6), True, True, torch.bfloat16),
+                                                    ((7, 5), False, True, torch.float16), ((7, 0), False, False, torch.float16)):
+        have_capability(monkeypatch, *version)
+        assert fp4_kernels.runs_on(gpu, torch.bfloat16) == fp4_kernels.take(gpu, torch.bfloat16, 256, [128]) == in_bfloat16
+        assert fp4_kernels.runs_on(gpu, torch.float16) == in_float16
+        assert not fp4_kernels.take(gpu, torch.float16, 256, [128]) and not fp4_kernels.take(gpu, torch.bfloat16, 256, [100])
+        assert qerl.default_dtype(gpu) == dtype
+    assert qerl.default_dtype(torch.device("cpu")) == torch.float32
+
+
+def test_kernels_are_left_out_on_amd():
+    """There PyTorch calls GPUs "cuda", too; their capabilities are 9.x, as Hopper's."""
+    code = "import torch; torch.version.hip = '7.0'; import fp4_kernels as k; print(k.triton, k.take(torch.device('cuda'), torch.bfloat16, 128, [128]))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert result.stdout.split() == ["None", "False"] and result.stderr.count("AMD GPU") == (fp4_kernels.triton is not None)
+
+
+@pytest.mark.parametrize("target", [75, 80, 86, 89, 90, 100, 120])
+def test_kernels_compile_for(monkeypatch, target):
+    """Compiled, not run, for a GPU that is not here: they fit, and linear_kernel keeps weights in the threads that decode them."""
+    if fp4_kernels.triton is None:
+        pytest.skip("needs Triton")
+    try:
+        cross_compile.ptxas_path(target)
+    except RuntimeError as e:
+        pytest.skip(f"needs NVIDIA's assembler: {e}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-m", "harness.cross_compile", str(target)], cwd=HERE, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    linear = [kernel for kernel in kernels if kernel["kernel"] == "linear_kernel"]
+    assert not [kernel for kernel in kernels if "error" in kernel]
+    assert len(kernels) - len(linear) == (12 if target == 75 else 13) and bool(linear) == (target > 75)
+    have_capability(monkeypatch, *divmod(target, 10))
+    shapes = [shape for group in fp4_kernels.shapes_on(None) for shape in group]
+    for kernel in kernels:
+        assert kernel["shared"] <= 1024 * (cross_compile.SHARED[target] - 1), kernel
+        assert kernel["spilled"] < 128 or target == 75 or kernel.get("shape", [0])[0] > 64, kernel
+    for kernel in linear:
+        programs = max(shape.programs for shape in shapes if [shape.rows, shape.R, shape.C] == kernel["shape"])
+        assert programs * (kernel["shared"] + 1024) <= 1024 * cross_compile.SHARED[target], kernel
+        assert kernel["weights_moved"] == 0 or target == 100, kernel
+        assert ("wgmma.mma_async" in kernel["instructions"]) == (target == 90)
 
 
 @runs_kernels

@@ -1,14 +1,15 @@
-"""Compile the kernels for GPUs that are not here, on a machine without any; nothing is run.
+"""Compile the kernels for a GPU that is not here, on a machine without any; nothing is run.
 
-    python -m harness.cross_compile 80 86 89 90 100 120     compute capabilities, without the dot
+    python -m harness.cross_compile 86         a compute capability without its dot, here 8.6
 
-One line a kernel: shared memory, spilled bytes, the tensor-core instruction, and how many tiles pass
-through shared memory between two operations of the kernel. The test test_kernels_compile_for holds
-them to each GPU's limits.
+One line a launch. test_kernels_compile_for holds them to the GPU's limits. What compiles may still
+be slow there, or wrong: only the GPU itself shows that.
 """
 import contextlib
 import io
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -18,16 +19,10 @@ import torch
 
 import fp4_kernels
 
-SHARED = {              # bytes of shared memory that a program can have
-    75: 64 * 1024,
-    80: 163 * 1024,
-    86: 99 * 1024,
-    89: 99 * 1024,
-    90: 227 * 1024,
-    100: 227 * 1024,
-    120: 99 * 1024,
-}
-SMS = {75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
+# Shared memory of an SM in kB; a program can have 1 kB less, which the system keeps for each.
+# (CUDA C++ Programming Guide, technical specifications per compute capability)
+SHARED = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+SMS = 128
 INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 
 
@@ -52,7 +47,7 @@ class AbsentGpu:
         return torch.device("cpu")
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": SHARED[self.target], "multiprocessor_count": SMS[self.target]}
+        return {"max_shared_mem": 1024 * SHARED[self.target], "multiprocessor_count": SMS}
 
 
 def ptxas_path(target):
@@ -60,56 +55,74 @@ def ptxas_path(target):
     return compiler.get_ptxas(target).path
 
 
-def facts(kernel, target):
-    """What a compiled kernel needs and uses."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(kernel.asm["ptx"])
-        ptx.flush()
+def spilled_bytes(ptx, target):
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
         gpu = f"sm_{target}{'a' if target >= 90 else ''}"
-        command = [ptxas_path(target), "-v", f"--gpu-name={gpu}", ptx.name, "-o", "/dev/null"]
+        command = [ptxas_path(target), "-v", f"--gpu-name={gpu}", file.name, "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True).stderr
-    return {
+    return int(re.search(r"(\d+) bytes spill stores", log)[1])
+
+
+def through_shared(ttgir, size):
+    """How often bfloat16 tensors of so many elements are given to other threads."""
+    moves = re.findall(r"ttg\.(?:local_alloc|convert_layout) %\S+ : \(?tensor<([\dx]+)xbf16", ttgir)
+    return sum(math.prod(map(int, move.split("x"))) == size for move in moves)
+
+
+def facts(kernel, options, target):
+    """What a compiled kernel needs and uses."""
+    ptx = kernel.asm["ptx"]
+    found = {
         "shared": kernel.metadata.shared,
-        "spilled": int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        "instructions": sorted(set(re.findall(INSTRUCTIONS, kernel.asm["ptx"]))),
-        "through_shared": len(re.findall(r"ttg\.local_alloc %\S+ : \(tensor", kernel.asm["ttgir"])),
+        "spilled": spilled_bytes(ptx, target),
+        "instructions": sorted(set(re.findall(INSTRUCTIONS, ptx))),
     }
+    if "ROWS" in options:                 # linear_kernel, which decodes 64 R x 64 C weights a step
+        weights = 64 * options["R"] * 64 * options["C"]
+        found["weights_moved"] = through_shared(kernel.asm["ttgir"], weights)
+    return found
 
 
-def compile_for(target, launch_all):
-    """Compile whatever launch_all() launches -> one dictionary a launch."""
+def compile_for(target, launch):
+    """Compile whatever launch() launches -> one dictionary a kernel."""
     from triton.runtime import driver, jit
     driver.set_active(AbsentGpu(target))
-    launches = []
+    kernels = []
     run = jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        launch = {"kernel": self.__name__}
-        launches.append(launch)
+        found = {"kernel": self.__name__}
+        kernels.append(found)
         if "ROWS" in options:
-            launch["shape"] = [options[name] for name in ("ROWS", "R", "C")]
+            found["shape"] = [options[name] for name in ("ROWS", "R", "C")]
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 kernel = run(self, *args, grid=grid, warmup=True, **options)
-            launch.update(facts(kernel, target))
+            found.update(facts(kernel, options, target))
         except Exception as e:            # of whatever kind: it is what the test looks for
-            launch["error"] = f"{type(e).__name__}: {e.__cause__ or e}"[:500]
+            found["error"] = f"{type(e).__name__}: {e.__cause__ or e}"[:500]
 
     jit.JITFunction.run = compile_only
     try:
-        launch_all()
+        launch()
     finally:
         jit.JITFunction.run = run
-    return launches
+    return kernels
 
 
 def pretend(target):
     """Have fp4_kernels choose as on the GPU, though tensors are on the CPU."""
     fp4_kernels.capability = lambda device: divmod(target, 10)
     fp4_kernels.use_triton = lambda x: True
-    small = fp4_kernels.Scratch(
-        SMS[target], torch.empty(2 ** 25), torch.empty(2 ** 22), torch.zeros(2 ** 16, dtype=torch.int32))
-    fp4_kernels.scratch = lambda device: small
+    scratch = fp4_kernels.Scratch(
+        sms=SMS,
+        partial=torch.empty(2 ** 25),
+        lora_partial=torch.empty(2 ** 22),
+        counters=torch.zeros(2 ** 16, dtype=torch.int32),
+    )
+    fp4_kernels.scratch = lambda device: scratch
 
 
 def launch_others(dtype):
@@ -133,36 +146,38 @@ def launch_others(dtype):
 
 
 def launch_tiles(every_shape):
-    """untile_kernel, and linear_kernel in the GPU's Shapes or the largest ones of each group."""
+    """untile_kernel, and linear_kernel in the GPU's Shapes or in the last one of each group."""
     out = 3 * 512
     columns = 1024
     words = torch.empty(out // 64, columns // 64, 512, dtype=torch.int32)
-    scales = torch.empty(out // 64, columns // 64, 4, 8, 4, 2, dtype=torch.uint8)
-    weight = fp4_kernels.TiledWeight(words, scales, torch.ones(out), torch.ones(16))
-    nf4_scales = torch.empty(out // 64, columns // 64, 4, 8, 2, dtype=torch.bfloat16)
-    nf4 = fp4_kernels.TiledWeight(words, nf4_scales, torch.ones(out), torch.ones(16))
-    weight.dequantize()
-    nf4.dequantize(interleaved=True)
+    for scales in (torch.empty(*words.shape[:2], 4, 8, 4, 2, dtype=torch.uint8),
+                   torch.empty(*words.shape[:2], 4, 8, 1, 2, dtype=torch.bfloat16)):
+        weight = fp4_kernels.TiledWeight(words, scales, torch.ones(out), torch.ones(16))
+        weight.dequantize(interleaved=weight.nf4)
+        if weight.nf4 and not fp4_kernels.is_hopper(words.device):
+            continue
+        lora = weight.prepare_lora(torch.empty(96, columns), torch.empty(out, 32), [512] * 3, 1.0)
+        groups = fp4_kernels.shapes_on(words.device)
+        for group in groups[:1] if weight.nf4 else groups:
+            for shape in group if every_shape else group[-1:]:
+                x = torch.empty(shape.rows, columns, dtype=torch.bfloat16)
+                residual = torch.empty(shape.rows, out, dtype=torch.bfloat16)
+                weight.multiply(x, torch.empty(out), residual, lora, shape)
 
-    lora = weight.prepare_lora(torch.empty(96, columns), torch.empty(out, 32), [512] * 3, 1.0)
-    for group in fp4_kernels.shapes_on(words.device):
-        for shape in group if every_shape else group[-1:]:
-            x = torch.empty(shape.rows, columns, dtype=torch.bfloat16)
-            residual = torch.empty(shape.rows, out, dtype=torch.bfloat16)
-            weight.multiply(x, torch.empty(out), residual, lora, shape)
+
+def launch_all(target):
+    if target < 80:
+        launch_others(torch.float16)
+    else:
+        launch_others(torch.bfloat16)
+        launch_tiles(every_shape=target in (80, 86))
 
 
 def main():
-    for target in map(int, sys.argv[1:]):
-        pretend(target)
-
-        def launch_all():
-            if target < 80:
-                return launch_others(torch.float16)
-            launch_others(torch.bfloat16)
-            launch_tiles(every_shape=target in (80, 86))
-        for launch in compile_for(target, launch_all):
-            print(json.dumps({"target": target, **launch}), flush=True)
+    target = int(sys.argv[1])
+    pretend(target)
+    for kernel in compile_for(target, lambda: launch_all(target)):
+        print(json.dumps(kernel))
 
 
 if __name__ == "__main__":
