@@ -1285,12 +1285,21 @@ def test_kernel_untile(name):
     assert torch.equal(tiled.dequantize(torch.float32, interleaved=True), fp4_kernels.interleave(weight))
 
 
+def shapes_here(group):
+    """A group of SHAPES, as far as the GPU here has room for them."""
+    groups = fp4_kernels.shapes_on(torch.device(KERNEL_DEVICE))
+    if group >= len(groups):
+        pytest.skip("only Hopper has room for tiles of more than 64 rows")
+    return groups[group]
+
+
 @runs_kernels
 @pytest.mark.parametrize("name,rows,columns,shapes", [("nvfp4", 1, 1024, 0), ("nvfp4", 21, 256, 1), ("nvfp4", 70, 1024, 2), ("nvfp4", 70, 384, 2),
                                                       ("nvfp4", 130, 256, 3), ("nvfp4", 300, 256, 4), ("mxfp4", 21, 256, 0), ("nf4", 21, 256, 3)])
 def test_kernel_linear(name, rows, columns, shapes):
     """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero."""
-    piece = 64 * max(shape.R for shape in fp4_kernels.SHAPES[shapes])        # a tile lies in one piece
+    group = shapes_here(shapes)
+    piece = 64 * max(shape.R for shape in group)                             # a tile lies in one piece
     out = 3 * piece
     tiled, dense = tiled_weight(name, out, columns)
     x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, out).bfloat16() * 64
@@ -1300,7 +1309,7 @@ def test_kernel_linear(name, rows, columns, shapes):
     with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(piece))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
     lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, torch.bfloat16)
-    for shape in (None, *fp4_kernels.SHAPES[shapes]):
+    for shape in (None, *group):
         assert relative(tiled.multiply(x, shape=shape).cpu().double(), plain) < 5e-3
         for sign in (1, -1):
             y = tiled.multiply(sign * x, bias_there, residual_there, lora, shape)
@@ -1326,8 +1335,9 @@ def test_kernel_shapes_fit(monkeypatch, R):
 def test_kernel_linear_plans_fit():
     """All programs of a plan run at once, have work, and leave no more sums than there is room for."""
     layers = [(37888, 3584, (18944, 37888), 2), (4608, 3584, (3584, 4096), 3), (3584, 18944, (3584, 3584), 1), (128, 128, (128, 128), 1)]
-    for M, (N, columns, bounds, pieces), rank, sms in itertools.product((1, 16, 17, 64, 128, 129, 1024), layers, (0, 16, 128), (3, 132)):
-        plan = fp4_kernels.plan_linear(M, N, columns, bounds, pieces, rank, sms)
+    groups = fp4_kernels.SHAPES, fp4_kernels.SHAPES_WITHOUT_WGMMA, fp4_kernels.SHAPES_IN_100_KB
+    for M, (N, columns, bounds, pieces), rank, sms, shapes in itertools.product((1, 16, 17, 64, 128, 129, 1024), layers, (0, 16, 128), (3, 132), groups):
+        plan = fp4_kernels.plan_linear(M, N, columns, bounds, pieces, rank, sms, groups=shapes)
         shape = plan.shape
         assert plan.tiles * 64 * shape.R * shape.rows >= M * N > (plan.tiles - N // (64 * shape.R)) * 64 * shape.R * shape.rows
         assert 1 <= plan.programs <= min(shape.programs * sms, plan.tiles * columns // (64 * shape.C))
@@ -1430,7 +1440,7 @@ def test_kernels_compile_for(monkeypatch, target):
 def test_kernel_linear_adds_parts(rows, shapes):
     """One or two tiles of W, cut among three programs."""
     x = torch.randn(rows, 384).bfloat16()
-    for shape in fp4_kernels.SHAPES[shapes]:
+    for shape in shapes_here(shapes):
         tiled, dense = tiled_weight("nvfp4", 64 * max(2, shape.R), 384)
         shape = shape._replace(C=1, programs=1)
         y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), shape=shape)
