@@ -1422,7 +1422,7 @@ def test_kernels_compile_for(monkeypatch, target):
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     linear = [kernel for kernel in kernels if kernel["kernel"] == "linear_kernel"]
     assert not [kernel for kernel in kernels if "error" in kernel]
-    assert len(kernels) - len(linear) == (12 if target == 75 else 13) and bool(linear) == (target > 75)
+    assert len(kernels) - len(linear) == (12 if target == 75 else 14) and bool(linear) == (target > 75)
     have_capability(monkeypatch, *divmod(target, 10))
     shapes = [shape for group in fp4_kernels.shapes_on(None) for shape in group]
     for kernel in kernels:
