@@ -10,6 +10,8 @@ import math
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +40,7 @@ from harness.checkpoint import load_adapter, save_adapter
 from harness.flags import parse_flags
 from harness.instruments import flat
 from harness.run_folder import read_jsonl, write_jsonl
-from harness.small_policy import ByteText, made_up_problems
+from harness.small_policy import ByteText, made_up_problems, warm_start
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -1572,3 +1574,184 @@ def test_gpu_rollouts_with_one_seed_are_equal(tmp_path, top_p):
                               generator=torch.Generator("cuda").manual_seed(0)) for _ in range(4)]
     for other in rollouts[1:]:
         assert torch.equal(rollouts[0].tokens, other.tokens) and torch.equal(rollouts[0].logprobs, other.logprobs)
+
+
+# ------------------------------------------------------------------------------------------------------------- course
+# Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+COURSE_BLOCK = re.compile(r"(?:<!-- decimals within (\d+) % -->\n)?```(\w*)\n(.*?)```\n", re.DOTALL)
+
+
+def course_exercises():
+    """[(heading, [(percent or None, kind, text) of each fenced block])] of the course."""
+    with open(f"{HERE}/docs/course.md", encoding="utf-8") as f:
+        parts = re.split(r"^## ", f.read(), flags=re.MULTILINE)[1:]
+    exercises = [part for part in parts if part[0].isdigit()]
+    return [(part.splitlines()[0], COURSE_BLOCK.findall(part)) for part in exercises]
+
+
+def number_agrees(expected, found, percent):
+    """Integers are equal; decimals agree to the last digit shown, or within so many percent."""
+    if "." not in expected and "e" not in expected:
+        return found == expected
+    shown = 10.0 ** -len(expected.partition("e")[0].partition(".")[2])
+    if "e" in expected:
+        shown *= 10.0 ** int(expected.partition("e")[2])
+    allowed = 1.01 * shown + percent / 100 * abs(float(expected))
+    return abs(float(found) - float(expected)) <= allowed
+
+
+def line_agrees(expected, found, percent=0):
+    """Do two lines say the same? "..." stands for any text, "a ± b" for a mean and its error.
+
+    Means also agree if they differ by at most four of their standard errors, and an error may be
+    three times as large or small.
+    """
+    pattern, numbers, after = "", [], []
+    for text in re.split(r"(\.\.\.)", expected.strip()):
+        if text == "...":
+            pattern += ".*"
+            continue
+        end = 0
+        for number in NUMBER.finditer(text):
+            between = text[end:number.start()]
+            pattern += r"\s+".join(map(re.escape, re.split(r"\s+", between))) + f"({NUMBER.pattern})"
+            numbers.append(number[0])
+            after.append(between)
+            end = number.end()
+        pattern += r"\s+".join(map(re.escape, re.split(r"\s+", text[end:])))
+    match = re.fullmatch(pattern, found.strip())
+    if not match:
+        return False
+    is_error = [between.strip() == "±" for between in after] + [False]
+    for i, (wanted, got) in enumerate(zip(numbers, match.groups())):
+        agrees = number_agrees(wanted, got, percent)
+        if is_error[i]:
+            a, b = float(wanted), float(got)
+            agrees = agrees or a / 3 <= b <= 3 * a
+        elif is_error[i + 1]:
+            error = math.hypot(float(numbers[i + 1]), float(match.groups()[i + 1]))
+            agrees = agrees or abs(float(wanted) - float(got)) <= 4 * error
+        if not agrees:
+            return False
+    return True
+
+
+def course_difference(expected, found, percent=0):
+    """None if the output is as the course shows it, else the first line that is not.
+
+    A line "..." stands for any lines. Empty lines do not count.
+    """
+    wanted = [line for line in expected.splitlines() if line.strip()]
+    got = [line for line in found.splitlines() if line.strip()]
+    skipping = False
+    for line in wanted:
+        if line.strip() == "...":
+            skipping = True
+            continue
+        while skipping and got and not line_agrees(line, got[0], percent):
+            got.pop(0)
+        skipping = False
+        if not got or not line_agrees(line, got[0], percent):
+            return f"the course has {line!r}, the output {got[0] if got else 'ends'!r}"
+        got.pop(0)
+    return None if skipping or not got else f"the output goes on with {got[0]!r}"
+
+
+def run_course_block(command, folder, commands=None):
+    """Run a line of the course in a copy of the project -> what it writes to stdout."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "NO_COLOR": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    command = re.sub(r"(?<![\w./-])python(?= )", lambda _: shlex.quote(sys.executable), command)
+    result = subprocess.run(["bash", "-c", command], cwd=folder, env=env, input=commands or "", capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}: {result.stderr[-2000:]}"
+    return result.stdout
+
+
+def pdb_steps(transcript):
+    """A ```pdb block -> (the command that starts pdb, [(what is typed, what it prints)])."""
+    start, *steps = transcript.split("\n(Pdb) ")
+    return start.removeprefix("$ "), [step.partition("\n")[::2] for step in steps]
+
+
+def run_exercise(blocks, folder):
+    """Run an exercise's blocks in order in a copy of the project; a list of what differs."""
+    for name in ("qerl.py", "fp4_kernels.py", "train_gsm8k.py", "bench.py"):
+        shutil.copy(f"{HERE}/{name}", folder)
+    for name in ("harness", "results"):
+        shutil.copytree(f"{HERE}/{name}", f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+    differences, printed = [], None
+    for percent, kind, text in blocks:
+        percent = float(percent or 0)
+        if kind == "python":
+            (folder / "try.py").write_text(text)
+        elif kind == "sh":
+            printed = run_course_block(text.strip(), folder)
+        elif kind == "text":
+            differences.append(course_difference(text, printed, percent))
+        elif kind == "pdb":
+            start, steps = pdb_steps(text.rstrip())
+            typed = "".join(f"{command}\n" for command, _ in steps)
+            _, *printed_by = run_course_block(start, folder, typed).split("(Pdb) ")
+            assert len(printed_by) == len(steps), f"pdb stopped after {len(printed_by)} of {len(steps)} commands"
+            for (command, expected), found in zip(steps, printed_by):
+                if expected.strip():
+                    difference = course_difference(expected, found, percent)
+                    differences.append(difference and f"{command}: {difference}")
+    return [d for d in differences if d]
+
+
+@pytest.fixture(scope="module")
+def course_results(tmp_path_factory):
+    """{number of an exercise: a future of run_exercise}; two exercises run at a time."""
+    warm_start()                                       # once, and not in two processes at a time
+    with ThreadPoolExecutor(2) as pool:
+        yield {number: pool.submit(run_exercise, blocks, tmp_path_factory.mktemp("exercise"))
+               for number, (_, blocks) in enumerate(course_exercises(), 1)}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("number", range(1, 9))
+def test_course_exercise(course_results, number):
+    if number == 8:
+        if fp4_kernels.triton is None:
+            pytest.skip("there is no Triton")
+        if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+            pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on")
+    assert course_results[number].result() == []
+
+
+def test_course_blocks_are_all_run():
+    """No fenced block of the course escapes the test: each is of a known kind and in an exercise."""
+    with open(f"{HERE}/docs/course.md", encoding="utf-8") as f:
+        fences = re.findall(r"^ *```(\w*)$", f.read(), flags=re.MULTILINE)
+    exercises = course_exercises()
+    kinds = [kind for _, blocks in exercises for _, kind, _ in blocks]
+    assert len(exercises) == 8 and len(fences) == 2 * len(kinds)
+    assert set(kinds) <= {"sh", "python", "pdb", "text"}
+    for heading, blocks in exercises:
+        assert any(kind in ("text", "pdb") for _, kind, _ in blocks), heading
+
+
+@pytest.mark.parametrize("expected,found,agree", [
+    ("error 0.0951", "error 0.0951", True), ("error 0.0951", "error 0.0952", True), ("error 0.0951", "error 0.0961", False),
+    ("codes [6, 11]", "codes [6, 11]", True), ("codes [6, 11]", "codes [6, 10]", False), ("codes [6, 11]", "codes [6]", False),
+    ("0.277 ± 0.002", "0.283 ± 0.002", True), ("0.277 ± 0.002", "0.297 ± 0.002", False), ("0.277 ± 0.002", "0.277 ± 0.02", False),
+    ("> ...qerl.py(...)pick()", "> /a/qerl.py(813)pick()", True), ("> ...qerl.py(...)pick()", "> /a/qerl.py(813)step()", False),
+    ("a 1\n...\nb 2", "a 1\nx\ny\nb 2", True), ("a 1\n...", "a 1\nx", True), ("a 1", "a 1\nx", False), ("a 1\nb 2", "a 1", False),
+])
+def test_course_outputs_are_compared(expected, found, agree):
+    assert (course_difference(expected, found) is None) == agree
+
+
+def test_course_wrong_numbers_are_noticed():
+    """Any number of any output in the course, changed by its double and one, is noticed."""
+    for heading, blocks in course_exercises():
+        for percent, kind, text in blocks:
+            if kind != "text":
+                continue
+            for number in NUMBER.finditer(text):
+                wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
+                assert course_difference(text, wrong, float(percent or 0)), (heading, number[0])
