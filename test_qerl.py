@@ -34,11 +34,12 @@ import fp4_kernels
 import qerl
 import train_gsm8k
 from harness import claims, report
-from harness.answers import final_number, parse_number, stated_number
+from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, save_adapter
 from harness.flags import parse_flags
 from harness.instruments import flat
+from harness.questions import read_questions
 from harness.run_folder import read_jsonl, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 
@@ -752,6 +753,63 @@ def test_rewards():
     assert stated_number("so 12, no, 13.") == 13
 
 
+# What is not 5, though a 5 is its last digit.
+NOT_FIVE = [
+    "1e5", "5E5", "0x5", "{1}/{5}", "1\u20445", "\u00bd5", "5\u00bd", "5\u00b2", "2^5", "1,5", "0,005", "5.5.5", "3:5", "3-5",
+    "\\sqrt{5}", "\\frac{1}{5}", "\\frac15", "\\frac{x}{5}", "x/5", "5\\pi", "\\pm 5", "\\log 5", "2 \\times 5", "x_5", "5k",
+    "- 5", "\u20135", "\u22125", "-{5}", "-(5)", "-\\$5", "\\$-5", "- $5", "negative 5", "x = - 5",
+    "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
+]
+FIVE = [
+    "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
+    "5 dollars", "5 apples, no more", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}",
+    "5 m\u00b2", "5 km/h", "5^\\circ", "\u20ac5", "US$5", "Total: 5", "Answer - 5", "\\approx 5",
+    "2 + 3 = 5 apples.", "90-85=5", "1/4 of 20 is 5",
+]
+
+
+@pytest.mark.parametrize("text,five", [(text, False) for text in NOT_FIVE] + [(text, True) for text in FIVE])
+def test_only_one_clear_number_is_rewarded(text, five):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}", f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
+        assert train_gsm8k.reward(answer, Decimal(5), "answer") == (five, five)
+
+
+@pytest.mark.parametrize("text,number", [
+    ("<answer>1,250.00</answer>", 1250), ("\\boxed{1{,}250}", 1250), ("\\boxed{1\\,250}", 1250), ("\\boxed{1 250}", 1250),
+    ("\\boxed{1e5}", 100000), ("\\boxed{\\text{\\$1,250}}", 1250), ("\\boxed{- 5}", -5), ("\\boxed{x=-5}", -5),
+    ("\\boxed{5} or \\boxed{6", 5), ("<answer>5</answer> <answer>6", 5), ("<answer>3 <answer>5</answer> 7</answer>", 5), ("5", None)])
+def test_answered_number(text, number):
+    assert answered_number(text) == number
+
+
+@pytest.mark.parametrize("gold,number", [
+    ("18", 18), ("-18", -18), ("$18", 18), ("18 dollars", 18), ("1,250,000", 1250000), ("3.0e5", 300000), ("1e3", 1000), ("1 000", 1000),
+    ("1,200 m2", 1200), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
+def test_right_answers_are_read_or_refused(tmp_path, gold, number):
+    line = json.dumps({"question": "q", "answer": f"so 7\n#### {gold}\n8"})
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
+    if number is not None:
+        assert final_number(read_questions(tmp_path, "train.jsonl")[1]) == number
+    else:
+        with pytest.raises(qerl.UserError, match=re.escape(f"train.jsonl:2: '{gold}' behind")):
+            read_questions(tmp_path, "train.jsonl")
+
+
+LONG_UNITS = ["<answer>", "</answer>", "\\boxed{", "\\boxed{{}", "{", "5", "1,", ",000", "1 000 ", "5e", "1e1,", "\\frac{", "1/ ", " ", "=",
+              "5=", "5 or ", "is ", "- ", "^ ", "<think>", "</think><answer>"]
+
+
+@pytest.mark.parametrize("unit", LONG_UNITS)
+@pytest.mark.parametrize("frame", ["{}", "<think></think><answer>{}0</answer>", "1{}0"])
+def test_long_texts_are_graded_in_no_time(unit, frame):
+    """100,000 characters take some 20 ms of a CPU; what grows with the square took seconds."""
+    text = frame.replace("{}", unit * (100_000 // len(unit)))
+    for read in (answered_number, stated_number, parse_number, train_gsm8k.FORMAT.fullmatch):
+        start = time.process_time()
+        read(text)
+        assert time.process_time() - start < 0.5
+
+
 def test_cut_rows_covers_every_row_within_the_budget():
     rng = random.Random(0)
     prompts, lengths = [[k // 4] * (9 + k // 4) for k in range(80)], [rng.randint(1, 90) for _ in range(79)] + [700]
@@ -834,8 +892,8 @@ def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, mo
     assert [m["step"] for m in without_times(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
-def bad_jsonl(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n')
+def bad_jsonl(tmp_path, line='{"question": "q"}'):
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
     return tmp_path
 
@@ -848,6 +906,7 @@ def used_folder(tmp_path):
 @pytest.mark.parametrize("options,message", [
     (lambda t: ["--model", "./no/such/folder"], "model ./no/such/folder: no such folder"),
     (lambda t: ["--data", bad_jsonl(t)], "train.jsonl:2: not a line of"),
+    (lambda t: ["--data", bad_jsonl(t, '{"question": "q", "answer": "#### 1,00"}')], "train.jsonl:2: '1,00' behind"),
     (lambda t: ["--data", t], "no file matches"),
     (lambda t: ["--max-new-tokens", 600], "--max-new-tokens 600: the model has 512 positions"),
     (lambda t: ["--max-new-tokens", 511], "no prompt fits into 1 tokens"),
