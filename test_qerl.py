@@ -34,7 +34,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import report
+from harness import claims, report
 from harness.answers import final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, save_adapter
@@ -1197,6 +1197,43 @@ def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
             report.main()
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def made_up_rows():
+    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five at the other."""
+    for seed, noise in ((0, 0.03), (1, 0.05)):
+        for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
+            value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
+            measures = dict.fromkeys(claims.MEASURES, value)
+            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, **measures}
+
+
+def test_claims_tables():
+    rows = list(made_up_rows())
+    paired = {line.split(" | ")[2]: line for line in claims.paired_table(rows)[2:]}
+    assert "| 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in paired["noise"] and "| 2 | -1.0 ± 0.0 |" in paired["4 bits"]
+    assert "| 2 | 3.0 ± 1.0 |" in paired["both"]
+    assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
+    assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
+    assert not any("noise" in line for line in claims.paired_table(rows[:1]))
+
+
+def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "1",
+               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK)]
+    lr = options.index("--lr")
+    del options[lr:lr + 2]                                                               # the study sets it
+    assert claims.main(options) == 0
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
+    assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
+        ("nvfp4+aqn", True, "nvfp4", 5), ("bf16", False, "bf16", 5)]
+    assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
+    capsys.readouterr()
+    assert claims.main(options) == 0 and "2 runs, 0 missing" in capsys.readouterr().out
+    assert claims.main([*options, "--group", "1", "--seeds", "2"]) == 1                   # what fails is said, and is no row
+    assert "ended with status 2" in capsys.readouterr().out
+    assert len(open(tmp_path / "out" / "runs.jsonl").readlines()) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
