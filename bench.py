@@ -10,9 +10,11 @@ first and mma with a picture.
                                                        by sequences decoded at once
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
                                                        log-probabilities, update
+    python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
+                                                       (see harness/claims.py)
 
-All but the first make random weights of the given shapes on the GPU. On a CPU they run a tiny shape,
-so that one can step through them; its times mean nothing.
+kernels, mma, rollout and step make random weights of the given shapes on the GPU. On a CPU they run
+a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper GPU.
 """
 import copy
 import importlib.metadata
@@ -40,6 +42,7 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
+from harness import claims
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
@@ -1087,6 +1090,8 @@ def run(args):
 
 def main():
     try:
+        if sys.argv[1:2] == ["claims"]:
+            sys.exit(claims.main(sys.argv[2:]))
         run(arguments())
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))

@@ -15,9 +15,9 @@ bottom in the paper's order:
     7. Log-probabilities of a batch, in which a prompt that completions share is computed once
     8. Loading
 
-Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, S tokens packed in a
-line, V vocabulary, d model width, P prompts, G samples per prompt, N = P * G completions, C
-longest completion.
+Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, S tokens packed in a line,
+V vocabulary, d model width, P prompts, G samples per prompt, N = P * G completions, and C tokens,
+the longest completion.
 """
 import contextlib
 import glob
@@ -96,17 +96,18 @@ def quantize_nvfp4(weight):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
-    float8_e4m3fn [out, in/16] and global_scale float32 [1], by that format's convention 1 /
-    S_FP32 of Eq. 6.
+    float8_e4m3fn [out, in/16] and global_scale float32 [1], which by that format's convention is
+    the reciprocal of Eq. 6's S_FP32.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
     amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                          # [out, in/16]
-    global_scale = (E4M3_MAX * E2M1_MAX / amax.amax()).float()    # the largest block scale is 448
-    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)     # a tensor of zeros
-    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)        # a block's largest is 6
+    # The largest block scale becomes 448, and the largest of each block 6.
+    global_scale = (E4M3_MAX * E2M1_MAX / amax.max()).float()
+    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)       # if all are zeros
+    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float()
-    scale = torch.where(scale == 0, 0.125, scale)  # that format's choice for (nearly) empty blocks
+    scale = torch.where(scale == 0, 0.125, scale)          # by that format, for (nearly) empty blocks
     packed = encode_e2m1(weight, scale / global_scale)
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
@@ -221,7 +222,7 @@ class PackedWeight:
         return self.format.dequantize(*self.parts, dtype)
 
     def prepare_lora(self, A, B, sizes, scaling, dtype):
-        """LoRA of stacked layers as multiply takes it; the pieces of B become blocks on a diagonal."""
+        """LoRA of stacked layers as multiply takes it: B's pieces as blocks on a diagonal, times α/r."""
         B = scaling * torch.block_diag(*B.split(sizes))
         return A.to(dtype), B.to(dtype)
 
@@ -324,7 +325,7 @@ class QuantLinear(nn.Module):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside this, and not inside AQN, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded."""
+    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
     adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
     for module in adapted:
         module.use_adapter = False
@@ -355,7 +356,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.use_adapter = True
+        self.use_adapter = True                        # False in adapters_off: the scale as loaded
         self.noisy_weight = None
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
         self.register_buffer("reference_weight", self.weight.detach().clone())
@@ -398,8 +399,10 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     or both 0.
     """
     stage = step * stages // steps
-    if stage == 0 or start == end:
-        return start if stage else 0.0
+    if stage == 0:
+        return 0.0
+    if start == end:
+        return start
     t = (stage - 1) / max(stages - 2, 1)               # 0 in the first noisy stage, 1 in the last
     if schedule == "exponential":
         return start * (end / start) ** t
@@ -455,9 +458,11 @@ class Attention(nn.Module):
         return (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
 
     def forward(self, x, rope, cache=None, slots=None, packing=None):
-        """x [B, T, d], or a line of tokens [S, d] with a packing (see pack), which attention lays
-        out as rows. rope = (cos, sin), each [T, head_dim]; cache and slots as in
-        Transformer.hidden."""
+        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim].
+
+        cache and slots: see Transformer.hidden. With a packing (see pack) x is a line of tokens
+        [S, d], which attention lays out as rows.
+        """
         qkv = self.qkv(x)
         if packing is not None:
             qkv = gather_rows(qkv, packing.place)                              # (B, T, q + k + v)
@@ -565,8 +570,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row.
 
-        With a cache and slots int64 [B * G] it prefills: row b also fills slots[b * G : (b + 1) *
-        G]. With a packing (see pack): tokens [S] -> [S, d].
+        With a cache and slots int64 [B * G] it prefills: row b also fills the slots from b * G on.
+        With a packing (see pack): tokens [S] -> [S, d].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
         # Reentrant recomputation gives a gradient only if its input asks for one.
@@ -661,7 +666,7 @@ class KVCache:
 class Rollout:
     """N completions, padded to C tokens, in the order of the prompts, group_size of each."""
     tokens: torch.Tensor           # int64 [N, C]
-    logprobs: torch.Tensor     # float32 [N, C], of the sampled tokens at the sampling temperature
+    logprobs: torch.Tensor         # float32 [N, C], of the tokens, at the sampling temperature
     entropy: torch.Tensor          # float32 [N, C], of the policy at each token, in nats
     length: torch.Tensor           # int64 [N]
     finished: torch.Tensor         # bool [N]: ended by an EOS token
@@ -687,9 +692,10 @@ def nucleus(probs, top_p):
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
-    The two are of softmax(logits / temperature), before top_p cuts it. temperature 0 takes the
-    likeliest token; they are then those of temperature 1. For E_i ~ Exp(1), argmax p_i / E_i is a
-    draw from p, normalised or not (the Gumbel-max trick), without waiting for the device.
+    Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
+    temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
+    the Gumbel-max trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p, and
+    nothing waits for the device.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
@@ -748,7 +754,7 @@ class Sampler:
 
         # Of each slot; how many keys and values it has is cache.filled.
         self.completion = torch.full((slots,), IDLE, device=device)    # which one it continues
-        self.position = torch.zeros_like(self.completion)      # the place of the next token in it
+        self.position = torch.zeros_like(self.completion)              # its next token's place
         self.token = torch.zeros_like(self.completion)                 # the next input
         self.cache = KVCache(model, slots, max_len)
 
@@ -758,22 +764,21 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
-        self.limit = torch.full_like(self.length, max_new_tokens)      # where it is cut
+        self.limit = torch.full_like(self.length, max_new_tokens)      # bench.py cuts some sooner
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
         self.record()
 
     def record(self):
-        """`replay`: what `step` does, on a GPU that runs the kernels as a CUDA graph (top-p: `forward`
-        alone). Their twins wait for the GPU, which a graph cannot."""
-        self.replay = self.step
+        """On a GPU with kernels: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone.
+
+        The kernels' twins wait for the GPU, which a graph cannot.
+        """
+        self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.use_triton(self.model.embedding):
-            if self.top_p == 1:
-                self.replay = record_graph(self.step, self.generator)
-            else:
-                forward = record_graph(self.forward)
-                self.replay = lambda: (forward(), self.pick())
+            recorded = self.step if self.top_p == 1 else self.forward
+            self.replay = record_graph(recorded, self.generator)
 
     def admit(self, prompts, slots, completions, prefill_tokens=32768):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -800,7 +805,9 @@ class Sampler:
     def steps(self, count):
         """`count` tokens for every slot; nothing here waits for the device."""
         for _ in range(count):
-            self.replay()
+            (self.replay or self.step)()
+            if self.replay and self.top_p != 1:
+                self.pick()
 
     def step(self):
         """One token for every slot."""
@@ -861,7 +868,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(len(p) for p in prompts) + max_new_tokens
-    check_every = 8 if model.device.type == "cuda" else 1  # a look at the slots waits for the GPU
+    check_every = 8 if model.device.type == "cuda" else 1      # a look at the slots waits for it
     sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                             generator)
     entered = 0                                                # prompts that have had their slots
@@ -925,20 +932,21 @@ def token_weights(mask, algorithm="grpo"):
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
                 ref_logprobs=None, beta=0.0, importance=None):
-    """-J of Eq. 3 for B sequences -> (loss, mean KL to the reference).
+    """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
-    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; weights [B, C] of token_weights.
-    Losses of micro-batches add up to the batch's, since a weight is a token's share of the whole
-    batch. KL is Schulman's unbiased estimate e^d - d - 1 with d = log π_ref - log π_θ. importance
-    [B, C] multiplies the gain, not the KL: see truncated_importance.
+    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; weights [B, C] of token_weights. A
+    weight is a token's share of the whole minibatch, so that the losses of its pieces add up to the
+    minibatch's, and the KLs to its mean. KL is Schulman's unbiased estimate e^x - x - 1 with
+    x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
+    truncated_importance.
     """
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     if importance is not None:
         gain = gain * importance
-    d = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
-    kl = d.exp() - d - 1
+    x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
+    kl = x.exp() - x - 1
     return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
 
 
@@ -948,8 +956,8 @@ def mismatch(old_logprobs, rollout_logprobs, mask):
     The ratio is of the two policies at a token, either way. With AQN the noise is part of it;
     without, only rounding is (decoding and training add in different orders).
     """
-    d = (old_logprobs - rollout_logprobs)[mask]
-    return (d.exp() - d - 1).mean().item(), d.abs().max().exp().item()
+    x = (old_logprobs - rollout_logprobs)[mask]
+    return (x.exp() - x - 1).mean().item(), x.abs().max().exp().item()
 
 
 def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
@@ -982,14 +990,16 @@ def pack(prompts, length):
     origin [0, 1, 2, 6, 7], start [2, 2].
     """
     start = to_device([len(p) for p in prompts], length.device)
-    first = to_device([prompts.index(p) for p in prompts], length.device)  # first row of a prompt
+    first_row = to_device([prompts.index(p) for p in prompts], length.device)    # of each prompt
     t = torch.arange((start + length).max(), device=length.device)
     in_prompt = t < start[:, None]                                               # (B, T)
     in_row = t < (start + length)[:, None]
-    is_first = first == torch.arange(len(prompts), device=length.device)         # (B,)
-    enters = torch.where(in_prompt, is_first[:, None], in_row)               # the line, from here
-    place = enters.flatten().cumsum(0).view_as(enters) - 1                # behind those before it
-    place = torch.where(in_prompt, place[first], place)
+    is_first = first_row == torch.arange(len(prompts), device=length.device)     # (B,)
+    # A token enters the line if it is in the first row of its prompt, or in a completion. Its place
+    # is the number of tokens that entered before it. Other rows of a prompt point to the first's.
+    enters = torch.where(in_prompt, is_first[:, None], in_row)
+    place = enters.flatten().cumsum(0).view_as(enters) - 1
+    place = torch.where(in_prompt, place[first_row], place)
     return Packing(place, enters.flatten().nonzero()[:, 0], start)
 
 
@@ -1014,20 +1024,21 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     longest = completions.shape[1]
     T = packing.place.shape[1]
     padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                 # (B, T)
-    position = torch.arange(T, device=device) - packing.start[:, None]         # in the completion
+    position = torch.arange(T, device=device) - packing.start[:, None]    # 0: completion's first
     completed = completions.gather(1, position.clamp(0, longest - 1))
     tokens = torch.where(position < 0, padded, completed)
     hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)              # (S, d)
-    predicts = (position >= -1) & (position + 1 < length[:, None])  # a completion's token comes next
-    hidden = gather_rows(hidden, packing.place[predicts])                                 # (n, d)
+    # The hidden state at a position predicts the next token, so the prompt's last, at -1, counts.
+    predicts = (position >= -1) & (position + 1 < length[:, None])
+    hidden = gather_rows(hidden, packing.place[predicts])               # (sum of the lengths, d)
 
-    def head(h, t):
+    def output(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
 
     mask = length_mask(length, longest)
     pieces = zip(hidden.split(chunk), completions[mask].split(chunk))
     options = dict(use_reentrant=False, preserve_rng_state=False)
-    logprobs = [recompute(head, *piece, **options) for piece in pieces]
+    logprobs = [recompute(output, *piece, **options) for piece in pieces]
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(logprobs))
 
 

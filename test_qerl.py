@@ -4,12 +4,15 @@
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
 import gc
+import hashlib
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,14 +34,15 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import cross_compile, report
-from harness.answers import final_number, parse_number, stated_number
+from harness import claims, cross_compile, report
+from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, save_adapter
 from harness.flags import parse_flags
 from harness.instruments import flat
+from harness.questions import read_questions
 from harness.run_folder import read_jsonl, write_jsonl
-from harness.small_policy import ByteText, made_up_problems
+from harness.small_policy import ByteText, made_up_problems, warm_start
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -750,6 +754,63 @@ def test_rewards():
     assert stated_number("so 12, no, 13.") == 13
 
 
+# What is not 5, though a 5 is its last digit.
+NOT_FIVE = [
+    "1e5", "5E5", "0x5", "{1}/{5}", "1\u20445", "\u00bd5", "5\u00bd", "5\u00b2", "2^5", "1,5", "0,005", "5.5.5", "3:5", "3-5",
+    "\\sqrt{5}", "\\frac{1}{5}", "\\frac15", "\\frac{x}{5}", "x/5", "5\\pi", "\\pm 5", "\\log 5", "2 \\times 5", "x_5", "5k",
+    "- 5", "\u20135", "\u22125", "-{5}", "-(5)", "-\\$5", "\\$-5", "- $5", "negative 5", "x = - 5",
+    "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
+]
+FIVE = [
+    "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
+    "5 dollars", "5 apples, no more", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}",
+    "5 m\u00b2", "5 km/h", "5^\\circ", "\u20ac5", "US$5", "Total: 5", "Answer - 5", "\\approx 5",
+    "2 + 3 = 5 apples.", "90-85=5", "1/4 of 20 is 5",
+]
+
+
+@pytest.mark.parametrize("text,five", [(text, False) for text in NOT_FIVE] + [(text, True) for text in FIVE])
+def test_only_one_clear_number_is_rewarded(text, five):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}", f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
+        assert train_gsm8k.reward(answer, Decimal(5), "answer") == (five, five)
+
+
+@pytest.mark.parametrize("text,number", [
+    ("<answer>1,250.00</answer>", 1250), ("\\boxed{1{,}250}", 1250), ("\\boxed{1\\,250}", 1250), ("\\boxed{1 250}", 1250),
+    ("\\boxed{1e5}", 100000), ("\\boxed{\\text{\\$1,250}}", 1250), ("\\boxed{- 5}", -5), ("\\boxed{x=-5}", -5),
+    ("\\boxed{5} or \\boxed{6", 5), ("<answer>5</answer> <answer>6", 5), ("<answer>3 <answer>5</answer> 7</answer>", 5), ("5", None)])
+def test_answered_number(text, number):
+    assert answered_number(text) == number
+
+
+@pytest.mark.parametrize("gold,number", [
+    ("18", 18), ("-18", -18), ("$18", 18), ("18 dollars", 18), ("1,250,000", 1250000), ("3.0e5", 300000), ("1e3", 1000), ("1 000", 1000),
+    ("1,200 m2", 1200), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
+def test_right_answers_are_read_or_refused(tmp_path, gold, number):
+    line = json.dumps({"question": "q", "answer": f"so 7\n#### {gold}\n8"})
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
+    if number is not None:
+        assert final_number(read_questions(tmp_path, "train.jsonl")[1]) == number
+    else:
+        with pytest.raises(qerl.UserError, match=re.escape(f"train.jsonl:2: '{gold}' behind")):
+            read_questions(tmp_path, "train.jsonl")
+
+
+LONG_UNITS = ["<answer>", "</answer>", "\\boxed{", "\\boxed{{}", "{", "5", "1,", ",000", "1 000 ", "5e", "1e1,", "\\frac{", "1/ ", " ", "=",
+              "5=", "5 or ", "is ", "- ", "^ ", "<think>", "</think><answer>"]
+
+
+@pytest.mark.parametrize("unit", LONG_UNITS)
+@pytest.mark.parametrize("frame", ["{}", "<think></think><answer>{}0</answer>", "1{}0"])
+def test_long_texts_are_graded_in_no_time(unit, frame):
+    """100,000 characters take some 20 ms of a CPU; what grows with the square took seconds."""
+    text = frame.replace("{}", unit * (100_000 // len(unit)))
+    for read in (answered_number, stated_number, parse_number, train_gsm8k.FORMAT.fullmatch):
+        start = time.process_time()
+        read(text)
+        assert time.process_time() - start < 0.5
+
+
 def test_cut_rows_covers_every_row_within_the_budget():
     rng = random.Random(0)
     prompts, lengths = [[k // 4] * (9 + k // 4) for k in range(80)], [rng.randint(1, 90) for _ in range(79)] + [700]
@@ -832,8 +893,8 @@ def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, mo
     assert [m["step"] for m in without_times(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
-def bad_jsonl(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n')
+def bad_jsonl(tmp_path, line='{"question": "q"}'):
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
     return tmp_path
 
@@ -846,6 +907,7 @@ def used_folder(tmp_path):
 @pytest.mark.parametrize("options,message", [
     (lambda t: ["--model", "./no/such/folder"], "model ./no/such/folder: no such folder"),
     (lambda t: ["--data", bad_jsonl(t)], "train.jsonl:2: not a line of"),
+    (lambda t: ["--data", bad_jsonl(t, '{"question": "q", "answer": "#### 1,00"}')], "train.jsonl:2: '1,00' behind"),
     (lambda t: ["--data", t], "no file matches"),
     (lambda t: ["--max-new-tokens", 600], "--max-new-tokens 600: the model has 512 positions"),
     (lambda t: ["--max-new-tokens", 511], "no prompt fits into 1 tokens"),
@@ -1194,6 +1256,43 @@ def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
             report.main()
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def made_up_rows():
+    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five at the other."""
+    for seed, noise in ((0, 0.03), (1, 0.05)):
+        for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
+            value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
+            measures = dict.fromkeys(claims.MEASURES, value)
+            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, **measures}
+
+
+def test_claims_tables():
+    rows = list(made_up_rows())
+    paired = {line.split(" | ")[2]: line for line in claims.paired_table(rows)[2:]}
+    assert "| 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in paired["noise"] and "| 2 | -1.0 ± 0.0 |" in paired["4 bits"]
+    assert "| 2 | 3.0 ± 1.0 |" in paired["both"]
+    assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
+    assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
+    assert not any("noise" in line for line in claims.paired_table(rows[:1]))
+
+
+def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "1",
+               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK)]
+    lr = options.index("--lr")
+    del options[lr:lr + 2]                                                               # the study sets it
+    assert claims.main(options) == 0
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
+    assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
+        ("nvfp4+aqn", True, "nvfp4", 5), ("bf16", False, "bf16", 5)]
+    assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
+    capsys.readouterr()
+    assert claims.main(options) == 0 and "2 runs, 0 missing" in capsys.readouterr().out
+    assert claims.main([*options, "--group", "1", "--seeds", "2"]) == 1                   # what fails is said, and is no row
+    assert "ended with status 2" in capsys.readouterr().out
+    assert len(open(tmp_path / "out" / "runs.jsonl").readlines()) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -1625,3 +1724,214 @@ def test_gpu_rollouts_with_one_seed_are_equal(tmp_path, top_p):
                               generator=torch.Generator("cuda").manual_seed(0)) for _ in range(4)]
     for other in rollouts[1:]:
         assert torch.equal(rollouts[0].tokens, other.tokens) and torch.equal(rollouts[0].logprobs, other.logprobs)
+
+
+# ------------------------------------------------------------------------------------------------------------- course
+# Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+COURSE_BLOCK = re.compile(r"(?:<!-- (figures of the built-in policy) -->\n)?```(\w*)\n(.*?)```\n", re.DOTALL)
+# The built-in policy of which the course prints figures. Other processors make other ones, whose decimals may be any; what
+# the course concludes from them must hold all the same (test_course_claims).
+COURSE_POLICY = "5c4133a34917f88bad52e43670fe7a19"
+
+
+def course_exercises():
+    """[(heading, [(whether its figures are the built-in policy's, kind, text) of each fenced block])] of the course."""
+    with open(f"{HERE}/docs/course.md", encoding="utf-8") as f:
+        parts = re.split(r"^## ", f.read(), flags=re.MULTILINE)[1:]
+    exercises = [part for part in parts if part[0].isdigit()]
+    return [(part.splitlines()[0], COURSE_BLOCK.findall(part)) for part in exercises]
+
+
+def number_agrees(expected, found, any_decimals):
+    """Integers are equal; decimals agree to the last digit shown."""
+    if "." not in expected and "e" not in expected:
+        return found == expected
+    if any_decimals:
+        return True
+    shown = 10.0 ** -len(expected.partition("e")[0].partition(".")[2])
+    if "e" in expected:
+        shown *= 10.0 ** int(expected.partition("e")[2])
+    return abs(float(found) - float(expected)) <= 1.01 * shown
+
+
+def line_agrees(expected, found, any_decimals=False):
+    """Do two lines say the same? "..." stands for any text, "a ± b" for a mean and its error.
+
+    Means also agree if they differ by at most four of their standard errors, and an error may be
+    three times as large or small.
+    """
+    pattern, numbers, after = "", [], []
+    for text in re.split(r"(\.\.\.)", expected.strip()):
+        if text == "...":
+            pattern += ".*"
+            continue
+        end = 0
+        for number in NUMBER.finditer(text):
+            between = text[end:number.start()]
+            pattern += r"\s+".join(map(re.escape, re.split(r"\s+", between))) + f"({NUMBER.pattern})"
+            numbers.append(number[0])
+            after.append(between)
+            end = number.end()
+        pattern += r"\s+".join(map(re.escape, re.split(r"\s+", text[end:])))
+    match = re.fullmatch(pattern, found.strip())
+    if not match:
+        return False
+    is_error = [between.strip() == "±" for between in after] + [False]
+    for i, (wanted, got) in enumerate(zip(numbers, match.groups())):
+        agrees = number_agrees(wanted, got, any_decimals)
+        if is_error[i]:
+            a, b = float(wanted), float(got)
+            agrees = agrees or a / 3 <= b <= 3 * a
+        elif is_error[i + 1]:
+            error = math.hypot(float(numbers[i + 1]), float(match.groups()[i + 1]))
+            agrees = agrees or abs(float(wanted) - float(got)) <= 4 * error
+        if not agrees:
+            return False
+    return True
+
+
+def course_difference(expected, found, any_decimals=False):
+    """None if the output is as the course shows it, else the first line that is not.
+
+    A line "..." stands for any lines. Empty lines do not count.
+    """
+    wanted = [line for line in expected.splitlines() if line.strip()]
+    got = [line for line in found.splitlines() if line.strip()]
+    skipping = False
+    for line in wanted:
+        if line.strip() == "...":
+            skipping = True
+            continue
+        while skipping and got and not line_agrees(line, got[0], any_decimals):
+            got.pop(0)
+        skipping = False
+        if not got or not line_agrees(line, got[0], any_decimals):
+            return f"the course has {line!r}, the output {got[0] if got else 'ends'!r}"
+        got.pop(0)
+    return None if skipping or not got else f"the output goes on with {got[0]!r}"
+
+
+def run_course_block(command, folder, commands=None):
+    """Run a line of the course in a copy of the project -> what it writes to stdout."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "NO_COLOR": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    command = re.sub(r"(?<![\w./-])python(?= )", lambda _: shlex.quote(sys.executable), command)
+    result = subprocess.run(["bash", "-c", command], cwd=folder, env=env, input=commands or "", capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}: {result.stderr[-2000:]}"
+    return result.stdout
+
+
+def pdb_steps(transcript):
+    """A ```pdb block -> (the command that starts pdb, [(what is typed, what it prints)])."""
+    start, *steps = transcript.split("\n(Pdb) ")
+    return start.removeprefix("$ "), [step.partition("\n")[::2] for step in steps]
+
+
+def run_exercise(blocks, folder):
+    """Run an exercise's blocks in order in a copy of the project -> (what differs, the outputs of its scripts)."""
+    for name in ("qerl.py", "fp4_kernels.py", "train_gsm8k.py", "bench.py"):
+        shutil.copy(f"{HERE}/{name}", folder)
+    for name in ("harness", "results"):
+        shutil.copytree(f"{HERE}/{name}", f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(f"{warm_start()}/model.safetensors", "rb") as f:
+        other_policy = hashlib.md5(f.read()).hexdigest() != COURSE_POLICY
+    differences, outputs = [], []
+    for of_policy, kind, text in blocks:
+        any_decimals = bool(of_policy) and other_policy
+        if kind == "python":
+            (folder / "try.py").write_text(text)
+        elif kind == "sh":
+            outputs.append(run_course_block(text.strip(), folder))
+        elif kind == "text":
+            differences.append(course_difference(text, outputs[-1], any_decimals))
+        elif kind == "pdb":
+            start, steps = pdb_steps(text.rstrip())
+            typed = "".join(f"{command}\n" for command, _ in steps)
+            _, *printed_by = run_course_block(start, folder, typed).split("(Pdb) ")
+            assert len(printed_by) == len(steps), f"pdb stopped after {len(printed_by)} of {len(steps)} commands"
+            for (command, expected), found in zip(steps, printed_by):
+                if expected.strip():
+                    difference = course_difference(expected, found, any_decimals)
+                    differences.append(difference and f"{command}: {difference}")
+    return [d for d in differences if d], outputs
+
+
+@pytest.fixture(scope="module")
+def course_results(tmp_path_factory):
+    """{number of an exercise: a future of run_exercise}; two exercises run at a time."""
+    warm_start()                                       # once, and not in two processes at a time
+    with ThreadPoolExecutor(2) as pool:
+        yield {number: pool.submit(run_exercise, blocks, tmp_path_factory.mktemp("exercise"))
+               for number, (_, blocks) in enumerate(course_exercises(), 1)}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("number", range(1, 9))
+def test_course_exercise(course_results, number):
+    if number == 8:
+        if fp4_kernels.triton is None:
+            pytest.skip("there is no Triton")
+        if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+            pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on")
+    differences, _ = course_results[number].result()
+    assert differences == []
+
+
+def test_course_claims(course_results):
+    """What the course concludes from the built-in policy's figures, on whatever policy this processor has made."""
+    def columns(number, output, line):
+        """The numbers of each line of an exercise's output that begins so."""
+        text = course_results[number].result()[1][output]
+        return [[float(n) for n in NUMBER.findall(row.replace(line, "", 1).replace("inf", "1e9"))]
+                for row in text.splitlines() if row.startswith(line)]
+
+    noisy = columns(4, 0, "nvfp4 sigma")               # sigma; mean and error of the entropy, its change, the accuracy
+    unchanged, changed = noisy[2], noisy[-1]
+    assert unchanged[0] == 0.01 and abs(unchanged[3]) < 0.1 * changed[3]
+    assert changed[0] == 0.3 and changed[3] > 3 * changed[4] and changed[5] < noisy[0][5] / 1.3
+    (_, spread, advantage), = columns(6, 1, "somebody right:")
+    (_, small_spread, large_advantage), = columns(6, 1, "nobody right:")
+    assert small_spread < spread / 5 and large_advantage > advantage / 2
+    k1, k3 = zip(*(row[2:5:2] for row in columns(7, 0, "sigma ")[:4]))
+    assert sorted(k1) == list(k1) and k1[-1] == pytest.approx(k3[-1], rel=0.3)
+    capped = columns(7, 0, "cap ")                     # cap; mean and deviation of the weights; estimate and its error
+    for column in (1, 2, 3, 4):
+        assert sorted(row[column] for row in capped) == [row[column] for row in capped]
+    assert capped[-1][1] == pytest.approx(1, abs=0.05)
+
+
+def test_course_blocks_are_all_run():
+    """No fenced block of the course escapes the test: each is of a known kind and in an exercise."""
+    with open(f"{HERE}/docs/course.md", encoding="utf-8") as f:
+        fences = re.findall(r"^ *```(\w*)$", f.read(), flags=re.MULTILINE)
+    exercises = course_exercises()
+    kinds = [kind for _, blocks in exercises for _, kind, _ in blocks]
+    assert len(exercises) == 8 and len(fences) == 2 * len(kinds)
+    assert set(kinds) <= {"sh", "python", "pdb", "text"}
+    for heading, blocks in exercises:
+        assert any(kind in ("text", "pdb") for _, kind, _ in blocks), heading
+
+
+@pytest.mark.parametrize("expected,found,agree", [
+    ("error 0.0951", "error 0.0951", True), ("error 0.0951", "error 0.0952", True), ("error 0.0951", "error 0.0961", False),
+    ("codes [6, 11]", "codes [6, 11]", True), ("codes [6, 11]", "codes [6, 10]", False), ("codes [6, 11]", "codes [6]", False),
+    ("0.277 ± 0.002", "0.283 ± 0.002", True), ("0.277 ± 0.002", "0.297 ± 0.002", False), ("0.277 ± 0.002", "0.277 ± 0.02", False),
+    ("> ...qerl.py(...)pick()", "> /a/qerl.py(813)pick()", True), ("> ...qerl.py(...)pick()", "> /a/qerl.py(813)step()", False),
+    ("a 1\n...\nb 2", "a 1\nx\ny\nb 2", True), ("a 1\n...", "a 1\nx", True), ("a 1", "a 1\nx", False), ("a 1\nb 2", "a 1", False),
+])
+def test_course_outputs_are_compared(expected, found, agree):
+    assert (course_difference(expected, found) is None) == agree
+
+
+def test_course_wrong_numbers_are_noticed():
+    """Any number of any output in the course, changed by its double and one, is noticed."""
+    for heading, blocks in course_exercises():
+        for _, kind, text in blocks:
+            if kind != "text":
+                continue
+            for number in NUMBER.finditer(text):
+                wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
+                assert course_difference(text, wrong), (heading, number[0])

@@ -48,7 +48,7 @@ class Settings:
     Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv 2503.14476.
     """
     model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
-    data: str = setting(None, "folder of train*.jsonl, test*.jsonl; else GSM8K (no --model: ours)")
+    data: str = setting(None, "folder of train*.jsonl and test*.jsonl; with --model GSM8K is fetched")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -64,14 +64,14 @@ class Settings:
     slots: int = setting(256, "sequences decoded at once")
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; both sigmas 0: none")
+    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; with both 0: no noise")
     sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
     stages: int = setting(10, "stages of the noise, the first without any [T4]")
     schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
 
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
-    reward: str = setting("answer", "answer: 1 if right; paper: 2, format 0.2", ["answer", "paper"])
+    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format", ["answer", "paper"])
     beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
@@ -82,9 +82,9 @@ class Settings:
     updates: int = setting(4, "minibatches a rollout, an optimiser step each [T4]")
     lr: float = setting(5e-5, "learning rate; paper with --weights bf16: 5e-6")
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
-    weight_decay: float = setting(0.1, "AdamW's, for matrices [code]")
+    weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
-    micro_tokens: int = setting(16384, "tokens in one pass of an update, a shared prompt's once")
+    micro_tokens: int = setting(16384, "tokens in one pass of an update; a shared prompt counts once")
 
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
@@ -109,15 +109,24 @@ PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rat
 
 
 def train(settings):
-    """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
+    """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save.
+
+    In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
+    """
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
-    model, text, questions, held_out = load_all(settings)
+    model, tokenizer, questions, held_out = load_all(settings)
     track = open_tracker(settings.log, settings.out, lasting(settings))
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
-    state, metrics = start_or_resume(saved, model, text, held_out, optimizer, generators, settings)
+    if saved:
+        state = resume(saved, model, optimizer, generators, settings.out)
+    else:
+        state = {"step": 0, "drawn": 0, "seconds": 0.0}
+        state.update(evaluate(model, tokenizer, held_out, settings, "before"))
+        save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
+    metrics = read_log(settings.out, state["step"])
     started = time.perf_counter() - state["seconds"]
     clock = Clock(model.device)
 
@@ -128,10 +137,10 @@ def train(settings):
         with clock("rollout"):
             rollout = qerl.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
-                eos=text.eos, slots=settings.slots, generator=sampling_rng,
+                eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng,
             )
         with clock("reward"):
-            return score(asked, rollout, decode_all(text, rollout), settings.reward)
+            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     steps = range(state["step"], settings.steps)
     progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step")
@@ -145,7 +154,7 @@ def train(settings):
         )
         with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = sample_and_score()
-            if settings.algo == "dapo":
+            if settings.algo == "dapo":         # its further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
@@ -159,11 +168,12 @@ def train(settings):
                 with qerl.adapters_off(model):
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
 
-        # Update: an optimiser step a minibatch. Its gradient is summed over pieces that fit memory.
+        # Update: an optimiser step a minibatch. Its gradient is summed over pieces that fit memory,
+        # in which a token has the weight that it has in the whole minibatch.
         set_learning_rate(optimizer, step, settings)
         losses = []
         with clock("update"):
-            for minibatch in batch.minibatches(settings.updates):
+            for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
                 minibatch.weights = qerl.token_weights(minibatch.mask, settings.algo)
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
@@ -193,12 +203,12 @@ def train(settings):
         log_step(metrics[-1], settings.out, progress, track)
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
-            shown = one_group(samples, batch, text)
+            shown = one_group(samples, batch, tokenizer)
             append_jsonl(f"{settings.out}/samples.jsonl", {"step": step + 1, **shown})
         if checkpoint_due:
             save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
 
-    state.update(evaluate(model, text, held_out, settings, "after"))
+    state.update(evaluate(model, tokenizer, held_out, settings, "after"))
     finish(state, metrics, len(held_out), time.perf_counter() - started, settings)
 
 
@@ -214,11 +224,11 @@ SYSTEM = {
 
 
 def load_all(settings):
-    """(model, text, questions to train on, held-out questions)."""
+    """(model, tokenizer, questions to train on, held-out questions)."""
     data = gsm8k(settings.data) if settings.data else None     # local files fail before a download
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
     questions, held_out = data or (gsm8k(None) if settings.model else made_up_problems())
-    text = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
+    tokenizer = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
     device = torch.device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -234,18 +244,18 @@ def load_all(settings):
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")
     longest = positions - settings.max_new_tokens
-    questions = with_prompts(questions, text, longest)
-    held_out = with_prompts(held_out[:settings.eval_questions or None], text, longest)
-    return model, text, questions, held_out
+    questions = with_prompts(questions, tokenizer, longest)
+    held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
+    return model, tokenizer, questions, held_out
 
 
-def with_prompts(questions, text, longest):
+def with_prompts(questions, tokenizer, longest):
     """Add "prompt" (token ids) and "number" (the right answer) to each question.
 
     Prompts of more than `longest` tokens are counted and left out.
     """
     for question in questions:
-        question["prompt"] = text.prompt(question["question"])
+        question["prompt"] = tokenizer.prompt(question["question"])
         question["number"] = final_number(question)
     kept = [q for q in questions if len(q["prompt"]) <= longest]
     if len(kept) < len(questions):
@@ -282,10 +292,10 @@ def next_questions(questions, drawn, count, seed):
     return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]
 
 
-def decode_all(text, rollout):
+def decode_all(tokenizer, rollout):
     """The texts of a rollout's completions."""
     rows = zip(rollout.tokens.cpu(), rollout.length.tolist())
-    return [text.decode(row[:length].tolist()) for row, length in rows]
+    return [tokenizer.decode(row[:length].tolist()) for row, length in rows]
 
 
 def score(questions, rollout, texts, scheme):
@@ -327,6 +337,7 @@ def dynamic_sampling(samples, draw, attempts=4):
     correct = torch.cat([s.correct for s in draws])
     questions = [q for s in draws for q in s.questions]
     texts = [t for s in draws for t in s.texts]
+    # Groups with a signal first, each kind in the order in which it was drawn.
     kept = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:wanted].tolist()
     group = rewards.shape[1]
     rows = [k * group + g for k in kept for g in range(group)]
@@ -392,7 +403,7 @@ def stop_unless_finite(losses, norm):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
-def evaluate(model, text, questions, settings, when):
+def evaluate(model, tokenizer, questions, settings, when):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
     The answers themselves go to answers_WHEN.jsonl in the run's folder.
@@ -404,9 +415,9 @@ def evaluate(model, text, questions, settings, when):
         rng = torch.Generator(model.device).manual_seed(settings.seed)
         rollout = qerl.generate(
             model, prompts, settings.max_new_tokens, temperature=temperature, top_p=top_p,
-            eos=text.eos, slots=settings.slots, generator=rng,
+            eos=tokenizer.eos, slots=settings.slots, generator=rng,
         )
-        for answer, question, completion in zip(answers, questions, decode_all(text, rollout)):
+        for answer, question, completion in zip(answers, questions, decode_all(tokenizer, rollout)):
             correct = stated_number(completion) == question["number"]
             answer[name] = {"text": completion, "correct": correct}
         accuracy = sum(answer[name]["correct"] for answer in answers) / len(answers)
@@ -419,19 +430,12 @@ def evaluate(model, text, questions, settings, when):
     return result
 
 
-def start_or_resume(saved, model, text, held_out, optimizer, generators, settings):
-    """(state, metrics so far): the saved ones, else fresh, with the accuracy before training."""
-    if saved:
-        state, tensors = saved
-        restore(tensors, model, optimizer, generators)
-        print(f"resumed {settings.out} after step {state['step']}")
-    else:
-        if settings.resume:
-            print(f"{settings.out} has no checkpoint yet: starting over")
-        before = evaluate(model, text, held_out, settings, "before")
-        state = {"step": 0, "drawn": 0, "seconds": 0.0, **before}
-        save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
-    return state, read_log(settings.out, state["step"])
+def resume(saved, model, optimizer, generators, folder):
+    """Put everything where the saved checkpoint had it; returns its state."""
+    state, tensors = saved
+    restore(tensors, model, optimizer, generators)
+    print(f"resumed {folder} after step {state['step']}")
+    return state
 
 
 def describe(samples, batch, clock):
@@ -495,12 +499,12 @@ def evaluate_only(settings):
         saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
-    model, text, _, held_out = load_all(settings)
+    model, tokenizer, _, held_out = load_all(settings)
     if saved:
         state, tensors = saved
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
-    result = evaluate(model, text, held_out, settings, "now")
+    result = evaluate(model, tokenizer, held_out, settings, "now")
     if settings.out:
         result["settings"] = lasting(settings)
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
