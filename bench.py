@@ -1,16 +1,20 @@
 """Measure this project. Each command prints its tables and writes them under results/, all but the
-first with a picture.
+first and mma with a picture.
 
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
                                                        against cuBLAS BF16, Marlin, bitsandbytes
+    python bench.py mma [--model Qwen2.5-7B ...]       on a Hopper GPU: the same layers as other GPUs
+                                                       multiply them, by mma.sync instead of wgmma
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
                                                        log-probabilities, update
+    python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
+                                                       (see harness/claims.py)
 
-The last three make random weights of the given shapes on the GPU. On a CPU they run a tiny shape,
-so that one can step through them; its times mean nothing.
+kernels, mma, rollout and step make random weights of the given shapes on the GPU. On a CPU they run
+a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper GPU.
 """
 import copy
 import importlib.metadata
@@ -36,7 +40,9 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
+import fp4_kernels
 import qerl
+from harness import claims
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
@@ -260,8 +266,8 @@ def replay_seconds(run):
 
 
 def run_all(calls):
-    for call in calls:
-        call()
+    """Their results, all alive at once, so that each has memory of its own, as in a model."""
+    return [call() for call in calls]
 
 
 def replay_times(contenders, device):
@@ -500,6 +506,55 @@ def plot_kernels(result, plt):
     axes[0].set(ylabel="speed of NVFP4, relative", ylim=(0, 1.05 * highest))
     axes[0].legend(frameon=False)
     return figure
+
+
+# --------------------------------------------------------------------------------------------------
+# One linear layer by mma.sync
+#
+# How GPUs without wgmma multiply, run on a Hopper GPU: Triton compiles as for an A100 (sm_80), and
+# fp4_kernels chooses as on one. It shows what the instructions cost, not what another GPU's memory,
+# clock and number of SMs make of them.
+
+def bench_mma(args):
+    os.environ["TRITON_OVERRIDE_ARCH"] = "sm80"        # Triton reads it each time that it compiles
+    fp4_kernels.capability = lambda device: (8, 0)
+    what = "seconds of one linear layer on a Hopper GPU that runs Ampere's instructions (mma.sync)"
+    print(what)
+    print_head("layer", "M", "bf16, us", "decode, then cuBLAS, us", "mma.sync, us", "over bf16",
+               "relative error")
+    results = []
+    for model in args.model or ["Qwen2.5-7B"]:
+        for layer in layers_of(model):
+            for row in mma_rows(model, layer):
+                results.append(row)
+                times = [f"{row[name] * 1e6:.1f}" for name in ("bf16", "decode", "mma")]
+                ratio = f"{row['bf16'] / row['mma']:.2f}x"
+                print_row(f"{model} {layer}", row["M"], *times, ratio, f"{row['error']:.4f}")
+            free_memory(args.device)
+        yield {"what": what, "rows": results}
+
+
+def mma_rows(model, layer):
+    """One line of the table for each number of rows that linear_kernel takes without wgmma."""
+    out, columns = layers_of(model)[layer]
+    weight = torch.randn(out, columns, device="cuda", dtype=torch.bfloat16) * 0.02
+    copies = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))     # together well beyond the L2 cache
+    tiled = tiled_copies("nvfp4", weight, copies)
+    dense = [weight.clone() for _ in range(max(2, math.ceil(copies / 3)))]
+    for M in (1, 8, 16, 32, 64):
+        x = torch.randn(M, columns, device="cuda", dtype=torch.bfloat16)
+        right = fp4_kernels.linear_torch(x, tiled[0])
+        times = replay_times({
+            "bf16": [partial(F.linear, x, w) for w in dense],
+            "decode": [partial(decode_and_multiply, w, x) for w in tiled],
+            "mma": [partial(w.multiply, x) for w in tiled],
+        }, "cuda")
+        error = (tiled[0].multiply(x) - right).norm() / right.norm()
+        yield {"model": model, "layer": layer, "M": M, "error": error.item(), **times}
+
+
+def decode_and_multiply(weight, x):
+    return F.linear(x, weight.dequantize(x.dtype, interleaved=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -966,6 +1021,7 @@ def plot_step(result, plt):
 COMMANDS = {
     "formats": (bench_formats, None),
     "kernels": (bench_kernels, plot_kernels),
+    "mma": (bench_mma, None),
     "rollout": (bench_rollout, plot_rollout),
     "step": (bench_step, plot_step),
 }
@@ -991,6 +1047,10 @@ def arguments():
         if getattr(args, option) is not None and args.what not in takers:
             known = " and ".join(takers)
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
+    if args.what == "mma":
+        hopper = args.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+        require(hopper, "device", args.device,
+                "mma needs a Hopper GPU; on others `kernels` measures the same")
     if args.what != "formats":
         known = ", ".join(SHAPES)
         for name in args.model or []:
@@ -1041,6 +1101,8 @@ def run(args):
 
 def main():
     try:
+        if sys.argv[1:2] == ["claims"]:
+            sys.exit(claims.main(sys.argv[2:]))
         run(arguments())
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))

@@ -20,6 +20,7 @@ compiled into the kernel.
 import functools
 import math
 import os
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,25 +34,56 @@ try:
 except ImportError:                    # no Triton for this system: the twins do everything
     triton = None
 
+if torch.version.hip and triton is not None:
+    # The kernels are made for NVIDIA GPUs, in part in their assembly language. PyTorch calls AMD's
+    # GPUs "cuda", too.
+    triton = None
+    print("fp4_kernels: an AMD GPU; PyTorch computes what the kernels do elsewhere, slower.",
+          file=sys.stderr)
+
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def use_triton(x):
-    """Whether the kernels take a tensor where it lies; if not, the twins do."""
-    return triton is not None and (x.is_cuda or INTERPRETED)
-
+# What runs where. All that depends on the kind of GPU is asked of these functions.
+#
+#     compute capability     GPUs, for example            the kernels
+#     9.0                    H100, H200                   all
+#     8.x, 10.x to 12.x      A100, RTX 3090 to 5090       all; linear_kernel by other instructions,
+#                                                         for fewer rows and not for NF4
+#     7.5                    T4                           not in bfloat16, which it cannot compute
+#                                                         in; no weights in tiles
+#     below, or AMD's        V100, MI300                  none: the twins do everything
 
 @functools.lru_cache
+def capability(device):
+    """The compute capability of an NVIDIA GPU, such as (9, 0). The interpreter acts as a Hopper GPU."""
+    return (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+
+
+def runs_on(device, dtype):
+    """Whether kernels take tensors of this dtype on this device."""
+    if device.type != "cuda":
+        return INTERPRETED
+    return capability(device) >= ((8, 0) if dtype == torch.bfloat16 else (7, 5))
+
+
+def use_triton(x):
+    """Whether the kernels take a tensor where it lies; if not, the twins do."""
+    return triton is not None and runs_on(x.device, x.dtype)
+
+
 def is_hopper(device):
-    """Whether a device is a Hopper GPU or the interpreter, which both run linear_kernel."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+    """Whether kernels use what they were measured with on Hopper: wgmma, TMA and launch_pdl."""
+    return capability(device)[0] == 9
 
 
 def take(device, dtype, in_features, sizes):
     """Whether weights [size, in_features] are to lie in tiles: the kernels run here and take them."""
+    if triton is None or device.type != "cuda" or dtype != torch.bfloat16:
+        return False
     whole_tiles = all(n % 128 == 0 for n in (in_features, *sizes))
-    return whole_tiles and triton is not None and device.type == "cuda" and dtype == torch.bfloat16
+    return whole_tiles and runs_on(device, dtype)
 
 
 @functools.lru_cache
@@ -235,9 +267,11 @@ class TiledWeight:
             weight = untile_torch(self, dtype)
             return interleave(weight) if interleaved else weight
         weight = torch.empty(64 * row_tiles, 64 * column_tiles, dtype=dtype, device=self.device)
+        by_tma = is_hopper(self.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
-            self.words, self.scales, self.out_scale, self.table, tma_descriptor(weight, [64, 128]),
-            column_tiles, NF4=self.nf4, INTERLEAVED=interleaved, num_warps=4)
+            self.words, self.scales, self.out_scale, self.table,
+            tma_descriptor(weight, [64, 128]) if by_tma else weight,
+            column_tiles, NF4=self.nf4, INTERLEAVED=interleaved, BY_TMA=by_tma, num_warps=4)
         return weight
 
     def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
@@ -263,11 +297,13 @@ class TiledWeight:
         if not use_triton(x):
             return linear_torch(x, self, bias, residual, lora)
 
-        # Decode first where linear_kernel does not pay: many rows of a small layer, or a GPU that it
-        # is not made for.
-        weights = 8 * self.words.numel()
-        many = len(x) > 512 and weights <= 2 ** 25 and shape is None
-        if many or not is_hopper(x.device):
+        # Decode first where linear_kernel does not pay. Without wgmma that is with more rows than a
+        # tile has, and with NF4, whose values pass through shared memory on their way to mma.sync.
+        if is_hopper(x.device):
+            pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25
+        else:
+            pays = len(x) <= 64 and not self.nf4
+        if shape is None and not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
             return dense_linear(x, weight, self, bias, residual, lora)
 
@@ -541,8 +577,11 @@ if triton is not None:
 
     @triton.jit
     def untile_kernel(words, scales, out_scale, table, weight, chunks,
-                      NF4: tl.constexpr, INTERLEAVED: tl.constexpr):
-        """Each program decodes two tiles that lie side by side; `weight` is a TMA descriptor."""
+                      NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
+        """Each program decodes two tiles that lie side by side.
+
+        If BY_TMA, `weight` is a descriptor.
+        """
         row = tl.program_id(0)
         c = tl.program_id(1) * 2
         at = (row * chunks + c).to(tl.int64)
@@ -557,7 +596,13 @@ if triton is not None:
             v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
         scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
         w = v.to(tl.float32) * scale
-        weight.store([row * 64, c * 64], w.to(weight.dtype))
+        if BY_TMA:
+            weight.store([row * 64, c * 64], w.to(weight.dtype))
+        else:
+            n = row * 64 + tl.arange(0, 64)[:, None]
+            k = c * 64 + tl.arange(0, 128)[None]
+            at_w = weight + n.to(tl.int64) * (chunks * 64) + k
+            tl.store(at_w, w.to(weight.dtype.element_ty))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -644,17 +689,34 @@ SHAPES = [
     (Shape(rows=256, R=1, C=2, warps=4, stages=3, programs=1, registers=255),
      Shape(rows=256, R=2, C=2, warps=8, stages=3, programs=1, registers=255)),
 ]
+# Without wgmma, tiles of more than 64 rows take more registers than there are. GPUs for games and
+# inference have 100 kB of shared memory an SM instead of 164 or more, in which two programs of these
+# shapes have room.
+SHAPES_WITHOUT_WGMMA = SHAPES[:3]
+SHAPES_IN_100_KB = [
+    tuple(shape._replace(programs=2) for shape in shapes)
+    for shapes in (SHAPES[0], SHAPES[1][:2], SHAPES[2][:1])
+]
 LARGE = 1e8                      # weights of a large layer, from these searches, too
 
 
-def shape_for(rows, out, columns, bounds, rank):
-    """The Shape for x [rows, columns] and W [out, columns].
+def shapes_on(device):
+    """The Shapes that a device has room for, in groups as SHAPES."""
+    if is_hopper(device):
+        return SHAPES
+    roomy = capability(device) in ((8, 0), (8, 7), (10, 0), (10, 3))
+    return SHAPES_WITHOUT_WGMMA if roomy else SHAPES_IN_100_KB
+
+
+def shape_for(rows, out, columns, bounds, rank, groups=None):
+    """The Shape for x [rows, columns] and W [out, columns] from these groups, SHAPES by default.
 
     It is the first whose tiles and steps fit into W's pieces, which begin at `bounds`, a whole
     number of times, and which has room in its registers for a tile's part of LoRA's B. rank: of
     LoRA, 0 without. The thresholds are measured on an H200. ValueError if none fits.
     """
-    shapes = next((shapes for shapes in SHAPES if shapes[0].rows >= rows), SHAPES[-1])
+    groups = groups or SHAPES
+    shapes = next((shapes for shapes in groups if shapes[0].rows >= rows), groups[-1])
     large = out * columns > LARGE or out * rows > 2.4e6
     for shape in reversed(shapes) if large else shapes:
         whole_tiles = math.gcd(out, *bounds) % (64 * shape.R) == 0
@@ -678,23 +740,19 @@ class LinearPlan:
     lora_programs: int     # that compute h, a part each; 0 if it is computed before
 
     @property
-    def by_tma(self):
-        """Whether tiles of x, residual and y are moved by TMA, the copy engine."""
-        return self.shape.rows > 32
-
-    @property
     def warp_groups(self):
         """How often there are the four warps that hold 64 rows of W."""
         return self.shape.warps // 4
 
 
-def plan_linear(rows, out, columns, bounds, pieces, rank, sms, shape=None):
+def plan_linear(rows, out, columns, bounds, pieces, rank, sms, shape=None, groups=None):
     """The LinearPlan for x [rows, columns] and W [out, columns] on a GPU of `sms` SMs.
 
     bounds: where the second and third piece begin in out; pieces and rank: of LoRA, 0 without;
-    shape: instead of the one of shape_for. ValueError if the layer is not whole steps.
+    shape: instead of the one that shape_for takes from `groups`. ValueError if the layer is not
+    whole steps.
     """
-    shape = shape or shape_for(rows, out, columns, bounds, rank)
+    shape = shape or shape_for(rows, out, columns, bounds, rank, groups)
     fits = out % (64 * max(2, shape.R)) == 0 and columns % (64 * max(2, shape.C)) == 0
     if not fits:
         raise ValueError(f"linear_kernel: {out} x {columns} are not whole steps of {shape}")
@@ -756,7 +814,9 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
     rank = 0 if lora is None else B.shape[1]
     pieces = 0 if lora is None else len(A) // rank
     shared = scratch(x.device)
-    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, shape)
+    wgmma = is_hopper(x.device)
+    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, shape,
+                       shapes_on(x.device))
     shape = plan.shape
     sums = 2 * plan.programs * 64 * shape.R * shape.rows
     assert sums <= len(shared.partial), f"{shape} is not made for this kernel"
@@ -769,10 +829,11 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
     else:
         h = torch.empty(rows, plan.ranks, dtype=x.dtype, device=x.device)
 
-    # By TMA, a tile is moved as a block, and the kernel takes a descriptor instead of a pointer.
+    # By TMA, a tile of x, residual or y is moved as a block, and the kernel takes a descriptor
+    # instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
-    if plan.by_tma:
+    if wgmma and shape.rows > 32:
         tile_of_y = [shape.rows, 64 * shape.R]
         x_tma = tma_descriptor(x, [shape.rows, 64 * shape.C])
         y_there = tma_descriptor(y, tile_of_y)
@@ -785,8 +846,8 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
         shared.partial, shared.lora_partial, shared.counters,
         rows, out, columns // 64, plan.ranks, *bounds, plan.lora_parts, plan.lora_programs,
         RANK=rank, NF4=tiled.nf4, ROWS=shape.rows, LORA_ROWS=plan.lora_rows, R=shape.R, C=shape.C,
-        W=plan.warp_groups, STAGES=shape.stages, AT_ONCE=plan.at_once,
-        num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=True)
+        W=plan.warp_groups, STAGES=shape.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
+        num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=wgmma)
     return y
 
 
@@ -889,17 +950,25 @@ if triton is not None:
     @triton.jit
     def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
                   NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                  STAGES: tl.constexpr):
+                  STAGES: tl.constexpr, WGMMA: tl.constexpr):
         """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
 
         row: the number of its first tile of W; m0: of its first row of x.
+
+        Columns of W are (C, t, word, step, column half, i), and t has to go to where the product
+        expects it. To wgmma a thread gives two neighbours, i, at a time, as in untile_kernel. To
+        mma.sync Triton has it give eight, so that W's columns become (C, word, t, step, column half,
+        i), and those of x, which come in wgmma's order, are permuted alike.
         """
         SCALES: tl.constexpr = 64 if NF4 else 256
         acc = tl.zeros([64 * R, ROWS], tl.float32)
         for step in tl.range(first, last, num_stages=STAGES):
             at = row + step * C
             w = decode_tiles(words + at * 512, scales + at * SCALES, table, chunks, R, C, NF4)
-            w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)      # interleaved, as in untile_kernel
+            if WGMMA:
+                w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
+            else:
+                w = w.permute(0, 2, 5, 3, 1, 6, 4, 7, 8, 9)
             w = w.reshape(64 * R, 64 * C)
             if x_tma is not None:
                 b = x_tma.load([m0, step * C * 64])
@@ -908,6 +977,10 @@ if triton is not None:
                 k = step * C * 64 + tl.arange(0, 64 * C)
                 there = m[:, None] < M
                 b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=there, other=0.0)
+            if not WGMMA:
+                b = b.reshape(ROWS, C, 2, 2, 2, 4, 2)
+                b = b.permute(0, 1, 2, 5, 3, 4, 6)
+                b = b.reshape(ROWS, 64 * C)
             acc = product(w, b.T, acc)
         return acc
 
@@ -980,10 +1053,10 @@ if triton is not None:
                       M, N, chunks, ranks, bound1, bound2, lora_parts, lora_programs,
                       RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
                       LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-                      STAGES: tl.constexpr, AT_ONCE: tl.constexpr):
+                      STAGES: tl.constexpr, AT_ONCE: tl.constexpr, WGMMA: tl.constexpr):
         """y [M, N], where W has `chunks` tiles along the input; LinearPlan explains the other numbers.
 
-        If x_tma is a descriptor, residual and y are, too.
+        If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
         """
         ready = counters                                     # how many tiles of h are done
         finished = counters + 1                              # how many tiles of y
@@ -1018,7 +1091,7 @@ if triton is not None:
             m0 = tile % m_tiles * ROWS
             row = (tile // m_tiles * R * chunks).to(tl.int64)
             acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
-                            NF4, ROWS, R, C, STAGES)
+                            NF4, ROWS, R, C, STAGES, WGMMA)
 
             # If the next kernel were let start sooner, its few short programs would lie unevenly on
             # the SMs.

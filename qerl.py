@@ -774,9 +774,12 @@ class Sampler:
         self.record()
 
     def record(self):
-        """On a GPU with Triton: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone."""
+        """On a GPU with kernels: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone.
+
+        The kernels' twins wait for the GPU, which a graph cannot.
+        """
         self.replay = None
-        if self.model.device.type == "cuda" and fp4_kernels.triton:
+        if self.model.device.type == "cuda" and fp4_kernels.use_triton(self.model.embedding):
             recorded = self.step if self.top_p == 1 else self.forward
             self.replay = record_graph(recorded, self.generator)
 
@@ -1190,19 +1193,26 @@ def check_config(config):
             f"weights quantised as {format} are not supported; use 16 bit or NVFP4A16")
 
 
+def default_dtype(device):
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if fp4_kernels.capability(device) >= (8, 0) else torch.float16
+
+
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
                train_norms=False):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
 
-    weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU,
-    float32 on a CPU unless given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the
+    weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU
+    (float16 on one from before 2020, which cannot compute in bfloat16), float32 on a CPU unless
+    given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the
     rank) and, with train_norms, to the norms' scales. A compressed-tensors NVFP4A16 folder is
     read as it is with weights="nvfp4", and dequantised first for the others. Of several GPUs
     choose one by torch.cuda.set_device first: kernels start on the current one. Raises UserError.
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
-    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
+    dtype = dtype or default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)

@@ -1,23 +1,63 @@
-"""Numbers in texts: what a completion answers, and what a question's worked answer ends with."""
+"""Numbers in texts: what a completion answers, and what a question's worked answer ends with.
+
+These are our own expressions and not math-verify's, which takes "3, 5", "4 or 5" and "- 5" for 5
+but \\boxed{5 dollars} for nothing, and whose time limit works in the main thread only.
+The time that a text takes is proportional to its length, however odd the text.
+"""
 import re
 from decimal import Decimal
 
 NUMBER = re.compile(r"""
-    (?: (?<![\w)}]) - )?                                # perhaps a minus that is not a subtraction
+    (?: (?<![\w)}]) - )?                               # perhaps a minus that is not a subtraction
     \$?
-    (?: (?: \d{1,3} (?:,\d{3})+ (?!\d) | \d+ )         # digits with or without commas
-        (?: \.\d+ )?                                   # and perhaps decimals
-      | (?<![\d.]) \.\d+ )                            # or decimals alone
-""", re.VERBOSE)
-# What stands before the last number if that is a fraction's denominator: "3/" or "\frac{3}{".
-FRACTION = re.compile(r"[\d)]\s*/\s*\(?$|\\[dt]?frac\{[^{}]*\}\{$")
+    (?: \d+ (?:\.\d+)? | (?<![\d.]) \.\d+ )            # digits, decimals or both
+    (?: e [+-]? \d{1,3} (?!\d) )?                      # perhaps times a power of ten
+""", re.VERBOSE | re.IGNORECASE)
+# All before the last side of an equation, or of a sentence that says what a number is.
+SIDES = re.compile(r".*(?:=|≈|\\approx|\bis\b)", re.DOTALL)
+UP_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
+# Digits in groups: of three, which make one number, or else several numbers.
+COMMAS = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:,\d+)+")
+SPACES = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:[ \u00a0\u202f]\d+)+")
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\D\d{3})+")
+# What makes another number of the one behind or before it: 1/5, 2^5, x_5, \frac{x}{5}, 5², 5k.
+OPERATOR = r"\\(?:[dt]?frac|sqrt|log|ln|exp|sin|cos|tan|cdot|times|div|pm|mp|pi)"
+SIGN = r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2044\u2215\u221a÷×±π]"
+BEFORE = re.compile(
+    rf"(?: [/^] | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR} ) [\s({{$]* $", re.VERBOSE,
+)
+AFTER = re.compile(rf"[kKM]\b | [)}}]* {SIGN} | [\s)}}]* {OPERATOR}", re.VERBOSE)
+# A minus that NUMBER has not seen: "- 5", "-{5}"; but in "Answer - 5" it is a dash.
+MINUS = re.compile(
+    r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({$*]* $", re.VERBOSE,
+)
+# \boxed{...} with up to two levels of braces inside.
+BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+
+LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
+
+# TeX and typography that say nothing about the number, and how `plain` spells them.
+PLAIN = [
+    (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
+    (re.compile(r"\\,|\{,\}"), ","),
+    (re.compile(r"\\!|\^\s*\{?\\circ\}?"), ""),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(r"\\[()\[\]; ]|\\(?:text|math|left|right|boxed|mbox)[a-z]*|~"), " "),
+]
 
 
 def answered_number(completion):
-    """The number between the last <answer> tags, else in the last \\boxed{}, else None."""
-    answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-    answers = answers or re.findall(r"\\boxed\{([^{}]*)\}", completion)
-    return parse_number(answers[-1]) if answers else None
+    """The one number between the last <answer> tags, or in the last \\boxed{} there; else None.
+
+    Without tags, in the last \\boxed{} of the completion.
+    """
+    head, _, _ = completion.rpartition("</answer>")
+    _, tag, answer = head.rpartition("<answer>")
+    answer = answer.partition("</answer>")[0] if tag else completion
+    boxes = BOXED.findall(answer)
+    if not tag and not boxes:
+        return None
+    return one_number(boxes[-1] if boxes else answer)
 
 
 def stated_number(completion):
@@ -27,19 +67,62 @@ def stated_number(completion):
 
 
 def final_number(question):
-    """The right answer of a question: the first word behind "####"."""
-    return parse_number(question["answer"].split("####")[1].split()[0])
+    """The right answer of a question: the first word behind "####", or "1 000"; None if unclear."""
+    word = re.match(r"\s*\S+(?:[ \u00a0\u202f]\d+(?!\S))*", question["answer"].split("####")[1])
+    return one_number(word.group()) if word else None
+
+
+def one_number(text):
+    """The number of a text that holds no other, else None: not for "3, 5", "4 or 5" or "1,00".
+
+    Of an equation, or a sentence with "is", the last side with a number counts.
+    """
+    numbers = UP_TO_LAST_DIGIT.match(text)
+    if not numbers:
+        return None
+    guesses, _, _ = numbers.group().rpartition(" or ")
+    sides = SIDES.match(numbers.group())
+    start = sides.end() if sides else 0
+    if re.search(r"\d", guesses) or numbers.end() - start > LONGEST:
+        return None
+    side = SPACES.sub(join_thousands, plain(text[start:numbers.end() + LONGEST]))
+    match, *others = NUMBER.finditer(side)
+    number = value(match)
+    if number is None or others:
+        return None
+    return -number if MINUS.search(side[:match.start()]) else number
 
 
 def parse_number(text):
-    """The last number in a text as Decimal, tolerant of $, commas, .00 and \\boxed{}.
+    """The last number in a text as Decimal, tolerant of $, commas, .00, TeX and other numbers.
 
-    None without a number, and where the last one is the denominator of a fraction.
+    None without a number, and where the last one is part of another, as a denominator is.
     """
-    text = text.replace("\u2212", "-").replace("{,}", ",")     # the typographic minus, TeX's comma
-    last = None
-    for last in NUMBER.finditer(text):
-        pass
-    if last is None or FRACTION.search(text[:last.start()]):
+    numbers = UP_TO_LAST_DIGIT.match(text)
+    if not numbers:
         return None
-    return Decimal(last.group().replace("$", "").replace(",", ""))
+    end = numbers.end()
+    *_, last = NUMBER.finditer(plain(text[max(0, end - LONGEST):end + LONGEST]))
+    return value(last)
+
+
+def plain(text):
+    """A text without TeX's wrappings, with one kind of minus and without thousands' commas."""
+    for pattern, spelling in PLAIN:
+        text = pattern.sub(spelling, text)
+    return COMMAS.sub(join_thousands, text)
+
+
+def join_thousands(digits):
+    """The digits of "1,250" or "1 250" as one number, those of "3,4" as two."""
+    grouped = THOUSANDS.fullmatch(digits.group())
+    return re.sub(r"\D", "" if grouped else " ", digits.group())
+
+
+def value(match):
+    """A match of NUMBER as Decimal; None if what stands around it makes it another number."""
+    start, end = match.span()
+    text = match.string
+    if BEFORE.search(text[max(0, start - 16):start]) or AFTER.match(text, end):
+        return None
+    return Decimal(match.group().replace("$", ""))

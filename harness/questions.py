@@ -65,11 +65,18 @@ def read_question(line, path, number):
     """One line of a file: worked steps with <<calculations>>, then "#### number"."""
     try:
         question = json.loads(line)
-        if not (isinstance(question["question"], str) and final_number(question) is not None):
+        if not isinstance(question["question"], str):
             raise ValueError
+        right = final_number(question)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UserError(
             f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+            "mend or remove it"
+        )
+    if right is None:
+        given = question["answer"].split("####")[1].strip().partition("\n")[0]
+        raise UserError(
+            f'{path}:{number}: {given[:40]!r} behind "####" is not one clear number; '
             "mend or remove it"
         )
     return question

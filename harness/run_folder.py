@@ -164,8 +164,7 @@ def read_jsonl(path):
 
 
 def write_jsonl(path, objects):
-    lines = [json.dumps(o, allow_nan=False) + "\n" for o in objects]
-    atomic_write(path, "".join(lines))
+    atomic_write(path, "".join(json.dumps(o) + "\n" for o in objects))
 
 
 def append_jsonl(path, entry):
