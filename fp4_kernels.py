@@ -78,6 +78,13 @@ def is_hopper(device):
     return capability(device)[0] == 9
 
 
+def default_dtype(device):
+    """The dtype of activations: bfloat16 on a GPU that can compute in it, float32 on a CPU."""
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
+
+
 def take(device, dtype, in_features, sizes):
     """Whether weights [size, in_features] are to lie in tiles: the kernels run here and take them."""
     if triton is None or device.type != "cuda" or dtype != torch.bfloat16:

@@ -1193,12 +1193,6 @@ def check_config(config):
             f"weights quantised as {format} are not supported; use 16 bit or NVFP4A16")
 
 
-def default_dtype(device):
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if fp4_kernels.capability(device) >= (8, 0) else torch.float16
-
-
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
                train_norms=False):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
@@ -1212,7 +1206,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
-    dtype = dtype or default_dtype(torch.device(device))
+    dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)

@@ -1866,8 +1866,8 @@ def test_kernels_run_where_they_can(monkeypatch):
         assert fp4_kernels.runs_on(gpu, torch.bfloat16) == fp4_kernels.take(gpu, torch.bfloat16, 256, [128]) == in_bfloat16
         assert fp4_kernels.runs_on(gpu, torch.float16) == in_float16
         assert not fp4_kernels.take(gpu, torch.float16, 256, [128]) and not fp4_kernels.take(gpu, torch.bfloat16, 256, [100])
-        assert qerl.default_dtype(gpu) == dtype
-    assert qerl.default_dtype(torch.device("cpu")) == torch.float32
+        assert fp4_kernels.default_dtype(gpu) == dtype
+    assert fp4_kernels.default_dtype(torch.device("cpu")) == torch.float32
 
 
 def test_kernels_are_left_out_on_amd():

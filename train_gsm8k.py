@@ -118,9 +118,9 @@ def train(settings):
 
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
+    track = open_tracker(settings.log, settings.out, lasting(settings))
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
     model, tokenizer, questions, held_out = load_all(settings)
-    track = open_tracker(settings.log, settings.out, lasting(settings))
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
@@ -129,6 +129,8 @@ def train(settings):
     if saved:
         state = resume(saved, model, optimizer, generators, data, settings.out)
     else:
+        if settings.resume:
+            print(f"{settings.out} has no checkpoint yet: starting over")
         state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
         state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
@@ -489,18 +491,18 @@ def finish(state, metrics, held_out_questions, seconds, settings):
     before = state["accuracy_before"]
     after = state["accuracy_after"]
     save_figure(f"{settings.out}/curve.png", learning_curve, metrics, before, after)
-    write_report(settings.out)
     print(f"held-out pass@1 {before:.1%} -> {after:.1%}, "
           f"greedy {state['greedy_before']:.1%} -> {state['greedy_after']:.1%}, "
           f"in {seconds:.0f} s; look at {settings.out}/report.html")
+    write_report(settings.out)
 
 
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = None
     if settings.resume:
-        # The settings without which the adapter is not what was trained.
-        policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms")
+        # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
+        policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms", "reward")
         saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
@@ -537,8 +539,9 @@ def check(settings):
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
     each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
           "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
-    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
-          "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay"],
+         lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["clip_high"], lambda x: x >= 0, "must not be negative; inf: no upper bound")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
          "must be positive and finite")

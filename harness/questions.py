@@ -68,7 +68,7 @@ def read_question(line, path, number):
         if not isinstance(question["question"], str):
             raise ValueError
         right = final_number(question)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise UserError(
             f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
             "mend or remove it"

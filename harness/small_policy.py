@@ -154,7 +154,8 @@ def warm_start():
     """A Hugging Face folder with the small policy; made in minutes the first time, then cached."""
     makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy,
               imitation_loss, train_policy)
-    sources = "".join(inspect.getsource(maker) for maker in makers)
+    constants = repr((NAMES, THINGS, sorted(OPERATIONS), CARELESS))
+    sources = constants + "".join(inspect.getsource(maker) for maker in makers)
     digest = hashlib.sha256(sources.encode()).hexdigest()
     folder = os.path.join(CACHE, f"warm-start-{digest[:12]}")
     if usable(folder):
