@@ -539,9 +539,8 @@ def check(settings):
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
     each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
           "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
-    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay"],
-         lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["clip_high"], lambda x: x >= 0, "must not be negative; inf: no upper bound")
+    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
+          "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
          "must be positive and finite")
