@@ -945,8 +945,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """
-    # Where the advantage is 0, so is the gain, though the ratio may be infinite.
-    ratio = (logprobs - old_logprobs).masked_fill(advantages[:, None] == 0, 0).exp()
+    log_ratio = logprobs - old_logprobs
+    # Where the advantage is 0, so is the gain; an infinite ratio would make it NaN.
+    ratio = log_ratio.masked_fill(advantages[:, None] == 0, 0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     if importance is not None:
