@@ -1648,6 +1648,16 @@ def test_claims_tables():
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
 
 
+def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert claims.visible_devices() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert claims.visible_devices() == ["2", "3"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert claims.visible_devices() == ["cpu"]
+
+
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "1",

@@ -48,8 +48,9 @@ class Batch:
         """log π(token) of all completions under the model as it is, float32 [N, C]; padding: 0."""
         result = torch.zeros_like(self.rollout_logprobs)
         for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
-            micro = self.rows(chosen)
-            result[chosen] = qerl.token_logprobs(model, micro.prompts, micro.tokens, micro.length)
+            prompts = [self.prompts[i] for i in chosen]
+            tokens = self.tokens[chosen]
+            result[chosen] = qerl.token_logprobs(model, prompts, tokens, self.length[chosen])
         return result
 
 

@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from statistics import fmean as mean
+from statistics import stdev
 from typing import NamedTuple
 
 import torch
@@ -68,16 +70,17 @@ class Run(NamedTuple):
         return [sys.executable, TRAIN, *model, *data, *ARMS[self.arm], *own, *more, *resume]
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
 def standard_error(values):
     """Of the mean, from the spread of the values; None for a single one."""
-    if len(values) < 2:
-        return None
-    variance = sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)
-    return (variance / len(values)) ** 0.5
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def visible_devices():
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
+    gpus = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(i) for i in range(gpus)]
+    return names[:gpus] or ["cpu"]
 
 
 def commit():
@@ -152,11 +155,9 @@ def run_missing(args):
         if run.name not in done:
             missing.put(run)
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
-    gpus = torch.cuda.device_count()
-    devices = [str(i) for i in range(gpus)] or ["cpu"]
     failed = []
     workers = []
-    for device in devices:
+    for device in visible_devices():
         workers.append(threading.Thread(target=work, args=(device, missing, args, failed)))
         workers[-1].start()
     for worker in workers:
