@@ -1442,6 +1442,27 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
     assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
 
 
+def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, tmp_path, monkeypatch):
+    """The grader is replaced by one that finds two of three answers to each question right."""
+    out = tmp_path / "run"
+    numbers = iter([final_number(p) for p in made_up_problems()[1][:5] for _ in range(3)] * 2)
+    graded = []
+
+    def two_of_three(text):
+        graded.append(text)
+        return None if len(graded) <= 15 and len(graded) % 3 == 0 and next(numbers) else next(numbers)
+
+    monkeypatch.setattr(train_gsm8k, "stated_number", two_of_three)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5,
+             "--eval-samples", 3, "--skip-eval-before", "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(graded) == 5 * 3 + 5 and len(set(graded[:3])) > 1                         # three answers, then a greedy one
+    assert summary["accuracy_after"] == 10 / 15
+    assert "accuracy_before" not in summary and not (out / "answers_before.jsonl").exists()
+    assert [a["accuracy"]["text"] for a in read_jsonl(out / "answers_after.jsonl")] == graded[:15:3]
+    assert (out / "report.html").exists() and (out / "curve.png").exists()
+
+
 @pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tmp_path, monkeypatch, capsys, tracker, package):
     out = tmp_path / "run"
@@ -1635,7 +1656,9 @@ def made_up_rows():
         for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
             value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
             measures = dict.fromkeys(claims.MEASURES, value)
-            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, **measures}
+            before = {} if seed else {"accuracy_before": 0.2, "greedy_before": 0.3}
+            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, "steps": 9,
+                   **before, **measures}
 
 
 def test_claims_tables():
@@ -1643,7 +1666,7 @@ def test_claims_tables():
     paired = {line.split(" | ")[2]: line for line in claims.paired_table(rows)[2:]}
     assert "| 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in paired["noise"] and "| 2 | -1.0 ± 0.0 |" in paired["4 bits"]
     assert "| 2 | 3.0 ± 1.0 |" in paired["both"]
-    assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
+    assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 9 | 20.0, 30.0 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
     assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
 

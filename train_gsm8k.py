@@ -83,18 +83,22 @@ class Settings:
     tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2, 0: none")
 
     # The optimiser
-    steps: int = setting(200, "rollouts, each followed by its updates")
+    steps: int = setting(150, "rollouts, each followed by its updates")
     updates: int = setting(4, "minibatches a rollout, an optimiser step each [T4]")
     lr: float = setting(5e-5, "learning rate; paper with --weights bf16: 5e-6")
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
     micro_tokens: int = setting(16384, "tokens in one pass of an update; a shared prompt counts once")
+    keep_activations: bool = setting(False, "keep what backward needs instead of computing it again: "
+                                            "faster on a GPU, for several times the memory")
 
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     eval_questions: int = setting(0, "held-out questions, 0: all")
+    eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
+    skip_eval_before: bool = setting(False, "do not measure the policy before its training")
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
     out: str = setting(None, "folder of the run; by default a new one under runs/")
@@ -132,7 +136,8 @@ def train(settings):
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
         state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
-        state.update(evaluate(model, tokenizer, held_out, settings, "before"))
+        if not settings.skip_eval_before:
+            state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
     metrics = read_log(settings.out, state["step"])
     started = time.perf_counter() - state["seconds"]
@@ -248,7 +253,7 @@ def load_all(settings):
         lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
     )
     model.name_or_path = settings.model or folder              # what the adapter says it belongs to
-    if device.type == "cuda":
+    if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     rank_fits(model, settings.lora_rank)
     positions = model.config.max_position_embeddings
@@ -408,22 +413,26 @@ def importance_of(piece, cap):
 def evaluate(model, tokenizer, questions, settings, when):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
-    The answers themselves go to answers_WHEN.jsonl in the run's folder.
+    pass@1 is the mean over questions and `eval_samples` answers to each. The first of these and the
+    greedy answers go to answers_WHEN.jsonl in the run's folder.
     """
     prompts = [q["prompt"] for q in questions]
     answers = [{"question": q["question"], "number": str(q["number"])} for q in questions]
     result = {}
-    for name, temperature, top_p in (("accuracy", 0.6, 0.95), ("greedy", 0.0, 1.0)):
+    measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
+    for name, samples, temperature, top_p in measures:
         rng = torch.Generator(model.device).manual_seed(settings.seed)
         rollout = qerl.generate(
-            model, prompts, settings.max_new_tokens, temperature=temperature, top_p=top_p,
+            model, prompts, settings.max_new_tokens, samples, temperature, top_p,
             eos=tokenizer.eos, slots=settings.slots, generator=rng,
         )
         finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
-        for answer, question, completion in zip(answers, questions, decode_all(tokenizer, rollout)):
-            correct = stated_number(completion) == question["number"]
-            answer[name] = {"text": completion, "correct": correct}
-        accuracy = sum(answer[name]["correct"] for answer in answers) / len(answers)
+        texts = decode_all(tokenizer, rollout)
+        right = [stated_number(text) == questions[i // samples]["number"]
+                 for i, text in enumerate(texts)]
+        for i, answer in enumerate(answers):
+            answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
+        accuracy = sum(right) / len(right)
         result[f"{name}_{when}"] = accuracy
         print(f"{'pass@1' if name == 'accuracy' else name} {when}: {accuracy:.1%} "
               f"of {len(questions)} held-out questions, "
@@ -488,12 +497,16 @@ def finish(state, metrics, held_out_questions, seconds, settings):
         **environment(settings.device),
     }
     atomic_write(f"{settings.out}/summary.json", json.dumps(summary, indent=1))
-    before = state["accuracy_before"]
+    before = state.get("accuracy_before")                     # None with --skip-eval-before
     after = state["accuracy_after"]
     save_figure(f"{settings.out}/curve.png", learning_curve, metrics, before, after)
-    print(f"held-out pass@1 {before:.1%} -> {after:.1%}, "
-          f"greedy {state['greedy_before']:.1%} -> {state['greedy_after']:.1%}, "
-          f"in {seconds:.0f} s; look at {settings.out}/report.html")
+
+    def change(name):
+        known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
+        return " -> ".join(f"{accuracy:.1%}" for accuracy in known)
+
+    print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
+          f"look at {settings.out}/report.html")
     write_report(settings.out)
 
 
@@ -538,7 +551,7 @@ def check(settings):
         for name in names:
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
     each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
-          "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
+          "micro_tokens", "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
     each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
           "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
@@ -558,7 +571,8 @@ def check(settings):
 
 def lasting(settings):
     """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
-    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "log", "preset")
+    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
+            "log", "preset")
     return {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
 
 

@@ -8,6 +8,9 @@ A run is an arm, a model, a learning rate and a seed. Runs of the same seed see 
 in the same order. Each is a process of train_gsm8k.py, and is resumed if it was stopped. One that
 ends becomes a line of runs.jsonl, and its metrics are kept beside it; tables.md and curves.png
 are made from these files alone. Flags that this program does not know go to train_gsm8k.py.
+
+pass@1 is the mean of four answers to each question. Before the training only seed 0 is measured:
+the other seeds start from the same policy.
 """
 import json
 import os
@@ -67,7 +70,8 @@ class Run(NamedTuple):
         data = ["--data", data] if data else []
         resume = ["--resume"] if os.path.isdir(folder) else []
         own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
-        return [sys.executable, TRAIN, *model, *data, *ARMS[self.arm], *own, *more, *resume]
+        measured = ["--eval-samples", "4", *(["--skip-eval-before"] if self.seed else [])]
+        return [sys.executable, TRAIN, *model, *data, *ARMS[self.arm], *own, *measured, *more, *resume]
 
 
 def standard_error(values):
@@ -174,14 +178,19 @@ def with_error(values, scale=100, digits=1):
 
 def arms_table(rows):
     """A line for each model, arm and learning rate: means and standard errors over the seeds."""
-    lines = ["| model | arm | lr | seeds | pass@1 | greedy | training accuracy | entropy, nats |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = ["| model | arm | lr | seeds | steps | before: pass@1, greedy | pass@1 | greedy "
+             "| training accuracy | entropy, nats |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
     for key in sorted({(r["model"], r["arm"], r["lr"]) for r in rows}):
         same = [r for r in rows if (r["model"], r["arm"], r["lr"]) == key]
         cells = [with_error([r[measure] for r in same]) for measure in MEASURES[:3]]
         cells.append(with_error([r["entropy"] for r in same], scale=1, digits=3))
         model, arm, lr = key
-        lines.append(f"| {model} | {arm} | {lr:g} | {len(same)} | {' | '.join(cells)} |")
+        steps = ", ".join(sorted({str(r["steps"]) for r in same}))
+        before = [f"{100 * r['accuracy_before']:.1f}, {100 * r['greedy_before']:.1f}"
+                  for r in same if "accuracy_before" in r]
+        cells = [str(len(same)), steps, before[0] if before else "-", *cells]
+        lines.append(f"| {model} | {arm} | {lr:g} | {' | '.join(cells)} |")
     return lines
 
 

@@ -26,7 +26,7 @@ def save_figure(path, draw, *data):
 def learning_curve(metrics, before, after, plt):
     """Accuracy, reward, entropy with the noise, and completion length over the steps.
 
-    before, after: held-out accuracy.
+    before, after: held-out accuracy; before is None where it was not measured.
     """
     steps = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
@@ -40,6 +40,8 @@ def learning_curve(metrics, before, after, plt):
     accuracy_axis.set_ylim(0, 1)
     held_out = [(before, 0, "o", "before"), (after, max(steps, default=0), "s", "after")]
     for accuracy, step, marker, when in held_out:
+        if accuracy is None:
+            continue
         label = f"held-out (temperature 0.6) {when}: {accuracy:.1%}"
         accuracy_axis.plot(step, accuracy, marker, color="tab:orange", label=label)
     accuracy_axis.legend(loc="upper left", frameon=False)
