@@ -1683,7 +1683,7 @@ def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
 
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "1",
+    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "0",
                "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK)]
     lr = options.index("--lr")
     del options[lr:lr + 2]                                                               # the study sets it

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from harness.figures import save_figure
-from harness.flags import Parser, require
+from harness.flags import Parser
 from harness.run_folder import append_jsonl, atomic_write, read_jsonl
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
@@ -151,7 +151,7 @@ def run_missing(args):
         Run(arm, model, lr, seed)
         for lr in args.lrs
         for model in args.model
-        for seed in range(args.seeds)
+        for seed in args.seeds
         for arm in args.arms
     ]
     missing = queue.Queue()
@@ -266,15 +266,14 @@ def arguments(argv):
     p.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="default: all")
     p.add_argument("--lrs", nargs="+", type=float,
                    help="learning rates (default 5e-5; small policy 3e-3)")
-    p.add_argument("--seeds", type=int, help="so many, from 0 on (default 4; small policy 10)")
+    p.add_argument("--seeds", nargs="+", type=int, help="default 0 to 3; small policy 0 to 9")
     p.add_argument("--out", default="results/claims", help="results (default results/claims)")
     p.add_argument("--runs", default="runs/claims", help="folders of runs (default runs/claims)")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     small = args.model == [None]
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
-    args.seeds = args.seeds or (10 if small else 4)
-    require(args.seeds >= 1, "seeds", args.seeds, "must be at least 1")
+    args.seeds = args.seeds or list(range(10 if small else 4))
     return args
 
 
