@@ -1195,7 +1195,7 @@ def check_config(config):
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
-               train_norms=False):
+               train_norms=False, checkpoint_class=Checkpoint):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
 
     weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU
@@ -1210,7 +1210,8 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder)
-        checkpoint = Checkpoint(folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+        checkpoint = checkpoint_class(
+            folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)
         return Transformer(config, checkpoint)
     except (UserError, RuntimeError):                  # RuntimeError: out of memory
         raise

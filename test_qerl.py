@@ -3,6 +3,7 @@
     python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
+import copy
 import errno
 import hashlib
 import importlib
@@ -40,8 +41,9 @@ from harness import checkpoint, claims, cross_compile, report, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
-from harness.checkpoint import load_adapter, save_adapter
+from harness.checkpoint import load_adapter, read_checkpoint, save_adapter
 from harness.flags import parse_flags
+from harness.full_weights import train_all_weights
 from harness.instruments import flat
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
@@ -1042,7 +1044,7 @@ def test_other_data_are_noticed_at_resume(finished, data, tmp_path, monkeypatch,
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path, monkeypatch, capsys):
     options, out = copied(finished, tmp_path)
-    monkeypatch.setattr(train_gsm8k, "load_all", lambda settings: pytest.fail("it was believed"))
+    monkeypatch.setattr(train_gsm8k, "load_all", lambda *_: pytest.fail("it was believed"))
     path = out / "checkpoint.safetensors"
     stored = path.read_bytes()
     header = 8 + int.from_bytes(stored[:8], "little")
@@ -1440,6 +1442,48 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
             assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
     (folder, files), = reported                                                          # once, when all else is there
     assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
+
+
+def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
+    """All linear layers, their biases and the norms, through Eq. 2's product without LoRA."""
+    folder, theirs = qwen
+    model = qerl.load_model(folder, "bf16", train_norms=True)
+    train_all_weights(model)
+    prompts, completions = [[1, 2, 3], [4, 5]], torch.tensor([[6, 7, 8], [9, 10, 0]])
+    length = torch.tensor([3, 2])
+    model.recompute_in_backward()
+    qerl.token_logprobs(model, prompts, completions, length).sum().backward()
+    theirs = copy.deepcopy(theirs).requires_grad_(True)
+    for prompt, completion, n in zip(prompts, completions, length):
+        tokens = torch.tensor([prompt + completion[:n].tolist()])
+        logprobs = theirs(tokens).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+        logprobs.gather(1, completion[:n, None]).sum().backward()
+    expected = dict(theirs.named_parameters())
+    for layer in model.quantized_layers():
+        for name, weight, bias in zip(layer.names, layer.master.grad.split(layer.sizes), layer.bias.grad.split(layer.sizes)
+                                      if layer.bias is not None else [None] * len(layer.sizes)):
+            torch.testing.assert_close(weight, expected[f"{name}.weight"].grad, rtol=1e-4, atol=1e-5)
+            if bias is not None:
+                torch.testing.assert_close(bias, expected[f"{name}.bias"].grad, rtol=1e-4, atol=1e-5)
+    for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+        torch.testing.assert_close(norm.weight.grad, expected[f"{norm.name}.weight"].grad, rtol=1e-4, atol=1e-5)
+    assert len(qerl.trainable(model)) == sum(1 + (layer.bias is not None) for layer in model.quantized_layers()) + sum(
+        isinstance(m, qerl.RMSNorm) for m in model.modules())
+
+
+def test_full_fine_tuning_samples_what_it_trains(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--weights", "bf16", "--lora-rank", 0, "--lr", 1e-3,
+               "--sigma-start", 0, "--sigma-end", 0)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    metrics = without_times(tmp_path / "run" / "metrics.jsonl")
+    assert all(m["gradient_norm"] > 0 and m["mismatch_kl"] < 1e-9 for m in metrics)      # it sampled from the newest weights
+    start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["norm.weight"]
+    state, tensors = read_checkpoint(str(tmp_path / "run"), {}, must_agree=["no such setting"])
+    assert state["step"] == 5 and not torch.equal(tensors["model.norm.weight"], start)
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert "--weights bf16" in refused(monkeypatch, capsys, *options, "--weights", "nvfp4", "--out", tmp_path / "a")
+    assert "--beta 0" in refused(monkeypatch, capsys, *options, "--beta", 0.1, "--out", tmp_path / "b")
 
 
 def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, tmp_path, monkeypatch):

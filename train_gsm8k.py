@@ -8,7 +8,7 @@
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
 # which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
-# the folder harness/.
+# the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it.
 from harness import interrupts
 
 if __name__ == "__main__":
@@ -26,14 +26,17 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
+import methods
 import qerl
 from harness.answers import answered_number, final_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update, rank_fits
+from harness.checks import check_settings, finite_metrics, finite_policy, finite_rollout
+from harness.checks import finite_update, rank_fits
 from harness.figures import learning_curve, save_figure
-from harness.flags import check_device, full_name, parse_flags, require, setting
+from harness.flags import full_name, parse_flags, require, setting
+from harness.full_weights import train_all_weights
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.questions import gsm8k
 from harness.report import one_group, write_report
@@ -58,7 +61,7 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    lora_rank: int = setting(32, "rank of LoRA [T4]")
+    lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
     train_norms: bool = setting(False, "train the RMSNorm scales, too [code]")
 
@@ -76,6 +79,7 @@ class Settings:
 
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
+    method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
     reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format", ["answer", "paper"])
     beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
@@ -122,9 +126,10 @@ def train(settings):
 
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
+    method = methods.find(settings.method, settings)
     track = open_tracker(settings.log, settings.out, lasting(settings))
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
-    model, tokenizer, questions, held_out = load_all(settings)
+    model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
@@ -135,10 +140,11 @@ def train(settings):
     else:
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
-        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
+        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "method": method.state}
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
+    method.state = state["method"]
     metrics = read_log(settings.out, state["step"])
     started = time.perf_counter() - state["seconds"]
     clock = Clock(model.device)
@@ -148,7 +154,7 @@ def train(settings):
         asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
         state["drawn"] += len(asked)
         with clock("rollout"):
-            rollout = qerl.generate(
+            rollout = method.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng,
             )
@@ -166,21 +172,23 @@ def train(settings):
             step, settings.steps, settings.stages,
             settings.sigma_start, settings.sigma_end, settings.schedule,
         )
-        with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
+        with method.noise(model, sigma, noise_rng):    # qerl.adaptive_quantization_noise
             samples = sample_and_score()
             if settings.algo == "dapo":         # its further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
-        advantages = qerl.group_advantages(samples.rewards)                           # (P, G)
+        advantages = method.advantages(samples)        # qerl.group_advantages           (P, G)
         batch = make_batch(samples, advantages.flatten(), settings.algo)
 
         # Log-probabilities under the policy before its update, and the reference: without LoRA.
         with clock("logprobs"):
-            batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)   # (N, C)
+            batch.old_logprobs = method.old_logprobs(model, batch)                    # (N, C)
             if settings.beta:
                 with qerl.adapters_off(model):
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+
+        measured = method.measure(batch)
 
         # Update: an optimiser step a minibatch. Its gradient is summed over pieces that fit memory,
         # in which a token has the weight that it has in the whole minibatch.
@@ -191,11 +199,7 @@ def train(settings):
                 minibatch.weights = qerl.token_weights(minibatch.mask, settings.algo)
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
-                    loss, kl = qerl.policy_loss(
-                        logprobs, piece.old_logprobs, piece.advantages, piece.weights,
-                        settings.clip_low, settings.clip_high,
-                        piece.ref_logprobs, settings.beta, importance_of(piece, settings.tis),
-                    )
+                    loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
                     loss.backward()
                     losses.append((loss.item(), kl.item()))
                 trained = qerl.trainable(model).values()
@@ -214,7 +218,8 @@ def train(settings):
             "gradient_norm": norm.item(),
             "lr": optimizer.param_groups[0]["lr"],
         }
-        metrics.append({"step": step + 1, **learned, **describe(samples, batch, clock)})
+        seen = describe(samples, batch, clock)
+        metrics.append({"step": step + 1, **learned, **measured, **seen})
         log_step(metrics[-1], settings.out, progress, track)
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
@@ -238,7 +243,7 @@ SYSTEM = {
 }
 
 
-def load_all(settings):
+def load_all(settings, method):
     """(model, tokenizer, questions to train on, held-out questions)."""
     data = gsm8k(settings.data) if settings.data else None     # local files fail before a download
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
@@ -251,10 +256,13 @@ def load_all(settings):
     model = qerl.load_model(
         folder, settings.weights, settings.lora_rank, settings.device,
         lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
+        checkpoint_class=method.checkpoint_class(),
     )
     model.name_or_path = settings.model or folder              # what the adapter says it belongs to
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
+    if settings.lora_rank == 0:
+        train_all_weights(model)
     rank_fits(model, settings.lora_rank)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
@@ -263,6 +271,7 @@ def load_all(settings):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
+    method.prepare(model, folder, questions, tokenizer)
     return model, tokenizer, questions, held_out
 
 
@@ -401,12 +410,6 @@ def set_learning_rate(optimizer, step, settings):
         group["lr"] = learning_rate(step, settings.steps, settings.lr, settings.warm_up)
 
 
-def importance_of(piece, cap):
-    """Weights that correct for the policy that sampled, float32 [B, C]; None without a cap."""
-    if cap:
-        return qerl.truncated_importance(piece.old_logprobs, piece.rollout_logprobs, cap)
-
-
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
@@ -515,11 +518,12 @@ def evaluate_only(settings):
     saved = None
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
-        policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms", "reward")
+        policy = ("model", "weights", "method", "lora_rank", "lora_alpha", "train_norms", "reward")
         saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
-    model, tokenizer, _, held_out = load_all(settings)
+    method = methods.find(settings.method, settings)
+    model, tokenizer, _, held_out = load_all(settings, method)
     if saved:
         state, tensors = saved
         print(f"evaluating {settings.out} after step {state['step']}")
@@ -540,33 +544,10 @@ def arguments(argv=None):
     if given.get("algo") == "dapo":
         values.update(DAPO)
     settings = Settings(**{**values, **given})
-    check(settings)
+    check_settings(settings)
+    methods.find(settings.method, settings)
     settings.model = full_name(settings.model)
     return settings
-
-
-def check(settings):
-    """Refuse, by name, values that cannot be meant."""
-    def each(names, ok, what):
-        for name in names:
-            require(ok(getattr(settings, name)), name, getattr(settings, name), what)
-    each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
-          "micro_tokens", "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
-    each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
-          "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
-    each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
-         "must be positive and finite")
-    each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
-    each(["seed"], lambda n: n < 2 ** 63, "must be below 2**63")
-    each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
-    require(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
-            f"is not divisible by --updates {settings.updates}; change one of them")
-    one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
-    require(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
-            settings.sigma_end,
-            "an exponential schedule needs both sigmas positive (or both 0: no noise)")
-    check_device(settings.device)
 
 
 def lasting(settings):

@@ -108,7 +108,7 @@ def fingerprint(questions):
 
 
 def save_checkpoint(folder, model, optimizer, generators, state, settings):
-    """Write the adapter, then everything that the next step depends on, as one file.
+    """Write the adapter, if there is one, then all that the next step depends on, as one file.
 
     generators: list of torch.Generator; state and settings: what JSON can hold.
     """
@@ -124,7 +124,7 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
     }
     metadata["sha256"] = content_hash(metadata, tensors)
     # Not before the first step: an adapter without a checkpoint is one that lost it.
-    if state["step"]:
+    if state["step"] and model.quantized_layers()[0].rank:
         save_adapter(model, f"{folder}/adapter", model.name_or_path)
     stored = safetensors.torch.save(tensors, metadata=metadata)
     atomic_write(f"{folder}/checkpoint.safetensors", stored)

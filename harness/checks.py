@@ -1,6 +1,6 @@
 """What ends a run before NaN or infinity reach its policy, its checkpoint or its log.
 
-And one check of a model that has to wait until it is loaded.
+Before that, what the flags may be, and one check of a model that has to wait until it is loaded.
 """
 import math
 
@@ -8,16 +8,46 @@ import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.flags import require
+from harness.flags import check_device, require
 from qerl import UserError
 
 KEPT = "stopped, the last checkpoint is kept"
 
 
+def check_settings(settings):
+    """Refuse, by name, values that cannot be meant."""
+    def each(names, ok, what):
+        for name in names:
+            require(ok(getattr(settings, name)), name, getattr(settings, name), what)
+    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots",
+          "micro_tokens", "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
+    each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
+          "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
+    each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
+         "must be positive and finite")
+    each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
+    each(["seed"], lambda n: n < 2 ** 63, "must be below 2**63")
+    each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
+    require(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
+            f"is not divisible by --updates {settings.updates}; change one of them")
+    one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
+    require(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
+            settings.sigma_end,
+            "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    if settings.lora_rank == 0:
+        require(settings.weights == "bf16", "lora_rank", 0,
+                "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
+        require(settings.beta == 0, "beta", settings.beta,
+                "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
+    check_device(settings.device)
+
+
 def rank_fits(model, rank):
     """Refuse a rank of LoRA above what the smallest layer can have."""
-    shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in model.quantized_layers()]
-    smallest = min(map(min, shapes))
+    layers = model.quantized_layers() if rank else []
+    shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in layers]
+    smallest = min(map(min, shapes), default=0)
     require(rank <= smallest, "lora_rank", rank,
             f"the smallest layer has {smallest} features; lower it")
 

@@ -37,6 +37,7 @@ ARMS = {
     "bf16": ["--weights", "bf16", *NO_NOISE],
     "nf4": ["--weights", "nf4", *NO_NOISE],
     "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
+    "full": ["--weights", "bf16", "--lora-rank", "0", *NO_NOISE],
 }
 # Each question of the factorial: the arms with what is asked about, and the arms without, in
 # pairs.

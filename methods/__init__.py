@@ -1,0 +1,95 @@
+"""The neighbours of QeRL, one paper a file, and here what each of them may replace.
+
+`Method` is QeRL itself. Its methods are the places in the loop of train_gsm8k.py where a neighbour
+differs: a file beside this one derives a class `Neighbour` from it that replaces some of them.
+`--method FILE` or `--method FILE:VARIANT` trains with it, and `python -m methods.FILE` shows on a
+CPU within two minutes what it is about.
+"""
+import importlib
+import os
+import re
+
+import qerl
+from qerl import UserError
+
+
+class Method:
+    """QeRL. Letters in shapes as in qerl.py: N completions, C tokens of the longest."""
+
+    variants = ()                  # the names that may follow FILE: in --method, the default first
+
+    def __init__(self, settings, variant=None):
+        self.settings = settings
+        self.variant = variant
+        self.state = {}            # what the method learned during the run; kept in checkpoints, as JSON
+
+    def check(self):
+        """Refuse, by a UserError, settings that make no sense together with this method."""
+
+    def checkpoint_class(self):
+        """What hands the model its weights: a subclass may read or quantise them otherwise."""
+        return qerl.Checkpoint
+
+    def prepare(self, model, folder, questions, tokenizer):
+        """Between load_model and the optimiser: change the model in place.
+
+        folder: of the original weights; questions: dicts with "question", "answer" and "prompt"
+        (token ids), to train on.
+        """
+
+    def noise(self, model, sigma, generator):
+        """The context in which a step's completions are sampled: AQN (Eq. 7-10)."""
+        return qerl.adaptive_quantization_noise(model, sigma, generator)
+
+    def generate(self, model, prompts, max_new_tokens, group_size, **options):
+        """Sample the completions of a step, inside `noise` -> qerl.Rollout."""
+        return qerl.generate(model, prompts, max_new_tokens, group_size, **options)
+
+    def advantages(self, samples):
+        """How much better a completion did than the others of its question, float32 [P, G] (Eq. 4)."""
+        return qerl.group_advantages(samples.rewards)
+
+    def old_logprobs(self, model, batch):
+        """log π_old: of the policy before this step's updates and without noise, float32 [N, C]."""
+        return batch.logprobs_under(model, self.settings.micro_tokens)
+
+    def loss(self, logprobs, piece):
+        """(loss with gradient, KL to the reference) of some completions of a minibatch (Eq. 3).
+
+        logprobs: log π_θ, float32 [B, C]; piece: a harness.batches.Batch of B completions.
+        """
+        importance = None
+        if self.settings.tis:      # corrects for the policy that sampled
+            importance = qerl.truncated_importance(
+                piece.old_logprobs, piece.rollout_logprobs, self.settings.tis)
+        return qerl.policy_loss(
+            logprobs, piece.old_logprobs, piece.advantages, piece.weights,
+            self.settings.clip_low, self.settings.clip_high,
+            piece.ref_logprobs, self.settings.beta, importance,
+        )
+
+    def measure(self, batch):
+        """What metrics.jsonl should say of a step besides, {name: number}; before the updates."""
+        return {}
+
+
+def names():
+    """What --method takes: "qerl", "FILE" and "FILE:VARIANT"."""
+    here = os.path.dirname(__file__)
+    files = sorted(f[:-3] for f in os.listdir(here) if re.fullmatch(r"[a-z]\w*\.py", f))
+    return ["qerl", *files]
+
+
+def find(name, settings):
+    """The Method that --method names, checked against the other settings; raises UserError."""
+    file, _, variant = name.partition(":")
+    if file not in names():
+        raise UserError(f"--method {name}: unknown; choose one of {', '.join(names())}")
+    neighbour = Method if file == "qerl" else importlib.import_module(f"methods.{file}").Neighbour
+    if variant and variant not in neighbour.variants:
+        offered = ", ".join(f"{file}:{v}" for v in neighbour.variants) or f"{file} alone"
+        raise UserError(f"--method {name}: {file} has no variant {variant}; choose {offered}")
+    variant = variant or next(iter(neighbour.variants), None)
+    method = neighbour(settings, variant)
+    method.check()
+    return method
