@@ -45,6 +45,7 @@ from harness.checkpoint import load_adapter, read_checkpoint, save_adapter
 from harness.flags import parse_flags
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
+from harness.math_data import is_equal, math_questions
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
@@ -1037,7 +1038,7 @@ def test_other_data_are_noticed_at_resume(finished, data, tmp_path, monkeypatch,
     options, out = copied(finished, tmp_path)
     other = [json.loads(line) for line in open(f"{data}/train.jsonl")]
     other[3]["answer"] += "0"
-    monkeypatch.setattr(train_gsm8k, "gsm8k", lambda folder: (other, made_up_problems()[1][:6]))
+    monkeypatch.setattr(train_gsm8k, "load_questions", lambda *_: (other, made_up_problems()[1][:6]))
     before = files_below(out)
     assert "other questions or answers" in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
@@ -1442,6 +1443,83 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
             assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
     (folder, files), = reported                                                          # once, when all else is there
     assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
+
+
+DAPO_PROMPT = ("Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+               "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on "
+               'its own line after "Answer:".')
+FOREIGN_ROWS = {
+    "bigmath": [{"problem": "Half of ten?", "answer": "5", "source": "orca", "domain": ["Arithmetic"], "llama8b_solve_rate": 0.9}],
+    "dapo-math": [{"data_source": "math_dapo", "ability": "MATH", "prompt": [{"content": DAPO_PROMPT.format(question), "role": "user"}],
+                   "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "0"}}
+                  for question in ["Five ducks.\n\nAnd so on?"] * 3],
+    "math-500": [{"problem": "Convert $(0,3)$.", "solution": "So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.", "subject": "Precalculus",
+                  "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2, "unique_id": "test/precalculus/807.json"}],
+    "aime24": [{"id": 60, "problem": "Aya walks.", "solution": "... \\boxed{204}.", "answer": "204", "url": "", "year": "2024"}],
+    "aime25": [{"problem": "Sum of bases?", "answer": "70", "id": "0"}],
+    "amc23": [{"id": 0, "answer": "27.0", "url": "", "question": "Cities A and B?"}],
+    "solutions": [{"problem": "Twice $x$?", "solution": "It is \\boxed{2x}.", "level": "Level 1", "type": "Algebra"}],
+}
+FOREIGN_QUESTIONS = {
+    "bigmath": ("Half of ten?", "5"),
+    "dapo-math": ("Five ducks.\n\nAnd so on?", "34"),
+    "math-500": ("Convert $(0,3)$.", "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    "aime24": ("Aya walks.", "204"),
+    "aime25": ("Sum of bases?", "70"),
+    "amc23": ("Cities A and B?", "27.0"),
+    "solutions": ("Twice $x$?", "2x"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN_ROWS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_foreign_questions_are_read(tmp_path, kind, ending):
+    path = tmp_path / f"{kind}.{ending}"
+    if ending == "jsonl":
+        write_jsonl(path, FOREIGN_ROWS[kind])
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(FOREIGN_ROWS[kind]).to_parquet(str(path))
+    found = math_questions(str(path))
+    assert [(q["question"], q["answer"]) for q in found] == [FOREIGN_QUESTIONS[kind]]
+
+
+def test_datasets_are_asked_for_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((*args, options)) or FOREIGN_ROWS["aime25"])
+    assert math_questions("aime25")[0]["source"] == "aime25" and len(math_questions("somebody/else")) == 1
+    assert asked == [("math-ai/aime25", {"split": "test"}), ("somebody/else", {"split": "train"})]
+
+
+@pytest.mark.parametrize("right,answer", [
+    ("5", "5"), ("27.0", "27"), ("\\frac{3}{4}", "0.75"), ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)"),
+    ("p - q", "-q+p"), ("3,5,7", "7, 5, 3"), ("1000", "1,000"), ("\\text{Evelyn}", "Evelyn"), ("90^\\circ", "90")])
+def test_mathematics_is_compared_and_not_its_spelling(right, answer):
+    pytest.importorskip("math_verify")
+    assert is_equal(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)
+    assert not is_equal(f"So {answer}.", right) and not is_equal(f"\\boxed{{{answer}}} or \\boxed{{x + 1}}", right)
+
+
+@pytest.mark.parametrize("answer", ["3, 5", "4 or 5", "- 5", "5^2", "x", "", "5" * 2000])
+def test_other_mathematics_earns_nothing(answer):
+    pytest.importorskip("math_verify")
+    assert not is_equal(f"\\boxed{{{answer}}}", "5")
+
+
+def test_a_run_on_foreign_questions_with_two_sets_held_out(qwen, tmp_path, monkeypatch, capsys):
+    for kind in ("bigmath", "aime25", "amc23"):
+        write_jsonl(tmp_path / f"{kind}.jsonl", FOREIGN_ROWS[kind] * 2)
+    out = tmp_path / "run"
+    options = ("--model", qwen[0], *QUICK, "--steps", 1, "--prompts", 1, "--data", tmp_path / "bigmath.jsonl")
+    assert "--eval" in refused(monkeypatch, capsys, *options, "--out", out)
+    texts = iter(["\\boxed{5}", "5", "\\boxed{70}", "27", "70", "no"])
+    monkeypatch.setattr(train_gsm8k, "decode_all", lambda _, rollout: [next(texts) for _ in rollout.length])
+    run_main(monkeypatch, *options, "--eval", tmp_path / "aime25.jsonl", tmp_path / "amc23.jsonl", "--skip-eval-before", "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    metrics, = without_times(out / "metrics.jsonl")
+    assert metrics["accuracy"] == 0.5                                                    # of "\\boxed{5}" and "5"
+    assert summary["accuracy_after"] == 1.0 and summary["greedy_after"] == 0.5
+    assert summary["greedy_aime25_after"] == 1.0 and summary["greedy_amc23_after"] == 0.0
 
 
 def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):

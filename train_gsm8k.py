@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import methods
 import qerl
-from harness.answers import answered_number, final_number, stated_number
+from harness.answers import answered_number, right_answer, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
@@ -38,11 +38,12 @@ from harness.figures import learning_curve, save_figure
 from harness.flags import full_name, parse_flags, require, setting
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
-from harness.questions import gsm8k
+from harness.math_data import is_equal
+from harness.questions import load_questions
 from harness.report import one_group, write_report
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
 from harness.run_folder import read_log, write_jsonl
-from harness.small_policy import ByteText, made_up_problems, warm_start
+from harness.small_policy import ByteText, warm_start
 from harness.stops import one_line
 from qerl import UserError
 
@@ -56,7 +57,9 @@ class Settings:
     Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv 2503.14476.
     """
     model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
-    data: str = setting(None, "folder of train*.jsonl and test*.jsonl; with --model GSM8K is fetched")
+    data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's name or file; "
+                              "with --model GSM8K is fetched")
+    eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -245,9 +248,8 @@ SYSTEM = {
 
 def load_all(settings, method):
     """(model, tokenizer, questions to train on, held-out questions)."""
-    data = gsm8k(settings.data) if settings.data else None     # local files fail before a download
+    questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
-    questions, held_out = data or (gsm8k(None) if settings.model else made_up_problems())
     tokenizer = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
     device = torch.device(settings.device)
     if device.type == "cuda":
@@ -276,13 +278,13 @@ def load_all(settings, method):
 
 
 def with_prompts(questions, tokenizer, longest):
-    """Add "prompt" (token ids) and "number" (the right answer) to each question.
+    """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
 
     Prompts of more than `longest` tokens are counted and left out.
     """
     for question in questions:
         question["prompt"] = tokenizer.prompt(question["question"])
-        question["number"] = final_number(question)
+        question["right"] = right_answer(question)
     kept = [q for q in questions if len(q["prompt"]) <= longest]
     if len(kept) < len(questions):
         skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
@@ -298,7 +300,7 @@ def with_prompts(questions, tokenizer, longest):
 @dataclass
 class Samples:
     """The completions of P questions, G each, N = P * G in all, and what they earned."""
-    questions: list                # P dicts with "question", "prompt" and "number"
+    questions: list                # P dicts with "question", "prompt" and "right"
     rollout: qerl.Rollout          # of the N completions
     texts: list                    # N strings
     rewards: torch.Tensor          # float32 [P, G]
@@ -327,7 +329,7 @@ def decode_all(tokenizer, rollout):
 def score(questions, rollout, texts, scheme):
     """Samples with the reward of each completion."""
     group = len(texts) // len(questions)
-    scores = [reward(t, questions[i // group]["number"], scheme) for i, t in enumerate(texts)]
+    scores = [reward(t, questions[i // group]["right"], scheme) for i, t in enumerate(texts)]
     scores = torch.tensor(scores, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), group, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct)
@@ -337,14 +339,24 @@ def score(questions, rollout, texts, scheme):
 FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
-def reward(completion, number, scheme):
+def is_right(completion, answer, anywhere=False):
+    """Does a completion answer with this number (Decimal) or TeX (string)?
+
+    In a box or between the tags; with `anywhere`, as in evaluation, its last number will do.
+    """
+    if isinstance(answer, str):
+        return is_equal(completion, answer, anywhere)
+    return (stated_number if anywhere else answered_number)(completion) == answer
+
+
+def reward(completion, answer, scheme):
     """(reward, 1.0 if the answer is right) of one completion; scheme: see Settings.reward.
 
     The paper's format reward is small, but not after the division by a group's standard deviation:
     where few answers are right it is most of the advantage, and a short wrong answer in the right
     format wins.
     """
-    correct = float(answered_number(completion) == number)
+    correct = float(is_right(completion, answer))
     if scheme == "answer":
         return correct, correct
     return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
@@ -416,11 +428,12 @@ def set_learning_rate(optimizer, step, settings):
 def evaluate(model, tokenizer, questions, settings, when):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
-    pass@1 is the mean over questions and `eval_samples` answers to each. The first of these and the
-    greedy answers go to answers_WHEN.jsonl in the run's folder.
+    pass@1 is the mean over questions and `eval_samples` answers to each; of several sets of
+    questions (--eval) it is the mean of the sets' own. The first of the answers and the greedy ones
+    go to answers_WHEN.jsonl in the run's folder.
     """
     prompts = [q["prompt"] for q in questions]
-    answers = [{"question": q["question"], "number": str(q["number"])} for q in questions]
+    answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
     measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
     for name, samples, temperature, top_p in measures:
@@ -431,12 +444,19 @@ def evaluate(model, tokenizer, questions, settings, when):
         )
         finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
         texts = decode_all(tokenizer, rollout)
-        right = [stated_number(text) == questions[i // samples]["number"]
+        right = [is_right(text, questions[i // samples]["right"], anywhere=True)
                  for i, text in enumerate(texts)]
         for i, answer in enumerate(answers):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
-        accuracy = sum(right) / len(right)
+        by_set = {}
+        for i, ok in enumerate(right):
+            by_set.setdefault(questions[i // samples].get("source"), []).append(ok)
+        shares = {source: sum(oks) / len(oks) for source, oks in by_set.items()}
+        accuracy = sum(shares.values()) / len(shares)
         result[f"{name}_{when}"] = accuracy
+        if len(shares) > 1:
+            result.update((f"{name}_{source}_{when}", share) for source, share in shares.items())
+            print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
         print(f"{'pass@1' if name == 'accuracy' else name} {when}: {accuracy:.1%} "
               f"of {len(questions)} held-out questions, "
               f"{rollout.length.float().mean():.0f} tokens on average")

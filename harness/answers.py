@@ -60,6 +60,11 @@ def answered_number(completion):
     return one_number(boxes[-1] if boxes else answer)
 
 
+def right_answer(question):
+    """What a completion has to state: a Decimal, or where no "####" precedes it the answer's TeX."""
+    return final_number(question) if "####" in question["answer"] else question["answer"]
+
+
 def stated_number(completion):
     """What evaluation accepts: answered_number, or else the last number of the text."""
     number = answered_number(completion)

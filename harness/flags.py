@@ -57,6 +57,8 @@ def parse_flags(settings_class, description, presets, argv=None):
         remark = f.metadata["remark"]
         if f.type is bool:
             parser.add_argument(flag, action="store_true", default=None, help=remark)
+        elif f.type is list:
+            parser.add_argument(flag, nargs="+", metavar="NAME", help=remark)
         else:
             choices = f.metadata["choices"]
             metavar = None if choices else f.type.__name__.upper()

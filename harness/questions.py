@@ -1,6 +1,7 @@
-"""GSM8K's questions, from a folder or downloaded once.
+"""The questions of a run: made up, GSM8K's, or others' (see math_data.py).
 
-A question is {"question", "answer"}: worked steps with <<calculations>>, then "#### number".
+A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
+"#### number".
 """
 import glob
 import http.client
@@ -9,11 +10,29 @@ import os
 import urllib.request
 
 from harness.answers import final_number
+from harness.math_data import math_questions
 from harness.run_folder import CACHE, atomic_write
+from harness.small_policy import made_up_problems
 from qerl import UserError
 
 GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
              "grade_school_math/data/{}.jsonl")
+
+
+def load_questions(data, evaluate_on, model):
+    """(to train on, held-out) as the settings of these names say."""
+    questions = held_out = []
+    if data and not os.path.isdir(data):
+        questions = math_questions(data)
+        if not evaluate_on:
+            raise UserError(f"--data {data}: has no held-out questions; name some by --eval")
+    elif data or model:
+        questions, held_out = gsm8k(data)
+    else:
+        questions, held_out = made_up_problems()
+    if evaluate_on:
+        held_out = [q for source in evaluate_on for q in math_questions(source)]
+    return questions, held_out
 
 
 def gsm8k(folder):

@@ -208,7 +208,7 @@ def one_group(samples, batch, text):
     question = samples.questions[chosen]
     return {
         "question": question["question"],
-        "number": str(question["number"]),
+        "number": str(question["right"]),
         "completions": completions,
     }
 

@@ -1,0 +1,126 @@
+"""Mathematics in TeX, as the paper trains and evaluates on besides GSM8K (its Tables 2 and 3).
+
+--data and --eval take a name of DATASETS, another dataset of Hugging Face, or a local file of one
+(.jsonl, .json or .parquet). Answers are compared by math-verify. Both packages are asked for only
+here: pip install datasets math-verify.
+"""
+import json
+import os
+
+from harness.answers import BOXED, LONGEST, one_number
+from qerl import UserError, reason
+
+# Of each: where it lies on Hugging Face, and which split.
+DATASETS = {
+    "bigmath": ("SynthLabsAI/Big-Math-RL-Verified", "train"),
+    "dapo-math": ("BytedTsinghua-SIA/DAPO-Math-17k", "train"),
+    "math-500": ("HuggingFaceH4/MATH-500", "test"),
+    "aime24": ("HuggingFaceH4/aime_2024", "train"),
+    "aime25": ("math-ai/aime25", "test"),
+    "amc23": ("math-ai/amc23", "test"),
+}
+# What these and their like call the two columns, in the order in which they are looked for.
+QUESTION = ("question", "problem", "Problem", "prompt")
+ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "solution")
+FILES = (".jsonl", ".json", ".parquet")
+
+
+def math_questions(source):
+    """The questions of a dataset or a file: dicts of "question", "answer" (TeX) and "source".
+
+    What stands there several times is taken once: DAPO-Math-17k has each question a hundred times.
+    """
+    name = os.path.basename(source).removesuffix(".jsonl")
+    questions = {}
+    for number, row in enumerate(rows_of(source), 1):
+        question = first_column(row, QUESTION)
+        answer = first_column(row, ANSWER) or (row.get("reward_model") or {}).get("ground_truth")
+        if not question or answer in (None, ""):
+            raise UserError(
+                f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
+                f"wanted are one of {', '.join(QUESTION)} and one of {', '.join(ANSWER)}"
+            )
+        question = {"question": bare(question), "answer": final_part(str(answer)), "source": name}
+        questions.setdefault(question["question"], question)
+    if not questions:
+        raise UserError(f"{source}: holds no question; give another file or dataset")
+    return list(questions.values())
+
+
+def rows_of(source):
+    """The rows of a file or a dataset as dicts."""
+    if source.endswith(".jsonl") and os.path.isfile(source):
+        return jsonl_rows(source)
+    repository, split = DATASETS.get(source, (source, "train"))
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{source}: needs the package datasets; pip install datasets")
+    try:
+        if source.endswith(FILES):
+            kind = "parquet" if source.endswith(".parquet") else "json"
+            return datasets.load_dataset(kind, data_files=source, split="train")
+        return datasets.load_dataset(repository, split=split)
+    except Exception as e:
+        raise UserError(
+            f"{source}: no such file, and Hugging Face gives no dataset {repository} with a split "
+            f"{split} ({reason(e)}); known by name are {', '.join(DATASETS)}"
+        )
+
+
+def jsonl_rows(path):
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: not a JSON object; mend or remove this line")
+            yield row
+
+
+def first_column(row, names):
+    """The row's value in the first of these columns that it has."""
+    return next((row[name] for name in names if row.get(name) not in (None, "")), None)
+
+
+def bare(question):
+    """A question alone: not as a chat's message, and without DAPO-Math's demands on the form."""
+    if isinstance(question, list):
+        question = question[0]["content"]
+    first, *parts = question.strip().split("\n\n")
+    if len(parts) > 1 and first.startswith("Solve the following math problem step by step."):
+        return "\n\n".join(parts[:-1])
+    return question.strip()
+
+
+def final_part(answer):
+    """Of a whole solution what it ends with, in its last box."""
+    boxes = BOXED.findall(answer)
+    return (boxes[-1] if boxes else answer).strip()
+
+
+def is_equal(completion, answer, anywhere=False):
+    """Does a completion end with this answer (TeX)? `anywhere`: also outside of a box.
+
+    Only what is neither the same text nor the same number goes to math-verify, which takes up to
+    half a second.
+    """
+    boxes = BOXED.findall(completion)
+    if not boxes and not anywhere:
+        return False
+    given = boxes[-1] if boxes else completion[-LONGEST:]
+    if "".join(given.split()) == "".join(answer.split()):
+        return True
+    if len(given) > LONGEST:
+        return False
+    number = one_number(given)
+    if number is not None and number == one_number(answer):
+        return True
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError("answers in TeX need the package math-verify; pip install math-verify")
+    boxed = f"\\boxed{{{given}}}" if boxes else given
+    return verify(parse(f"\\boxed{{{answer}}}"), parse(boxed))
