@@ -12,6 +12,7 @@ first and mma with a picture.
                                                        log-probabilities, update
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
+    python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
 
 kernels, mma, rollout and step make random weights of the given shapes on the GPU. On a CPU they run
 a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper GPU.
@@ -42,7 +43,7 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims
+from harness import claims, entropy
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
@@ -1103,6 +1104,8 @@ def main():
     try:
         if sys.argv[1:2] == ["claims"]:
             sys.exit(claims.main(sys.argv[2:]))
+        if sys.argv[1:2] == ["entropy"]:
+            sys.exit(entropy.main(sys.argv[2:]))
         run(arguments())
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))

@@ -37,7 +37,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, report, small_policy
+from harness import checkpoint, claims, cross_compile, entropy, report, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
@@ -1801,6 +1801,32 @@ def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
     assert claims.visible_devices() == ["2", "3"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert claims.visible_devices() == ["cpu"]
+
+
+def test_entropy_before_training(tmp_path, monkeypatch, capsys):
+    """Each format at each sigma; a rollout under no noise is sampled as the sampler does."""
+    options = ["--weights", "nvfp4", "bf16", "--sigmas", "0", "0.5", "--draws", "2", "--prompts", "4", "--device", "cpu",
+               "--out", f"{tmp_path}/out"]
+    assert entropy.main(options) == 0
+    result = json.loads((tmp_path / "out" / "entropy.json").read_text())
+    assert [(r["weights"], r["sigma"], r["draw"]) for r in result["rows"]] == list(
+        itertools.product(["nvfp4", "bf16"], [0, 0.5], [0, 1]))
+    model = qerl.load_model(warm_start(), "bf16")
+    prompts = [ByteText().prompt(p["question"]) for p in made_up_problems()[0][:4]]
+    generator = torch.Generator().manual_seed(1)
+    rollout = qerl.generate(model, prompts, 64, 8, eos=ByteText().eos, generator=generator)
+    row = result["rows"][5]
+    assert row["entropy"] == pytest.approx(rollout.entropy[rollout.mask].mean().item(), rel=1e-5)
+    assert row["mismatch_kl"] < 1e-6 < result["rows"][7]["mismatch_kl"]                  # 0.5 is far from the clean policy
+    assert (tmp_path / "out" / "entropy.png").read_bytes()[:4] == b"\x89PNG"
+    assert "entropy" in capsys.readouterr().out
+
+
+def test_a_random_reward_knows_nothing_of_the_answer():
+    texts = [f"\\boxed{{{n}}}" for n in range(400)]
+    rewards = [train_gsm8k.reward(text, Decimal(5), "random") for text in texts]
+    assert 160 < sum(r for r, _ in rewards) < 240 and rewards == [train_gsm8k.reward(t, Decimal(5), "random") for t in texts]
+    assert [correct for _, correct in rewards] == [float(n == 5) for n in range(400)]
 
 
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):

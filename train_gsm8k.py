@@ -21,6 +21,7 @@ import os
 import random
 import re
 import time
+import zlib
 from dataclasses import asdict, dataclass
 
 import torch
@@ -83,7 +84,8 @@ class Settings:
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
-    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format", ["answer", "paper"])
+    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format; random: a coin's",
+                          ["answer", "paper", "random"])
     beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
@@ -244,6 +246,7 @@ SYSTEM = {
              "reasoning between <think> and </think> and the boxed answer between <answer> and "
              "</answer>.",
 }
+SYSTEM["random"] = SYSTEM["answer"]
 
 
 def load_all(settings, method):
@@ -359,6 +362,8 @@ def reward(completion, answer, scheme):
     correct = float(is_right(completion, answer))
     if scheme == "answer":
         return correct, correct
+    if scheme == "random":         # a control that knows nothing: the last bit of a text's checksum
+        return float(zlib.crc32(completion.encode()) % 2), correct
     return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
 
 

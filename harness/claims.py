@@ -8,6 +8,7 @@ A run is an arm, a model, a learning rate and a seed. Runs of the same seed see 
 in the same order. Each is a process of train_gsm8k.py, and is resumed if it was stopped. One that
 ends becomes a line of runs.jsonl, and its metrics are kept beside it; tables.md and curves.png
 are made from these files alone. Flags that this program does not know go to train_gsm8k.py.
+--arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 
 pass@1 is the mean of four answers to each question. Before the training only seed 0 is measured:
 the other seeds start from the same policy.
@@ -26,8 +27,9 @@ from typing import NamedTuple
 import torch
 
 from harness.figures import save_figure
-from harness.flags import Parser
+from harness.flags import Parser, require
 from harness.run_folder import append_jsonl, atomic_write, read_jsonl
+from harness.small_policy import warm_start
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 ARMS = {
@@ -37,8 +39,24 @@ ARMS = {
     "bf16": ["--weights", "bf16", *NO_NOISE],
     "nf4": ["--weights", "nf4", *NO_NOISE],
     "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
-    "full": ["--weights", "bf16", "--lora-rank", "0", *NO_NOISE],
+    # Without LoRA there is no reference policy to stay near.
+    "full": ["--weights", "bf16", "--lora-rank", "0", "--beta", "0", *NO_NOISE],
 }
+# One change each to NVFP4 with AQN; the figures named are the paper's.
+ABLATIONS = {
+    "linear": ["--schedule", "linear"],                                          # Fig. 9
+    "cosine": ["--schedule", "cosine"],
+    "logarithmic": ["--schedule", "logarithmic"],
+    "sigma x4": ["--sigma-start", "4e-2", "--sigma-end", "2e-3"],
+    "sigma / 4": ["--sigma-start", "2.5e-3", "--sigma-end", "1.25e-4"],
+    "rank 16": ["--lora-rank", "16"],                                            # Fig. 10
+    "rank 64": ["--lora-rank", "64"],
+    "rank 128": ["--lora-rank", "128"],
+    "dapo": ["--algo", "dapo"],
+    "tis": ["--tis", "2"],
+    "random reward": ["--reward", "random"],
+}
+FLAGS = {**ARMS, **ABLATIONS}
 # Each question of the factorial: the arms with what is asked about, and the arms without, in
 # pairs.
 QUESTIONS = {
@@ -63,7 +81,8 @@ class Run(NamedTuple):
 
     @property
     def name(self):
-        return f"{self.model_name}-{self.arm}-lr{self.lr:g}-seed{self.seed}"
+        arm = self.arm.replace(" ", "").replace("/", "over")
+        return f"{self.model_name}-{arm}-lr{self.lr:g}-seed{self.seed}"
 
     def command(self, folder, data, more):
         """The process of this run: `more` are flags of train_gsm8k.py for all runs."""
@@ -72,7 +91,7 @@ class Run(NamedTuple):
         resume = ["--resume"] if os.path.isdir(folder) else []
         own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
         measured = ["--eval-samples", "4", *(["--skip-eval-before"] if self.seed else [])]
-        return [sys.executable, TRAIN, *model, *data, *ARMS[self.arm], *own, *measured, *more, *resume]
+        return [sys.executable, TRAIN, *model, *data, *FLAGS[self.arm], *own, *measured, *more, *resume]
 
 
 def standard_error(values):
@@ -123,7 +142,9 @@ def row_of(run, folder):
 def work(device, missing, args, failed):
     """Run what is in the queue, one after the other, on a device: "cpu" or the number of a GPU."""
     environment = dict(os.environ)
-    if device != "cpu":
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.jobs))
+    else:
         environment["CUDA_VISIBLE_DEVICES"] = device
     while True:
         try:
@@ -160,9 +181,11 @@ def run_missing(args):
         if run.name not in done:
             missing.put(run)
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
+    if None in args.model:
+        warm_start()                   # once, before several runs ask for it at the same time
     failed = []
     workers = []
-    for device in visible_devices():
+    for device in visible_devices() * args.jobs:
         workers.append(threading.Thread(target=work, args=(device, missing, args, failed)))
         workers[-1].start()
     for worker in workers:
@@ -224,7 +247,7 @@ def plot_curves(runs, plt):
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), layout="constrained",
                                 squeeze=False)
     for axis, panel in zip(axes[0], panels):
-        for arm in ARMS:
+        for arm in FLAGS:
             curves = [[m["accuracy"] for m in metrics] for row, metrics in runs
                       if (row["model"], row["lr"]) == panel and row["arm"] == arm]
             if not curves:
@@ -264,16 +287,19 @@ def arguments(argv):
     p.add_argument("--model", nargs="+", default=[None],
                    help="names or folders (default: the small policy)")
     p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl")
-    p.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="default: all")
+    p.add_argument("--arms", nargs="+", choices=list(FLAGS), default=list(ARMS),
+                   help="default: the factorial's")
     p.add_argument("--lrs", nargs="+", type=float,
                    help="learning rates (default 5e-5; small policy 3e-3)")
     p.add_argument("--seeds", nargs="+", type=int, help="default 0 to 3; small policy 0 to 9")
+    p.add_argument("--jobs", type=int, default=1, help="processes on each GPU, or on the CPU (default 1)")
     p.add_argument("--out", default="results/claims", help="results (default results/claims)")
     p.add_argument("--runs", default="runs/claims", help="folders of runs (default runs/claims)")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     small = args.model == [None]
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
+    require(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     args.seeds = args.seeds or list(range(10 if small else 4))
     return args
 

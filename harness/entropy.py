@@ -1,0 +1,130 @@
+"""Entropy of the policy before any training, by format and by noise (Fig. 5 and 14 of the paper).
+
+    python bench.py entropy                                      the small policy
+    python bench.py entropy --model FOLDER --data FOLDER         a real model
+
+The paper's first claim: quantisation raises the entropy, and noise raises it further. Each format
+answers the same questions, without noise and with more and more of it; a draw of noise serves one
+rollout, so several are taken. Written to entropy.json, and a picture of it.
+"""
+import json
+import os
+from statistics import fmean
+
+import torch
+
+import methods
+import qerl
+import train_gsm8k
+from harness.figures import save_figure
+from harness.flags import Parser, check_device, full_name, require
+from harness.instruments import command_line, environment
+from harness.run_folder import atomic_write, creating
+
+SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
+COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
+
+
+def measure(model, tokenizer, questions, settings, sigma, draw):
+    """One rollout under one draw of noise: means over its tokens, and over its completions.
+
+    The entropies of completions to one question are alike, so the standard error is that of the
+    questions' means.
+    """
+    sampling = torch.Generator(model.device).manual_seed(draw)
+    noise = torch.Generator().manual_seed(1000 + draw)
+    with qerl.adaptive_quantization_noise(model, sigma, noise):
+        rollout = qerl.generate(
+            model, [q["prompt"] for q in questions], settings.max_new_tokens, settings.group,
+            eos=tokenizer.eos, slots=settings.slots, generator=sampling,
+        )
+    texts = train_gsm8k.decode_all(tokenizer, rollout)
+    samples = train_gsm8k.score(questions, rollout, texts, settings.reward)
+    batch = train_gsm8k.make_batch(samples, samples.rewards.flatten(), "grpo")
+    scored = batch.logprobs_under(model, settings.micro_tokens)
+    kl, _ = qerl.mismatch(scored, rollout.logprobs, rollout.mask)
+    entropy = (rollout.entropy * rollout.mask).view(len(questions), -1).sum(1)
+    tokens = rollout.mask.view(len(questions), -1).sum(1)
+    by_question = entropy / tokens
+    return {
+        "sigma": sigma,
+        "draw": draw,
+        "entropy": (entropy.sum() / tokens.sum()).item(),
+        "standard_error": (by_question.std() / len(questions) ** 0.5).item(),
+        "accuracy": samples.correct.mean().item(),
+        "length": rollout.length.float().mean().item(),
+        "mismatch_kl": kl,
+    }
+
+
+def measure_formats(args):
+    """The rows of all formats, growing: a list after each format."""
+    rows = []
+    for weights in args.weights:
+        given = [] if args.model is None else ["--model", args.model]
+        given += ["--data", args.data] if args.data else []
+        settings = train_gsm8k.arguments([*given, "--weights", weights, "--device", args.device])
+        settings.slots = args.slots
+        model, tokenizer, questions, _ = train_gsm8k.load_all(settings, methods.Method(settings))
+        for sigma in args.sigmas:
+            for draw in range(args.draws):
+                row = measure(model, tokenizer, questions[:args.prompts], settings, sigma, draw)
+                rows.append({"weights": weights, **row})
+            means = {k: fmean(r[k] for r in rows[-args.draws:]) for k in ("entropy", "accuracy")}
+            print("{} sigma {:g}: entropy {entropy:.4f} nats, accuracy {accuracy:.1%}".format(
+                weights, sigma, **means), flush=True)
+        del model
+        yield rows
+
+
+def plot_entropy(rows, plt):
+    """Entropy, accuracy and mismatch against sigma, a line a format; no noise at the left edge."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    panels = [
+        ("entropy", "entropy, nats a token"),
+        ("accuracy", "accuracy (temperature 1)"),
+        ("mismatch_kl", "KL of the noisy policy to the clean one, nats a token"),
+    ]
+    smallest = min((r["sigma"] for r in rows if r["sigma"]), default=1e-3)
+    for axis, (key, label) in zip(axes, panels):
+        for weights, color in COLORS.items():
+            sigmas = sorted({r["sigma"] for r in rows if r["weights"] == weights})
+            values = [[r[key] for r in rows if (r["weights"], r["sigma"]) == (weights, s)]
+                      for s in sigmas]
+            places = [s or smallest / 2 for s in sigmas]
+            axis.plot(places, [fmean(v) for v in values], color=color, label=weights, marker="o",
+                      markersize=3, linewidth=1.2)
+            for place, draws in zip(places, values):
+                axis.plot([place] * len(draws), draws, "_", color=color, alpha=0.5)
+        axis.set(xscale="log", xlabel="sigma (leftmost: none)", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[2].set_yscale("log")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def main(argv):
+    p = Parser(__doc__)
+    p.add_argument("--model", help="a name or folder (default: the small policy)")
+    p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl")
+    p.add_argument("--weights", nargs="+", choices=sorted(qerl.FORMATS), default=list(COLORS))
+    p.add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
+    p.add_argument("--draws", type=int, default=3, help="rollouts, each with its noise (default 3)")
+    p.add_argument("--prompts", type=int, default=64, help="questions (default 64)")
+    p.add_argument("--slots", type=int, default=256)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--out", default="results/claims", help="folder (default results/claims)")
+    args = p.parse_args(argv)
+    check_device(args.device)
+    for name in ("draws", "prompts", "slots"):
+        require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
+    args.model = full_name(args.model)
+    with creating(args.out):
+        os.makedirs(args.out, exist_ok=True)
+    what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"
+    for rows in measure_formats(args):
+        result = {"command": command_line(), "what": what, "rows": rows, **environment(args.device)}
+        atomic_write(f"{args.out}/entropy.json", json.dumps(result, indent=1))
+    save_figure(f"{args.out}/entropy.png", plot_entropy, rows)
+    print(f"written to {args.out}/entropy.json and .png")
+    return 0
