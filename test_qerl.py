@@ -219,7 +219,7 @@ def test_small_float16_weights_are_quantised_as_well_as_others():
 
         def read(self, name, shape):
             return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.008).half()
-    checkpoint = Half(None)
+    checkpoint = Half({})
     weight = checkpoint.read("a.weight", (64, 128))
     assert weight.abs().max() < 0.041                                         # 6 * 448 over it is beyond float16
     assert relative(qerl.dequantize_nvfp4(*checkpoint.quantized("a", 64, 128, "nvfp4"), torch.float32), weight) < 0.1
@@ -394,6 +394,51 @@ def test_sharded_folder(qwen, tmp_path):
     assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
 
 
+@pytest.mark.parametrize("shards", [dict(max_shard_size="200KB"), {}])
+def test_only_the_weights_of_the_model_are_read(qwen, tmp_path, shards):
+    """Other files with the same tensor names, before and behind the model's in the alphabet, say nothing."""
+    folder, theirs = make_folder(tmp_path, **shards)
+    names = ["a.safetensors", "consolidated.safetensors", "z.safetensors"] + ["model.safetensors"] * bool(shards)
+    for name in names:
+        save_file({k: torch.full_like(v, 9) for k, v in theirs.state_dict().items() if k != "lm_head.weight"}, tmp_path / name)
+    tokens = torch.arange(30)[None]
+    assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
+
+
+def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path):
+    folder, theirs = make_folder(tmp_path, max_shard_size="200KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in set(index.values()):                                    # each shard has all tensors, but the others' are wrong
+        right = load_file(tmp_path / name)
+        wrong = {k: torch.full_like(v, 9) for k, v in theirs.state_dict().items() if k in index}
+        save_file(wrong | right, tmp_path / name)
+    tokens = torch.arange(30)[None]
+    assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("index,message", [
+    (lambda i: "{", f"{INDEX}: cannot be read"),
+    (lambda i: "[]", f"{INDEX}: cannot be read"),
+    (lambda i: "[" * 100_000, f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"metadata": {}}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": [1]}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": {"model.norm.weight": 3, "b": "c"}}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": "gone.safetensors"}}), "gone.safetensors: cannot be read"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": i["model.embed_tokens.weight"]}}), "tensor model.norm.weight is missing"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": "tokenizer.json"}}), "tokenizer.json: cannot be read"),
+])
+def test_a_damaged_index_is_named(tmp_path, index, message):
+    folder, _ = make_folder(tmp_path, max_shard_size="200KB")
+    path = tmp_path / INDEX
+    path.write_text(index(json.loads(path.read_text())["weight_map"]))
+    with pytest.raises(qerl.UserError, match=message) as error:
+        qerl.load_model(folder)
+    assert "\n" not in str(error.value) and "fetch the model again" in str(error.value)
+
+
 def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
     """NVFP4A16 made with the library, each of q, k, v and gate, up with its own global scale."""
     folder, theirs = qwen
@@ -471,6 +516,12 @@ def test_unusable_models_are_named(qwen, tmp_path, edit, config_edit, message):
     folder = break_tensor(qwen[0], tmp_path, widen, config_edit)
     with pytest.raises(qerl.UserError, match=message) as error:
         qerl.load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    with pytest.raises(qerl.UserError, match="config.json cannot be used") as error:
+        qerl.load_model(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
