@@ -33,7 +33,7 @@ from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update, rank_fits
 from harness.figures import learning_curve, save_figure
-from harness.flags import check_device, full_name, parse_flags, require, setting
+from harness.flags import check_device, dtype_name, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.questions import gsm8k
 from harness.report import one_group, write_report
@@ -94,6 +94,8 @@ class Settings:
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
+    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on a T4, float32 on a CPU",
+                         ["auto", "bfloat16", "float16", "float32"])
     eval_questions: int = setting(0, "held-out questions, 0: all")
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
@@ -122,16 +124,19 @@ def train(settings):
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
     model, tokenizer, questions, held_out = load_all(settings)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
+    # that makes them overflow the step is left out, the scale halved. Other dtypes need none of it.
+    scaler = torch.amp.GradScaler(model.device.type, enabled=settings.dtype == "float16")
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
     data = fingerprint(questions + held_out)
     if saved:
-        state = resume(saved, model, optimizer, generators, data, settings.out)
+        state = resume(saved, model, optimizer, scaler, generators, data, settings.out)
     else:
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
-        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
+        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "scaler": scaler.state_dict()}
         state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
     metrics = read_log(settings.out, state["step"])
@@ -191,24 +196,29 @@ def train(settings):
                         settings.clip_low, settings.clip_high,
                         piece.ref_logprobs, settings.beta, importance_of(piece, settings.tis),
                     )
-                    loss.backward()
+                    scaler.scale(loss).backward()
                     losses.append((loss.item(), kl.item()))
+                scaler.unscale_(optimizer)
                 trained = qerl.trainable(model).values()
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                finite_update(losses, norm)
-                optimizer.step()
+                finite_update(losses, norm, scaler)
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             finite_policy(model, batch.prompts[0])
 
         # Log and save.
         state["step"] = step + 1
         state["seconds"] = time.perf_counter() - started
+        state["scaler"] = scaler.state_dict()
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item(),
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,       # 0: step left out
             "lr": optimizer.param_groups[0]["lr"],
         }
+        if scaler.is_enabled():
+            learned["loss_scale"] = scaler.get_scale()
         metrics.append({"step": step + 1, **learned, **describe(samples, batch, clock)})
         log_step(metrics[-1], settings.out, progress, track)
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
@@ -245,7 +255,7 @@ def load_all(settings):
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
         folder, settings.weights, settings.lora_rank, settings.device,
-        lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
+        dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
     )
     model.name_or_path = settings.model or folder              # what the adapter says it belongs to
     if device.type == "cuda":
@@ -433,13 +443,14 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
-def resume(saved, model, optimizer, generators, data, folder):
+def resume(saved, model, optimizer, scaler, generators, data, folder):
     """Put everything where the saved checkpoint had it; returns its state."""
     state, tensors = saved
     if state["data"] != data:
         raise UserError(f"--resume: {folder} was started with other questions or answers than the "
                         "data now holds; give the same --data or another --out")
     restore(tensors, model, optimizer, generators)
+    scaler.load_state_dict(state["scaler"])
     print(f"resumed {folder} after step {state['step']}")
     return state
 
@@ -529,6 +540,7 @@ def arguments(argv=None):
     settings = Settings(**{**values, **given})
     check(settings)
     settings.model = full_name(settings.model)
+    settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings
 
 
