@@ -36,7 +36,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, report, small_policy
+from harness import checkpoint, claims, cross_compile, report, run_folder, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
@@ -1396,6 +1396,79 @@ def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
     with pytest.raises(ZeroDivisionError):
         run_main(monkeypatch, "--out", tmp_path / "run")
     assert [lock.closed for lock in locks] == [True, True]
+
+
+def held_open():
+    """The files that this process has open or mapped into its memory."""
+    opened = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:                                                 # the listing's own
+            pass
+    with open("/proc/self/maps") as maps:
+        return opened + [line.split(maxsplit=5)[5].strip() for line in maps if line.count(" ") >= 5 and "/" in line]
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """What Windows does otherwise: no fcntl, locks by msvcrt, and no open or mapped file is replaced, renamed or removed."""
+    locked = {}
+
+    def locking(fd, mode, count):
+        file = os.readlink(f"/proc/self/fd/{fd}")
+        owner = locked.get(file, fd)                                    # a number that comes again was closed in between
+        if owner != fd and os.path.exists(f"/proc/self/fd/{owner}") and os.readlink(f"/proc/self/fd/{owner}") == file:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        assert os.lseek(fd, 0, os.SEEK_CUR) == 0 and count == 1         # all lock the same byte
+        locked[file] = fd
+    monkeypatch.setattr(run_folder, "fcntl", None)
+    monkeypatch.setattr(run_folder, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
+    for name in ("replace", "rename", "remove", "unlink"):
+        def strict(*paths, original=getattr(os, name), **options):
+            for path in paths:
+                if os.path.abspath(path) in held_open():
+                    raise PermissionError(errno.EACCES, "The process cannot access the file", str(path))
+            return original(*paths, **options)
+        monkeypatch.setattr(os, name, strict)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
+def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, windows):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--eval-questions", 2)
+    save = train_gsm8k.save_checkpoint
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        save(folder, model, optimizer, generators, state, settings)
+        if state["step"] == 2:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+        with pytest.raises(SystemExit) as stop:
+            run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    assert stop.value.code == 130
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
+    assert [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume", "--eval-only")
+    missing = refused(monkeypatch, capsys, *options, "--data", tmp_path / "none", "--out", tmp_path / "fails")
+    assert "no such folder" in missing and not (tmp_path / "fails").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
+def test_a_folder_in_use_is_refused_without_fcntl(qwen, data, tmp_path, monkeypatch, capsys, windows):
+    lock = run_folder.open_folder(str(tmp_path / "run"), False)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+    assert "in use by a running process" in refused(monkeypatch, capsys, *options)
+    lock.close()
+    run_main(monkeypatch, *options)
+
+
+def test_a_file_that_may_not_be_written_is_not_to_be_removed(qwen, data, tmp_path, monkeypatch, capsys):
+    def denied(*paths):
+        raise PermissionError(errno.EACCES, "Permission denied", str(paths[1]))
+    monkeypatch.setattr(os, "replace", denied)
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
+    assert "answers_before.jsonl" in error and "close the program" in error and "remove" not in error
 
 
 def bad_jsonl(tmp_path, line='{"question": "q"}'):
