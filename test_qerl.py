@@ -20,7 +20,7 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from decimal import Decimal
 
 import numpy as np
@@ -36,7 +36,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, report, run_folder, small_policy
+from harness import checkpoint, claims, cross_compile, memory, report, run_folder, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
@@ -1124,6 +1124,77 @@ def test_the_dtype_that_suits_the_device(monkeypatch):
     assert chosen() == "float32" and chosen("--dtype", "bfloat16") == "bfloat16"
     monkeypatch.setattr(fp4_kernels, "default_dtype", lambda device: torch.float16)
     assert chosen() == "float16"
+
+
+def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
+    """With room each weight is decoded once, as it is loaded; without for each token. The results are the same."""
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
+    decoded, adapters = {}, {}
+    for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        counted, dequantize = [], qerl.dequantize_nvfp4
+        monkeypatch.setitem(qerl.FORMATS, "nvfp4", replace(qerl.FORMATS["nvfp4"], dequantize=lambda *a: counted.append(1) or dequantize(*a)))
+        run_main(monkeypatch, *options, "--out", tmp_path / name)
+        decoded[name] = len(counted)
+        adapters[name] = (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes()
+    assert decoded["room"] == 8 and decoded["none"] > 500 and adapters["room"] == adapters["none"]
+    assert without_times(tmp_path / "room/metrics.jsonl") == without_times(tmp_path / "none/metrics.jsonl")
+
+
+@pytest.mark.parametrize("weights,kept", [("nvfp4", 3), ("nf4", 3), ("bf16", 0)])
+def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
+    model = qerl.load_model(qwen[0], weights, dtype=torch.bfloat16)
+    before = {id(layer): layer.weight for layer in model.quantized_layers()}
+    size = sum(2 * layer.weight.dequantize(torch.bfloat16).numel() for layer in model.quantized_layers())
+    for free in (2 * size - 2, 2 * size):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        memory.keep_decoded(model)
+        same = [layer.weight is before[id(layer)] for layer in model.quantized_layers()]
+        assert all(same) or (free == 2 * size and kept and not any(same))
+    for layer in model.quantized_layers():
+        weight = layer.weight.dequantize(torch.bfloat16)
+        assert torch.equal(weight, before[id(layer)].dequantize(torch.bfloat16))
+        assert not kept or weight is layer.weight.dequantize(torch.bfloat16)
+
+
+def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
+    model = qerl.load_model(family[0])
+    cache = qerl.KVCache(model, 3, 100)
+    monkeypatch.setattr(memory, "free_memory", lambda device: cache.k.nbytes + cache.v.nbytes)
+    assert memory.slots_that_fit(model, 100, share=1.0) == 3
+    assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
+    assert memory.slots_that_fit(model, 10 ** 6) == 1 and memory.slots_that_fit(model, 1, share=1.0) == 256
+
+
+def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
+    """What memory held when it began; otherwise a resumed run would draw other random numbers."""
+    used, generate = [], qerl.generate
+
+    def watched(*args, **options):
+        used.append(options["slots"])
+        return generate(*args, **options)
+    monkeypatch.setattr(qerl, "generate", watched)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
+    run_main(monkeypatch, *options)
+    first = used[0]
+    assert 1 < first < 256 and set(used) == {first}
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
+    for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
+        used.clear()
+        run_main(monkeypatch, *options, "--resume", *more)
+        assert set(used) == {slots}, more
+
+
+def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    free = memory.free_memory(cpu)
+    assert 0 < free < 2 ** 50
+    for limit, most in (("max", 2 ** 50), (str(2 ** 62), 2 ** 50), ("1", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        monkeypatch.setattr(memory, "CONTAINER_LIMIT", str(tmp_path / "memory.max"))
+        assert memory.free_memory(cpu) <= most and (most == 0 or memory.free_memory(cpu) > 0)
 
 
 NO_NUMBER = re.compile("NaN|Infinity")

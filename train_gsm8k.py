@@ -14,11 +14,9 @@ from harness import interrupts
 if __name__ == "__main__":
     interrupts.while_importing()
 
-import functools
 import json
 import math
 import os
-import random
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -27,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 import qerl
-from harness.answers import answered_number, final_number, stated_number
+from harness.answers import answered_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
@@ -35,7 +33,8 @@ from harness.checks import finite_metrics, finite_policy, finite_rollout, finite
 from harness.figures import learning_curve, save_figure
 from harness.flags import check_device, dtype_name, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
-from harness.questions import gsm8k
+from harness.memory import keep_decoded, slots_that_fit
+from harness.questions import gsm8k, next_questions, with_prompts
 from harness.report import one_group, write_report
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
 from harness.run_folder import read_log, write_jsonl
@@ -66,7 +65,7 @@ class Settings:
     prompts: int = setting(64, "questions a step")
     group: int = setting(8, "completions a question [T4]")
     max_new_tokens: int = setting(512, "tokens of a completion at most")
-    slots: int = setting(256, "sequences decoded at once")
+    slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
     sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; with both 0: no noise")
@@ -121,7 +120,7 @@ def train(settings):
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
     track = open_tracker(settings.log, settings.out, lasting(settings))
-    saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
+    saved = read_saved(settings) if settings.resume else None
     model, tokenizer, questions, held_out = load_all(settings)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
@@ -136,7 +135,8 @@ def train(settings):
     else:
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
-        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "scaler": scaler.state_dict()}
+        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data}
+        state.update(scaler=scaler.state_dict(), slots=settings.slots)
         state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
     metrics = read_log(settings.out, state["step"])
@@ -261,6 +261,7 @@ def load_all(settings):
     if device.type == "cuda":
         model.recompute_in_backward()
     rank_fits(model, settings.lora_rank)
+    keep_decoded(model)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")
@@ -268,24 +269,9 @@ def load_all(settings):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
+    longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
+    settings.slots = settings.slots or slots_that_fit(model, longest_prompt + settings.max_new_tokens)
     return model, tokenizer, questions, held_out
-
-
-def with_prompts(questions, tokenizer, longest):
-    """Add "prompt" (token ids) and "number" (the right answer) to each question.
-
-    Prompts of more than `longest` tokens are counted and left out.
-    """
-    for question in questions:
-        question["prompt"] = tokenizer.prompt(question["question"])
-        question["number"] = final_number(question)
-    kept = [q for q in questions if len(q["prompt"]) <= longest]
-    if len(kept) < len(questions):
-        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
-        print(f"{skipped} are longer than {longest} tokens and are skipped")
-    if not kept:
-        raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
-    return kept
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,18 +286,6 @@ class Samples:
     rewards: torch.Tensor          # float32 [P, G]
     correct: torch.Tensor          # float32 [P, G], 1 where the answer is right
     draws: list = None             # of Samples: everything drawn, of which DAPO kept these
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(count, seed, epoch):
-    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
-
-
-def next_questions(questions, drawn, count, seed):
-    """The `count` questions after the first `drawn`; each pass over all has a seeded order."""
-    total = len(questions)
-    places = [divmod(i, total) for i in range(drawn, drawn + count)]
-    return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]
 
 
 def decode_all(tokenizer, rollout):
@@ -443,6 +417,18 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
+def read_saved(settings, must_agree=None):
+    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
+
+    Unless --slots is given the run keeps its number, on which the random numbers depend.
+    """
+    saved = read_checkpoint(settings.out, lasting(settings), must_agree)
+    if saved:
+        state, _ = saved
+        settings.slots = state["slots"] = settings.slots or state.get("slots")
+    return saved
+
+
 def resume(saved, model, optimizer, scaler, generators, data, folder):
     """Put everything where the saved checkpoint had it; returns its state."""
     state, tensors = saved
@@ -514,7 +500,7 @@ def evaluate_only(settings):
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "weights", "lora_rank", "lora_alpha", "train_norms", "reward")
-        saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
+        saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     model, tokenizer, _, held_out = load_all(settings)
@@ -550,7 +536,7 @@ def check(settings):
         for name in names:
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
     each(["steps", "prompts", "updates", "lora_rank", "stages", "max_new_tokens", "slots",
-          "micro_tokens", "save_every"], lambda n: n >= 1, "must be at least 1")
+          "micro_tokens", "save_every"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
           "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
