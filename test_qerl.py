@@ -1565,7 +1565,9 @@ def used_folder(tmp_path):
     (lambda t: ["--resume"], "out: no such folder"),
     (lambda t: ["--step", 3], "unrecognized arguments: --step 3"),
     (lambda t: ["--device", "cuda:99"], "no such CUDA GPU here"),
-    (lambda t: ["--device", "mps"], "--device mps: unknown"),
+    (lambda t: ["--device", "mps"], "--device mps: Apple's GPUs have no float8"),
+    (lambda t: ["--device", "mps:0"], "use --device cpu"),
+    (lambda t: ["--device", "meta"], "--device meta: unknown"),
     (lambda t: ["--device", "cpu:5"], "--device cpu:5: a CPU has no number; use --device cpu"),
     (lambda t: ["--eval-only", "--out", used_folder(t)], "already holds a run"),
     (lambda t: ["--weights", "int3"], "invalid choice: 'int3'"),
@@ -1584,6 +1586,31 @@ def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, cap
         run_main(monkeypatch, *base, *options(tmp_path))
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert stop.value.code == 2 and len(error) == 1 and message in error[0]
+
+
+WITHOUT = """
+import sys, types
+sys.modules["triton"] = None
+import psutil, torch, transformers
+if {windows}:
+    sys.modules["fcntl"] = sys.modules["resource"] = None
+    sys.modules["msvcrt"] = types.SimpleNamespace(locking=lambda *lock: None, LK_NBLCK=2)
+import train_gsm8k
+print(train_gsm8k.arguments([]).device)
+train_gsm8k.main()
+"""
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_run_without_the_modules_of_linux(qwen, data, tmp_path, windows):
+    """macOS has no Triton, Windows no fcntl and resource either: the rest does without."""
+    options = ["--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 1, "--out", tmp_path / "run"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", WITHOUT.format(windows=windows), *map(str, options)], cwd=HERE, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cpu\n") and (tmp_path / "run" / "report.html").exists()
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["peak_memory_gb"] > 0.05
 
 
 def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):

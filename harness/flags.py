@@ -82,6 +82,10 @@ def check_device(name):
         device = torch.device(name)
     except RuntimeError:
         device = None
+    mps = device is not None and device.type == "mps"
+    require(not mps, "device", name,
+            "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here was tried "
+            "on one; use --device cpu")
     known = device is not None and device.type in ("cuda", "cpu")
     require(known, "device", name, "unknown; use cuda or cpu")
     require(device.type != "cpu" or not device.index, "device", name,

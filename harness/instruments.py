@@ -5,6 +5,7 @@ import platform
 import sys
 import time
 
+import psutil
 import torch
 import transformers
 
@@ -13,7 +14,7 @@ from qerl import UserError
 
 try:
     import resource
-except ImportError:                         # Windows: memory on a CPU is not measured
+except ImportError:                         # Windows knows it, too, by another name
     resource = None
 
 
@@ -45,7 +46,8 @@ def peak_memory_gb(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:
-        return 0.0
+        used = psutil.Process().memory_info()
+        return getattr(used, "peak_wset", used.rss) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
