@@ -1761,8 +1761,9 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     opened, written = [], {}
 
     class SummaryWriter:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             opened.append(folder)
+            assert purge_step is None
 
         def add_scalar(self, key, value, step):
             written.setdefault(step, {})[key] = value
@@ -1773,7 +1774,7 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     def init(dir, **options):
         assert options["config"]["lora_rank"] == 2
         opened.append(dir)
-        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}))
+        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}), id="a1")
     fake = types.ModuleType(package)
     fake.SummaryWriter, fake.init = SummaryWriter, init
     monkeypatch.setitem(sys.modules, package, fake)
@@ -1782,6 +1783,49 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     assert written == {m["step"]: flat(m) for m in read_jsonl(out / "metrics.jsonl")} and written.keys() == {1, 2}
     assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[2].keys()
     assert all(isinstance(value, (int, float)) for numbers in written.values() for value in numbers.values())
+
+
+@pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch, tracker, package):
+    """Killed after step 3, resumed after step 2: TensorBoard forgets step 3, wandb is given the id of its run again."""
+    calls = []
+
+    class SummaryWriter:
+        add_scalar = flush = lambda self, *scalar: None
+
+        def __init__(self, folder, purge_step):
+            calls.append(purge_step)
+
+    def init(dir, id, resume, **options):
+        calls.append((id, resume))
+        return types.SimpleNamespace(log=lambda numbers, step: None, id=id or f"new{len(calls)}")
+    fake = types.ModuleType(package)
+    fake.SummaryWriter, fake.init = SummaryWriter, init
+    monkeypatch.setitem(sys.modules, package, fake)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 4, "--out", tmp_path / "run", "--log", tracker)
+
+    def log_step(logged, *others):
+        original(logged, *others)
+        if logged["step"] == 3:
+            raise KeyboardInterrupt
+    original = train_gsm8k.log_step
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", log_step)
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, *options)
+    run_main(monkeypatch, *options, "--resume")
+    run_main(monkeypatch, *options[:-4], "--out", tmp_path / "another", "--log", tracker)
+    assert calls == ([None, 3, None] if tracker == "tensorboard" else [(None, "allow"), ("new1", "allow"), (None, "allow")])
+
+
+def test_a_tracker_that_cannot_be_reached_is_one_line(qwen, data, tmp_path, monkeypatch, capsys):
+    def init(**options):
+        raise RuntimeError("no API key configured\nhere")
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run", "--log", "wandb")
+    assert "--log wandb: no run could be opened (no API key configured)" in error and not (tmp_path / "run").exists()
 
 
 REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]

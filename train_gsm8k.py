@@ -119,8 +119,9 @@ def train(settings):
 
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
-    track = open_tracker(settings.log, settings.out, lasting(settings))
     saved = read_saved(settings) if settings.resume else None
+    last_step = saved[0]["step"] if saved else None
+    track = open_tracker(settings.log, settings.out, lasting(settings), last_step)
     model, tokenizer, questions, held_out = load_all(settings)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where

@@ -7,6 +7,7 @@
     checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html
+    wandb_id                 with --log wandb: the run there that --resume goes on with
 """
 import contextlib
 import glob
