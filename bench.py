@@ -120,7 +120,7 @@ def gaussian_layers(count=8, size=2048):
 
 def model_layers(folder):
     """The weight, float32, of every linear layer of a Hugging Face folder."""
-    checkpoint = qerl.Checkpoint(folder)
+    checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, "cpu"))
     block = max(format.block for format in FORMATS.values())
     names = [name for name in checkpoint.files if name.endswith("_proj.weight")]
     if not names or any(name.endswith(".weight_packed") for name in checkpoint.files):
@@ -186,7 +186,7 @@ class RandomWeights(qerl.Checkpoint):
 
     def __init__(self, weights, lora_rank, device):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        super().__init__(None, weights, lora_rank, device=device, dtype=dtype)
+        super().__init__({}, weights, lora_rank, device=device, dtype=dtype)
         self.first = {}
 
     def has(self, name):

@@ -20,7 +20,7 @@ V vocabulary, d model width, P prompts, G samples per prompt, N = P * G completi
 the longest completion.
 """
 import contextlib
-import glob
+import json
 import math
 import os
 from collections import namedtuple
@@ -238,7 +238,8 @@ class PackedWeight:
             y = F.linear(x, weight, bias)
         else:
             y = torch.addmm(residual, x, weight.T)
-            y = y if bias is None else y + bias
+            if bias is not None:
+                y += bias
         if lora is None:
             return y
         A, B = lora
@@ -551,8 +552,9 @@ class Transformer(nn.Module):
         self.recompute_blocks = False
         shape = (config.vocab_size, config.hidden_size)
         embedding = checkpoint.tensor("model.embed_tokens.weight", shape)
-        tied = config.tie_word_embeddings
-        lm_head = embedding if tied else checkpoint.tensor("lm_head.weight", shape)
+        lm_head = embedding
+        if not config.tie_word_embeddings:
+            lm_head = checkpoint.tensor("lm_head.weight", shape)
         self.register_buffer("embedding", embedding)
         self.register_buffer("lm_head", lm_head)
         self.blocks = nn.ModuleList(
@@ -762,11 +764,10 @@ class Sampler:
         self.cache = KVCache(model, slots, max_len)
 
         # Of each completion, and of one more, into which idle slots write.
-        rows = count + 1
-        self.logprobs = torch.zeros(rows, max_new_tokens, device=device)
+        self.logprobs = torch.zeros(count + 1, max_new_tokens, device=device)
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.length = torch.zeros_like(self.tokens[:, 0])
         self.limit = torch.full_like(self.length, max_new_tokens)      # bench.py cuts some sooner
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         for layer in model.quantized_layers():
@@ -996,12 +997,14 @@ def pack(prompts, length):
     Rows "p q a" and "p q b c" -> line "p q a b c", place [[0, 1, 2, -], [0, 1, 3, 4]],
     origin [0, 1, 2, 6, 7], start [2, 2].
     """
-    start = to_device([len(p) for p in prompts], length.device)
-    first_row = to_device([prompts.index(p) for p in prompts], length.device)    # of each prompt
-    t = torch.arange((start + length).max(), device=length.device)
+    device = length.device
+    start = to_device([len(p) for p in prompts], device)
+    end = start + length
+    first_row = to_device([prompts.index(p) for p in prompts], device)           # of each prompt
+    t = torch.arange(end.max(), device=device)
     in_prompt = t < start[:, None]                                               # (B, T)
-    in_row = t < (start + length)[:, None]
-    is_first = first_row == torch.arange(len(prompts), device=length.device)     # (B,)
+    in_row = t < end[:, None]
+    is_first = first_row == torch.arange(len(prompts), device=device)            # (B,)
     # A token enters the line if it is in the first row of its prompt, or in a completion. Its place
     # is the number of tokens that entered before it. Other rows of a prompt point to the first's.
     enters = torch.where(in_prompt, is_first[:, None], in_row)
@@ -1044,8 +1047,8 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
 
     mask = length_mask(length, longest)
     pieces = zip(hidden.split(chunk), completions[mask].split(chunk))
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    logprobs = [recompute(output, *piece, **options) for piece in pieces]
+    logprobs = [recompute(output, *piece, use_reentrant=False, preserve_rng_state=False)
+                for piece in pieces]
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(logprobs))
 
 
@@ -1067,34 +1070,43 @@ def reason(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
+def open_tensors(folder, device):
+    """{tensor name: the open safetensors file that holds it} of a Hugging Face folder.
+
+    Of model.safetensors or, where there is an index, of the files that this names: each tensor
+    from the file that it has there, whatever else lies in the folder.
+    """
+    path = f"{folder}/model.safetensors.index.json"
+    files = {}
+    place = {}                                         # tensor name -> name of its file
+    try:
+        if os.path.exists(path):
+            with open(path, "rb") as f:
+                place = json.load(f)["weight_map"]
+        for name in sorted(set(place.values())) or ["model.safetensors"]:
+            path = f"{folder}/{name}"
+            file = safe_open(path, "pt", str(device))
+            files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
+    except Exception as e:
+        raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
+                        "pickled, .bin or .pt, are never loaded)")
+    return files
+
+
 @dataclass
 class Checkpoint:
     """Hands a model its tensors one layer at a time, read, checked and quantised; see load_model.
 
-    So of the quantised layers no more than one is ever held in full precision. Override `read`
-    and `has` to make a model without files (folder None; random weights).
+    So of the quantised layers no more than one is ever held in full precision. files: see
+    open_tensors. Override `read` and `has` to make a model without files (random weights).
     """
-    folder: str
+    files: dict
     weights: str = "nvfp4"
     lora_rank: int = 0
     lora_alpha: float = None
     train_norms: bool = False
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-
-    def __post_init__(self):
-        self.device = torch.device(self.device)
-        self.files = {}                                # tensor name -> open safetensors file
-        if self.folder is None:
-            return
-        for path in sorted(glob.glob(f"{glob.escape(self.folder)}/*.safetensors")):
-            try:
-                file = safe_open(path, framework="pt", device=str(self.device))
-            except Exception as e:
-                raise UserError(f"{path}: not a readable safetensors file ({reason(e)}); fetch it anew")
-            self.files.update((name, file) for name in file.keys())
-        require(self.files, f"{self.folder}: holds no .safetensors file; pickled weights (.bin, .pt) are "
-                            "never loaded, convert them first")
 
     def has(self, name):
         return name in self.files
@@ -1147,9 +1159,10 @@ class Checkpoint:
         if packed_folder and not any(self.has(f"{name}.weight_packed") for name in names):
             weights = "bf16"                           # the folder leaves these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
-        parts = [torch.cat(part).contiguous() for part in zip(*layers)]
+        parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
-        if format.tile and fp4_kernels.take(self.device, self.dtype, in_features, sizes):
+        device = torch.device(self.device)
+        if format.tile and fp4_kernels.take(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 
@@ -1166,8 +1179,6 @@ class Checkpoint:
 def model_folder(name):
     """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
     if os.path.isdir(name):
-        require(os.path.exists(f"{name}/config.json"),
-                f"model {name}: no config.json in this folder; give a Hugging Face model's folder")
         return name
     try:
         return huggingface_hub.snapshot_download(
@@ -1210,8 +1221,8 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder)
-        checkpoint = checkpoint_class(
-            folder, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+        checkpoint = checkpoint_class(open_tensors(folder, device), weights, lora_rank, lora_alpha,
+                                      train_norms, device, dtype)
         return Transformer(config, checkpoint)
     except (UserError, RuntimeError):                  # RuntimeError: out of memory
         raise

@@ -21,7 +21,7 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from decimal import Decimal
 
 import numpy as np
@@ -37,7 +37,7 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, entropy, report, small_policy
+from harness import checkpoint, claims, cross_compile, entropy, memory, report, run_folder, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
@@ -222,7 +222,7 @@ def test_small_float16_weights_are_quantised_as_well_as_others():
 
         def read(self, name, shape):
             return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.008).half()
-    checkpoint = Half(None)
+    checkpoint = Half({})
     weight = checkpoint.read("a.weight", (64, 128))
     assert weight.abs().max() < 0.041                                         # 6 * 448 over it is beyond float16
     assert relative(qerl.dequantize_nvfp4(*checkpoint.quantized("a", 64, 128, "nvfp4"), torch.float32), weight) < 0.1
@@ -397,6 +397,51 @@ def test_sharded_folder(qwen, tmp_path):
     assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
 
 
+@pytest.mark.parametrize("shards", [dict(max_shard_size="200KB"), {}])
+def test_only_the_weights_of_the_model_are_read(qwen, tmp_path, shards):
+    """Other files with the same tensor names, before and behind the model's in the alphabet, say nothing."""
+    folder, theirs = make_folder(tmp_path, **shards)
+    names = ["a.safetensors", "consolidated.safetensors", "z.safetensors"] + ["model.safetensors"] * bool(shards)
+    for name in names:
+        save_file({k: torch.full_like(v, 9) for k, v in theirs.state_dict().items() if k != "lm_head.weight"}, tmp_path / name)
+    tokens = torch.arange(30)[None]
+    assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
+
+
+def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path):
+    folder, theirs = make_folder(tmp_path, max_shard_size="200KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in set(index.values()):                                    # each shard has all tensors, but the others' are wrong
+        right = load_file(tmp_path / name)
+        wrong = {k: torch.full_like(v, 9) for k, v in theirs.state_dict().items() if k in index}
+        save_file(wrong | right, tmp_path / name)
+    tokens = torch.arange(30)[None]
+    assert torch.equal(qerl.load_model(folder)(tokens), qerl.load_model(qwen[0])(tokens))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("index,message", [
+    (lambda i: "{", f"{INDEX}: cannot be read"),
+    (lambda i: "[]", f"{INDEX}: cannot be read"),
+    (lambda i: "[" * 100_000, f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"metadata": {}}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": [1]}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": {"model.norm.weight": 3, "b": "c"}}), f"{INDEX}: cannot be read"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": "gone.safetensors"}}), "gone.safetensors: cannot be read"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": i["model.embed_tokens.weight"]}}), "tensor model.norm.weight is missing"),
+    (lambda i: json.dumps({"weight_map": i | {"model.norm.weight": "tokenizer.json"}}), "tokenizer.json: cannot be read"),
+])
+def test_a_damaged_index_is_named(tmp_path, index, message):
+    folder, _ = make_folder(tmp_path, max_shard_size="200KB")
+    path = tmp_path / INDEX
+    path.write_text(index(json.loads(path.read_text())["weight_map"]))
+    with pytest.raises(qerl.UserError, match=message) as error:
+        qerl.load_model(folder)
+    assert "\n" not in str(error.value) and "fetch the model again" in str(error.value)
+
+
 def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
     """NVFP4A16 made with the library, each of q, k, v and gate, up with its own global scale."""
     folder, theirs = qwen
@@ -474,6 +519,12 @@ def test_unusable_models_are_named(qwen, tmp_path, edit, config_edit, message):
     folder = break_tensor(qwen[0], tmp_path, widen, config_edit)
     with pytest.raises(qerl.UserError, match=message) as error:
         qerl.load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    with pytest.raises(qerl.UserError, match="config.json cannot be used") as error:
+        qerl.load_model(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -995,6 +1046,160 @@ def test_no_file_of_a_run_is_overwritten(data, tmp_path, monkeypatch, capsys, na
         assert file.read_text() == "mine\n"
 
 
+def scored_by_letters(monkeypatch):
+    """Rewards of which most differ, so that an untrained model's completions have a signal."""
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+
+
+def losses_times(monkeypatch, *factors):
+    """Multiply the first losses by these factors, the others by the last."""
+    policy_loss, left = qerl.policy_loss, list(factors)
+
+    def multiplied(*args):
+        loss, kl = policy_loss(*args)
+        return loss * (left.pop(0) if len(left) > 1 else left[0]), kl
+    monkeypatch.setattr(qerl, "policy_loss", multiplied)
+
+
+def test_float16_gradients_do_not_vanish(qwen, data, tmp_path, monkeypatch):
+    """A loss of a 100,000th has gradients that float16 cannot hold; after a step they are a 100,000th of the others."""
+    scored_by_letters(monkeypatch)
+    norms = {}
+    for dtype, factor in itertools.product(("float16", "float32"), (1, 1e-5)):
+        with monkeypatch.context() as patch:
+            losses_times(patch, factor)
+            out = tmp_path / f"{dtype}-{factor}"
+            run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--dtype", dtype, "--out", out)
+        (logged,) = read_jsonl(out / "metrics.jsonl")
+        norms[dtype, factor] = logged["gradient_norm"]
+        assert logged.get("loss_scale") == (65536 if dtype == "float16" else None)
+        assert json.loads((out / "summary.json").read_text())["settings"]["dtype"] == dtype
+        trained = load_file(out / "adapter/adapter_model.safetensors")
+        assert all(t.dtype == torch.float32 and t.isfinite().all() for t in trained.values())
+        assert any(t.any() for name, t in trained.items() if "lora_B" in name)
+    for (dtype, factor), norm in norms.items():
+        assert norm == pytest.approx(factor * norms["float32", 1], rel=0.05), (dtype, factor)
+
+
+def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_path, monkeypatch):
+    """The first gradient overflows. The run goes on with half the scale, and after a stop as if there had been none."""
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--dtype", "float16")
+    save, adapters = train_gsm8k.save_checkpoint, []
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        save(folder, model, optimizer, generators, state, settings)
+        adapters.append([p.detach().clone() for p in qerl.trainable(model).values()])
+        if state["step"] == stop_at:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(train_gsm8k, "save_checkpoint", stopped)
+    for stop_at, name in ((None, "whole"), (2, "cut")):
+        with monkeypatch.context() as patch:
+            losses_times(patch, 1e9, 1)
+            if stop_at is None:
+                run_main(monkeypatch, *options, "--out", tmp_path / name)
+            else:
+                with pytest.raises(SystemExit):
+                    run_main(monkeypatch, *options, "--out", tmp_path / name)
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    logged = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
+    assert [m["loss_scale"] for m in logged] == [32768] * 3 and logged[0]["gradient_norm"] == 0 < logged[1]["gradient_norm"]
+    before, first, second = adapters[:3]
+    assert all(map(torch.equal, before, first)) and not all(map(torch.equal, first, second))
+    assert without_times(tmp_path / "whole" / "metrics.jsonl") == without_times(tmp_path / "cut" / "metrics.jsonl")
+    whole, cut = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert json.loads(safe_open(tmp_path / "cut/checkpoint.safetensors", "pt").metadata()["state"])["scaler"]["_growth_tracker"] == 2
+
+
+def test_an_infinite_gradient_ends_a_run_that_scales_no_loss():
+    for options in (dict(enabled=False), dict(init_scale=1.0)):
+        with pytest.raises(qerl.UserError, match="gradient norm inf"):
+            train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu", **options))
+    train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu"))
+    with pytest.raises(qerl.UserError, match="loss nan"):
+        train_gsm8k.finite_update([(math.nan, 0.0)], torch.tensor(1.0), torch.amp.GradScaler("cpu"))
+
+
+def test_the_dtype_that_suits_the_device(monkeypatch):
+    def chosen(*argv):
+        return train_gsm8k.arguments([*argv, "--device", "cpu"]).dtype
+    assert chosen() == "float32" and chosen("--dtype", "bfloat16") == "bfloat16"
+    monkeypatch.setattr(fp4_kernels, "default_dtype", lambda device: torch.float16)
+    assert chosen() == "float16"
+
+
+def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
+    """With room each weight is decoded once, as it is loaded; without for each token. The results are the same."""
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
+    decoded, adapters = {}, {}
+    for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        counted, dequantize = [], qerl.dequantize_nvfp4
+        monkeypatch.setitem(qerl.FORMATS, "nvfp4", replace(qerl.FORMATS["nvfp4"], dequantize=lambda *a: counted.append(1) or dequantize(*a)))
+        run_main(monkeypatch, *options, "--out", tmp_path / name)
+        decoded[name] = len(counted)
+        adapters[name] = (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes()
+    assert decoded["room"] == 8 and decoded["none"] > 500 and adapters["room"] == adapters["none"]
+    assert without_times(tmp_path / "room/metrics.jsonl") == without_times(tmp_path / "none/metrics.jsonl")
+
+
+@pytest.mark.parametrize("weights,kept", [("nvfp4", 3), ("nf4", 3), ("bf16", 0)])
+def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
+    model = qerl.load_model(qwen[0], weights, dtype=torch.bfloat16)
+    before = {id(layer): layer.weight for layer in model.quantized_layers()}
+    size = sum(2 * layer.weight.dequantize(torch.bfloat16).numel() for layer in model.quantized_layers())
+    for free in (2 * size - 2, 2 * size):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        memory.keep_decoded(model)
+        same = [layer.weight is before[id(layer)] for layer in model.quantized_layers()]
+        assert all(same) or (free == 2 * size and kept and not any(same))
+    for layer in model.quantized_layers():
+        weight = layer.weight.dequantize(torch.bfloat16)
+        assert torch.equal(weight, before[id(layer)].dequantize(torch.bfloat16))
+        assert not kept or weight is layer.weight.dequantize(torch.bfloat16)
+
+
+def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
+    model = qerl.load_model(family[0])
+    cache = qerl.KVCache(model, 3, 100)
+    monkeypatch.setattr(memory, "free_memory", lambda device: cache.k.nbytes + cache.v.nbytes)
+    assert memory.slots_that_fit(model, 100, share=1.0) == 3
+    assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
+    assert memory.slots_that_fit(model, 10 ** 6) == 1 and memory.slots_that_fit(model, 1, share=1.0) == 256
+
+
+def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
+    """What memory held when it began; otherwise a resumed run would draw other random numbers."""
+    used, generate = [], qerl.generate
+
+    def watched(*args, **options):
+        used.append(options["slots"])
+        return generate(*args, **options)
+    monkeypatch.setattr(qerl, "generate", watched)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
+    run_main(monkeypatch, *options)
+    first = used[0]
+    assert 1 < first < 256 and set(used) == {first}
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
+    for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
+        used.clear()
+        run_main(monkeypatch, *options, "--resume", *more)
+        assert set(used) == {slots}, more
+
+
+def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    free = memory.free_memory(cpu)
+    assert 0 < free < 2 ** 50
+    for limit, most in (("max", 2 ** 50), (str(2 ** 62), 2 ** 50), ("1", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        monkeypatch.setattr(memory, "CONTAINER_LIMIT", str(tmp_path / "memory.max"))
+        assert memory.free_memory(cpu) <= most and (most == 0 or memory.free_memory(cpu) > 0)
+
+
 NO_NUMBER = re.compile("NaN|Infinity")
 
 
@@ -1267,6 +1472,79 @@ def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
     assert [lock.closed for lock in locks] == [True, True]
 
 
+def held_open():
+    """The files that this process has open or mapped into its memory."""
+    opened = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:                                                 # the listing's own
+            pass
+    with open("/proc/self/maps") as maps:
+        return opened + [line.split(maxsplit=5)[5].strip() for line in maps if line.count(" ") >= 5 and "/" in line]
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """What Windows does otherwise: no fcntl, locks by msvcrt, and no open or mapped file is replaced, renamed or removed."""
+    locked = {}
+
+    def locking(fd, mode, count):
+        file = os.readlink(f"/proc/self/fd/{fd}")
+        owner = locked.get(file, fd)                                    # a number that comes again was closed in between
+        if owner != fd and os.path.exists(f"/proc/self/fd/{owner}") and os.readlink(f"/proc/self/fd/{owner}") == file:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        assert os.lseek(fd, 0, os.SEEK_CUR) == 0 and count == 1         # all lock the same byte
+        locked[file] = fd
+    monkeypatch.setattr(run_folder, "fcntl", None)
+    monkeypatch.setattr(run_folder, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
+    for name in ("replace", "rename", "remove", "unlink"):
+        def strict(*paths, original=getattr(os, name), **options):
+            for path in paths:
+                if os.path.abspath(path) in held_open():
+                    raise PermissionError(errno.EACCES, "The process cannot access the file", str(path))
+            return original(*paths, **options)
+        monkeypatch.setattr(os, name, strict)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
+def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, windows):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--eval-questions", 2)
+    save = train_gsm8k.save_checkpoint
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        save(folder, model, optimizer, generators, state, settings)
+        if state["step"] == 2:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+        with pytest.raises(SystemExit) as stop:
+            run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    assert stop.value.code == 130
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
+    assert [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume", "--eval-only")
+    missing = refused(monkeypatch, capsys, *options, "--data", tmp_path / "none", "--out", tmp_path / "fails")
+    assert "no such folder" in missing and not (tmp_path / "fails").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
+def test_a_folder_in_use_is_refused_without_fcntl(qwen, data, tmp_path, monkeypatch, capsys, windows):
+    lock = run_folder.open_folder(str(tmp_path / "run"), False)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+    assert "in use by a running process" in refused(monkeypatch, capsys, *options)
+    lock.close()
+    run_main(monkeypatch, *options)
+
+
+def test_a_file_that_may_not_be_written_is_not_to_be_removed(qwen, data, tmp_path, monkeypatch, capsys):
+    def denied(*paths):
+        raise PermissionError(errno.EACCES, "Permission denied", str(paths[1]))
+    monkeypatch.setattr(os, "replace", denied)
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
+    assert "answers_before.jsonl" in error and "close the program" in error and "remove" not in error
+
+
 def bad_jsonl(tmp_path, line='{"question": "q"}'):
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
@@ -1290,7 +1568,9 @@ def used_folder(tmp_path):
     (lambda t: ["--resume"], "out: no such folder"),
     (lambda t: ["--step", 3], "unrecognized arguments: --step 3"),
     (lambda t: ["--device", "cuda:99"], "no such CUDA GPU here"),
-    (lambda t: ["--device", "mps"], "--device mps: unknown"),
+    (lambda t: ["--device", "mps"], "--device mps: Apple's GPUs have no float8"),
+    (lambda t: ["--device", "mps:0"], "use --device cpu"),
+    (lambda t: ["--device", "meta"], "--device meta: unknown"),
     (lambda t: ["--device", "cpu:5"], "--device cpu:5: a CPU has no number; use --device cpu"),
     (lambda t: ["--eval-only", "--out", used_folder(t)], "already holds a run"),
     (lambda t: ["--weights", "int3"], "invalid choice: 'int3'"),
@@ -1309,6 +1589,31 @@ def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, cap
         run_main(monkeypatch, *base, *options(tmp_path))
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert stop.value.code == 2 and len(error) == 1 and message in error[0]
+
+
+WITHOUT = """
+import sys, types
+sys.modules["triton"] = None
+import psutil, torch, transformers
+if {windows}:
+    sys.modules["fcntl"] = sys.modules["resource"] = None
+    sys.modules["msvcrt"] = types.SimpleNamespace(locking=lambda *lock: None, LK_NBLCK=2)
+import train_gsm8k
+print(train_gsm8k.arguments([]).device)
+train_gsm8k.main()
+"""
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_run_without_the_modules_of_linux(qwen, data, tmp_path, windows):
+    """macOS has no Triton, Windows no fcntl and resource either: the rest does without."""
+    options = ["--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 1, "--out", tmp_path / "run"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", WITHOUT.format(windows=windows), *map(str, options)], cwd=HERE, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cpu\n") and (tmp_path / "run" / "report.html").exists()
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["peak_memory_gb"] > 0.05
 
 
 def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
@@ -1599,8 +1904,9 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     opened, written = [], {}
 
     class SummaryWriter:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             opened.append(folder)
+            assert purge_step is None
 
         def add_scalar(self, key, value, step):
             written.setdefault(step, {})[key] = value
@@ -1611,7 +1917,7 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     def init(dir, **options):
         assert options["config"]["lora_rank"] == 2
         opened.append(dir)
-        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}))
+        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}), id="a1")
     fake = types.ModuleType(package)
     fake.SummaryWriter, fake.init = SummaryWriter, init
     monkeypatch.setitem(sys.modules, package, fake)
@@ -1620,6 +1926,49 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     assert written == {m["step"]: flat(m) for m in read_jsonl(out / "metrics.jsonl")} and written.keys() == {1, 2}
     assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[2].keys()
     assert all(isinstance(value, (int, float)) for numbers in written.values() for value in numbers.values())
+
+
+@pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch, tracker, package):
+    """Killed after step 3, resumed after step 2: TensorBoard forgets step 3, wandb is given the id of its run again."""
+    calls = []
+
+    class SummaryWriter:
+        add_scalar = flush = lambda self, *scalar: None
+
+        def __init__(self, folder, purge_step):
+            calls.append(purge_step)
+
+    def init(dir, id, resume, **options):
+        calls.append((id, resume))
+        return types.SimpleNamespace(log=lambda numbers, step: None, id=id or f"new{len(calls)}")
+    fake = types.ModuleType(package)
+    fake.SummaryWriter, fake.init = SummaryWriter, init
+    monkeypatch.setitem(sys.modules, package, fake)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 4, "--out", tmp_path / "run", "--log", tracker)
+
+    def log_step(logged, *others):
+        original(logged, *others)
+        if logged["step"] == 3:
+            raise KeyboardInterrupt
+    original = train_gsm8k.log_step
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", log_step)
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, *options)
+    run_main(monkeypatch, *options, "--resume")
+    run_main(monkeypatch, *options[:-4], "--out", tmp_path / "another", "--log", tracker)
+    assert calls == ([None, 3, None] if tracker == "tensorboard" else [(None, "allow"), ("new1", "allow"), (None, "allow")])
+
+
+def test_a_tracker_that_cannot_be_reached_is_one_line(qwen, data, tmp_path, monkeypatch, capsys):
+    def init(**options):
+        raise RuntimeError("no API key configured\nhere")
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run", "--log", "wandb")
+    assert "--log wandb: no run could be opened (no API key configured)" in error and not (tmp_path / "run").exists()
 
 
 REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]

@@ -14,11 +14,9 @@ from harness import interrupts
 if __name__ == "__main__":
     interrupts.while_importing()
 
-import functools
 import json
 import math
 import os
-import random
 import re
 import time
 import zlib
@@ -29,18 +27,19 @@ from tqdm import tqdm
 
 import methods
 import qerl
-from harness.answers import answered_number, right_answer, stated_number
+from harness.answers import answered_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checks import check_settings, finite_metrics, finite_policy, finite_rollout
 from harness.checks import finite_update, rank_fits
 from harness.figures import learning_curve, save_figure
-from harness.flags import full_name, parse_flags, require, setting
+from harness.flags import dtype_name, full_name, parse_flags, require, setting
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.math_data import is_equal
-from harness.questions import load_questions
+from harness.memory import keep_decoded, slots_that_fit
+from harness.questions import load_questions, next_questions, with_prompts
 from harness.report import one_group, write_report
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
 from harness.run_folder import read_log, write_jsonl
@@ -73,7 +72,7 @@ class Settings:
     prompts: int = setting(64, "questions a step")
     group: int = setting(8, "completions a question [T4]")
     max_new_tokens: int = setting(512, "tokens of a completion at most")
-    slots: int = setting(256, "sequences decoded at once")
+    slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
     sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; with both 0: no noise")
@@ -105,6 +104,8 @@ class Settings:
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
+    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on a T4, float32 on a CPU",
+                         ["auto", "bfloat16", "float16", "float32"])
     eval_questions: int = setting(0, "held-out questions, 0: all")
     eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
     skip_eval_before: bool = setting(False, "do not measure the policy before its training")
@@ -132,20 +133,25 @@ def train(settings):
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
     method = methods.find(settings.method, settings)
-    track = open_tracker(settings.log, settings.out, lasting(settings))
-    saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
+    saved = read_saved(settings) if settings.resume else None
+    last_step = saved[0]["step"] if saved else None
+    track = open_tracker(settings.log, settings.out, lasting(settings), last_step)
     model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
+    # that makes them overflow the step is left out, the scale halved. Other dtypes need none of it.
+    scaler = torch.amp.GradScaler(model.device.type, enabled=settings.dtype == "float16")
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
     data = fingerprint(questions + held_out)
     if saved:
-        state = resume(saved, model, optimizer, generators, data, settings.out)
+        state = resume(saved, model, optimizer, scaler, generators, data, settings.out)
     else:
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
         state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "method": method.state}
+        state.update(scaler=scaler.state_dict(), slots=settings.slots)
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
@@ -205,24 +211,29 @@ def train(settings):
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
-                    loss.backward()
+                    scaler.scale(loss).backward()
                     losses.append((loss.item(), kl.item()))
+                scaler.unscale_(optimizer)
                 trained = qerl.trainable(model).values()
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                finite_update(losses, norm)
-                optimizer.step()
+                finite_update(losses, norm, scaler)
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             finite_policy(model, batch.prompts[0])
 
         # Log and save.
         state["step"] = step + 1
         state["seconds"] = time.perf_counter() - started
+        state["scaler"] = scaler.state_dict()
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item(),
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,       # 0: step left out
             "lr": optimizer.param_groups[0]["lr"],
         }
+        if scaler.is_enabled():
+            learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
         metrics.append({"step": step + 1, **learned, **measured, **seen})
         log_step(metrics[-1], settings.out, progress, track)
@@ -260,8 +271,8 @@ def load_all(settings, method):
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
         folder, settings.weights, settings.lora_rank, settings.device,
-        lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
-        checkpoint_class=method.checkpoint_class(),
+        dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
+        train_norms=settings.train_norms, checkpoint_class=method.checkpoint_class(),
     )
     model.name_or_path = settings.model or folder              # what the adapter says it belongs to
     if device.type == "cuda" and not settings.keep_activations:
@@ -269,6 +280,7 @@ def load_all(settings, method):
     if settings.lora_rank == 0:
         train_all_weights(model)
     rank_fits(model, settings.lora_rank)
+    keep_decoded(model)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")
@@ -276,27 +288,7 @@ def load_all(settings, method):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
-    method.prepare(model, folder, questions, tokenizer)
-    return model, tokenizer, questions, held_out
-
-
-def with_prompts(questions, tokenizer, longest):
-    """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
-
-    Prompts of more than `longest` tokens are counted and left out.
-    """
-    for question in questions:
-        question["prompt"] = tokenizer.prompt(question["question"])
-        question["right"] = right_answer(question)
-    kept = [q for q in questions if len(q["prompt"]) <= longest]
-    if len(kept) < len(questions):
-        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
-        print(f"{skipped} are longer than {longest} tokens and are skipped")
-    if not kept:
-        raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
-    return kept
-
-
+from harness.answers import answered_number, stated_number
 # --------------------------------------------------------------------------------------------------
 # Sampling and scoring
 
@@ -309,18 +301,6 @@ class Samples:
     rewards: torch.Tensor          # float32 [P, G]
     correct: torch.Tensor          # float32 [P, G], 1 where the answer is right
     draws: list = None             # of Samples: everything drawn, of which DAPO kept these
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(count, seed, epoch):
-    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
-
-
-def next_questions(questions, drawn, count, seed):
-    """The `count` questions after the first `drawn`; each pass over all has a seeded order."""
-    total = len(questions)
-    places = [divmod(i, total) for i in range(drawn, drawn + count)]
-    return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]
 
 
 def decode_all(tokenizer, rollout):
@@ -470,13 +450,26 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
-def resume(saved, model, optimizer, generators, data, folder):
+def read_saved(settings, must_agree=None):
+    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
+
+    Unless --slots is given the run keeps its number, on which the random numbers depend.
+    """
+    saved = read_checkpoint(settings.out, lasting(settings), must_agree)
+    if saved:
+        state, _ = saved
+        settings.slots = state["slots"] = settings.slots or state.get("slots")
+    return saved
+
+
+def resume(saved, model, optimizer, scaler, generators, data, folder):
     """Put everything where the saved checkpoint had it; returns its state."""
     state, tensors = saved
     if state["data"] != data:
         raise UserError(f"--resume: {folder} was started with other questions or answers than the "
                         "data now holds; give the same --data or another --out")
     restore(tensors, model, optimizer, generators)
+    scaler.load_state_dict(state["scaler"])
     print(f"resumed {folder} after step {state['step']}")
     return state
 
@@ -544,7 +537,7 @@ def evaluate_only(settings):
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "weights", "method", "lora_rank", "lora_alpha", "train_norms", "reward")
-        saved = read_checkpoint(settings.out, lasting(settings), must_agree=policy)
+        saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     method = methods.find(settings.method, settings)
@@ -572,6 +565,7 @@ def arguments(argv=None):
     check_settings(settings)
     methods.find(settings.method, settings)
     settings.model = full_name(settings.model)
+    settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings
 
 

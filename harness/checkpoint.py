@@ -141,7 +141,8 @@ def read_checkpoint(folder, settings, must_agree=None):
     try:
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            # Copies, because Windows replaces no file from which tensors are still mapped.
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
     except Exception as e:              # whatever a damaged header may lead to
         raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
     if not {"state", "settings", "sha256"} <= metadata.keys():

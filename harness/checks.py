@@ -20,7 +20,7 @@ def check_settings(settings):
         for name in names:
             require(ok(getattr(settings, name)), name, getattr(settings, name), what)
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots",
-          "micro_tokens", "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
+          "micro_tokens", "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
           "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
@@ -60,10 +60,15 @@ def finite_rollout(rollout, remedy):
     return rollout
 
 
-def finite_update(losses, norm):
-    """Stop before an optimiser step that would put NaN into the policy."""
+def finite_update(losses, norm, scaler):
+    """Stop before an optimiser step that would put NaN into the policy.
+
+    A gradient that overflowed in float16 is no reason, as long as the scaler (torch.amp.GradScaler)
+    can scale it less: it leaves this step out and halves its scale.
+    """
     loss = sum(loss for loss, _ in losses)
-    if not math.isfinite(loss) or not math.isfinite(norm):
+    left_out = scaler.is_enabled() and scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or left_out):
         raise UserError(
             f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr"
         )

@@ -5,15 +5,17 @@ import platform
 import sys
 import time
 
+import psutil
 import torch
 import transformers
 
 import qerl
+from harness.run_folder import atomic_write
 from qerl import UserError
 
 try:
     import resource
-except ImportError:                         # Windows: memory on a CPU is not measured
+except ImportError:                         # Windows knows it, too, by another name
     resource = None
 
 
@@ -45,7 +47,8 @@ def peak_memory_gb(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:
-        return 0.0
+        used = psutil.Process().memory_info()
+        return getattr(used, "peak_wset", used.rss) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
@@ -86,11 +89,12 @@ def flat(metrics):
     return numbers
 
 
-def open_tracker(name, folder, settings):
+def open_tracker(name, folder, settings, last_step=None):
     """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases.
 
     Without a name it does nothing. Either package is imported only here. settings: what the tracker
-    shows as the run's configuration.
+    shows as the run's configuration. last_step: the step after which a resumed run goes on; what
+    the tracker has of later ones is replaced, and it goes on with the same run.
     """
     if name is None:
         return lambda step, metrics: None
@@ -105,14 +109,36 @@ def open_tracker(name, folder, settings):
             "or leave --log out"
         )
     if name == "wandb":
-        run = wandb.init(
-            project="qerl", name=os.path.basename(folder), dir=folder, config=settings
-        )
+        run = wandb_run(wandb, folder, settings, resumed=last_step is not None)
         return lambda step, metrics: run.log(flat(metrics), step=step)
-    writer = SummaryWriter(folder)
+    writer = SummaryWriter(folder, purge_step=None if last_step is None else last_step + 1)
 
     def write(step, metrics):
         for key, value in flat(metrics).items():
             writer.add_scalar(key, value, step)
         writer.flush()
     return write
+
+
+def wandb_run(wandb, folder, settings, resumed):
+    """Begin a run at Weights & Biases or, if resumed, go on with the one whose id the folder has.
+
+    Of a step that it has already, wandb keeps what it has.
+    """
+    path = f"{folder}/wandb_id"
+    known = None
+    if resumed and os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            known = f.read().strip()
+    try:
+        run = wandb.init(
+            project="qerl", name=os.path.basename(folder), dir=folder, config=settings,
+            id=known, resume="allow",
+        )
+    except Exception as e:                  # no key, no connection, or the run was deleted there
+        raise UserError(
+            f"--log wandb: no run could be opened ({qerl.reason(e)}); type wandb login, remove "
+            f"{path} if its run was deleted, or leave --log out"
+        )
+    atomic_write(path, run.id)
+    return run

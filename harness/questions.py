@@ -1,15 +1,17 @@
-"""The questions of a run: made up, GSM8K's, or others' (see math_data.py).
+"""The questions of a run, made up, GSM8K's or others' (math_data.py), and their order.
 
 A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
 "#### number".
 """
+import functools
 import glob
 import http.client
 import json
 import os
+import random
 import urllib.request
 
-from harness.answers import final_number
+from harness.answers import final_number, right_answer
 from harness.math_data import math_questions
 from harness.run_folder import CACHE, atomic_write
 from harness.small_policy import made_up_problems
@@ -99,3 +101,32 @@ def read_question(line, path, number):
             "mend or remove it"
         )
     return question
+
+
+def with_prompts(questions, tokenizer, longest):
+    """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
+
+    Prompts of more than `longest` tokens are counted and left out.
+    """
+    for question in questions:
+        question["prompt"] = tokenizer.prompt(question["question"])
+        question["right"] = right_answer(question)
+    kept = [q for q in questions if len(q["prompt"]) <= longest]
+    if len(kept) < len(questions):
+        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
+        print(f"{skipped} are longer than {longest} tokens and are skipped")
+    if not kept:
+        raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
+    return kept
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(count, seed, epoch):
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def next_questions(questions, drawn, count, seed):
+    """The `count` questions after the first `drawn`; each pass over all has a seeded order."""
+    total = len(questions)
+    places = [divmod(i, total) for i in range(drawn, drawn + count)]
+    return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]

@@ -7,6 +7,7 @@
     checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html
+    wandb_id                 with --log wandb: the run there that --resume goes on with
 """
 import contextlib
 import glob
@@ -19,8 +20,9 @@ from qerl import UserError
 
 try:
     import fcntl
-except ImportError:                         # Windows: runs are not locked
+except ImportError:                         # Windows has another module for locks
     fcntl = None
+    import msvcrt
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
          "summary.json", "curve.png", "report.html", "eval.json"]
@@ -105,14 +107,16 @@ def open_folder(out, resume):
 
 def take(lock):
     """Hold the lock, which the system gives back when the file is closed, or refuse."""
-    if fcntl is not None:
-        try:
+    try:
+        if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"--out {os.path.dirname(lock.name)}: in use by a running process; "
-                "wait for it or choose another folder"
-            )
+        else:
+            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+    except OSError:
+        raise UserError(
+            f"--out {os.path.dirname(lock.name)}: in use by a running process; "
+            "wait for it or choose another folder"
+        )
 
 
 def traces(out):
@@ -145,8 +149,10 @@ def remove_if_empty(lock):
     """Take away the folder of a run of which nothing came but the lock."""
     out = os.path.dirname(lock.name)
     if os.listdir(out) == ["lock"]:
-        os.remove(lock.name)
-        with contextlib.suppress(OSError):  # "." or a link stays
+        if fcntl is None:
+            lock.close()                    # Windows removes no open file
+        with contextlib.suppress(OSError):  # "." or a link stays, and a lock that another took
+            os.remove(lock.name)
             os.rmdir(out)
 
 
@@ -168,7 +174,7 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    with naming(path), open(path, "a", encoding="utf-8") as f:
+    with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
         f.write(json.dumps(entry, allow_nan=False) + "\n")
 
 

@@ -63,6 +63,8 @@ def what_failed(error, folder):
         file = getattr(error, "filename", None)
         place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
         return f"{place}: the disk is full; free some space"
+    if isinstance(error, PermissionError):
+        return f"{error}; let it be written, and close the program that has it open"
     return f"{error}; mend or remove what it names"
 
 

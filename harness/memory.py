@@ -1,0 +1,74 @@
+"""What there is room for: weights that stay decoded, and how many sequences are decoded at once."""
+import os
+
+import torch
+
+import qerl
+
+HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
+CONTAINER = "/sys/fs/cgroup"                   # memory.max is "max" or a number of bytes
+UNKNOWN = 4e9                                  # bytes taken to be free where nobody says
+
+
+def free_memory(device):
+    """Bytes that this process may still take on a device (a torch.device): of a GPU or the host."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if not os.path.exists(HOST):               # macOS, Windows
+        return UNKNOWN
+    with open(HOST) as f:
+        available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
+    limit, used = (read_number(f"{CONTAINER}/memory.{name}") for name in ("max", "current"))
+    return available if limit is None or used is None else max(0, min(available, limit - used))
+
+
+def read_number(path):
+    """The number that a file holds, None without such a file or number."""
+    if not os.path.exists(path):
+        return None
+    with open(path) as f:
+        text = f.read().strip()
+    return int(text) if text.isdecimal() else None
+
+
+def keep_decoded(model, share=0.5, small=1e8):
+    """Replace 4-bit weights that no kernel multiplies by their values, if these take `share` at most.
+
+    `share` is of the free memory. The values, and so all results, are the same to the last bit. A
+    PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
+    so that one can watch them being decoded.
+    """
+    dtype = model.embedding.dtype
+    layers = [
+        layer for layer in model.quantized_layers()
+        if isinstance(layer.weight, qerl.PackedWeight) and layer.weight.format.block > 1
+    ]
+    # As many weights as scales times those that share one.
+    count = sum(layer.weight.parts[1].numel() * layer.weight.format.block for layer in layers)
+    size = count * dtype.itemsize
+    free = free_memory(model.device)
+    if size < small:
+        return
+    fits = size <= share * free
+    what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
+    print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+    for layer in layers if fits else []:
+        weight = layer.weight.dequantize(dtype)
+        layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
+
+
+def slots_that_fit(model, longest, most=256, share=0.7):
+    """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
+
+    It may take `share` of the free memory: as it shrinks a quarter more, for a moment.
+    """
+    heads = model.config.num_key_value_heads
+    token = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
+    sequence = longest * token * model.embedding.dtype.itemsize
+    free = free_memory(model.device)
+    slots = max(1, min(most, int(share * free / sequence)))
+    if slots < most:
+        print(f"--slots {slots}: so many sequences of {longest} tokens, {sequence / 1e9:.2g} GB each, "
+              f"fit into {share:.0%} of {free / 1e9:.1f} GB of free memory")
+    return slots
