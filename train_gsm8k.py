@@ -288,7 +288,13 @@ def load_all(settings, method):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
-from harness.answers import answered_number, stated_number
+    longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
+    if settings.slots is None:
+        settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
+    method.prepare(model, folder, questions, tokenizer)
+    return model, tokenizer, questions, held_out
+
+
 # --------------------------------------------------------------------------------------------------
 # Sampling and scoring
 
