@@ -29,7 +29,8 @@ from harness.answers import answered_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update, rank_fits
+from harness.checks import finite_metrics, finite_policy, finite_rollout, finite_update
+from harness.checks import rank_fits, say_what_stays
 from harness.figures import learning_curve, save_figure
 from harness.flags import check_device, dtype_name, full_name, parse_flags, require, setting
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
@@ -262,6 +263,7 @@ def load_all(settings):
     if device.type == "cuda":
         model.recompute_in_backward()
     rank_fits(model, settings.lora_rank)
+    say_what_stays(model.config)
     keep_decoded(model)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
