@@ -37,7 +37,8 @@ import bench
 import fp4_kernels
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, entropy, memory, report, run_folder, small_policy
+from harness import checkpoint, checks, claims, cross_compile, entropy, memory, report, run_folder
+from harness import small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import cut_rows
 from harness.chat_text import check_tokens
@@ -526,6 +527,15 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     with pytest.raises(qerl.UserError, match="config.json cannot be used") as error:
         qerl.load_model(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("activations,said", [(None, False), ({"num_bits": 4, "type": "float"}, True)])
+def test_quantised_activations_are_said_to_stay(qwen, tmp_path, capsys, activations, said):
+    stored = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+              "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": activations}}}
+    folder = break_tensor(qwen[0], tmp_path, lambda t: packed_layer(t, 0), lambda c: c.update(quantization_config=stored))
+    checks.say_what_stays(qerl.load_model(folder).config)
+    assert ("activations stay 16 bit" in capsys.readouterr().out) == said
 
 
 def test_pickles_are_never_loaded(qwen, tmp_path):
@@ -1277,6 +1287,34 @@ def test_another_models_checkpoint_is_refused(qwen, tmp_path):
     tensors.popitem()
     with pytest.raises(qerl.UserError, match="not this model's"):
         checkpoint.restore(tensors, with_lora(qwen[0]))
+
+
+@pytest.mark.parametrize("edit,message", [
+    (lambda t, m: t.pop("rng.1"), "lacks the tensor rng.1"),
+    (lambda t, m: t.pop(min(n for n in t if n.endswith("exp_avg"))), "lacks the tensor optimizer."),
+    (lambda t, m: t.pop(min(n for n in t if n.startswith("model."))), "not this model's"),
+    (lambda t, m: m.update(settings="{"), "its settings or its state are broken"),
+    (lambda t, m: m.update(settings="[]"), "its settings or its state are broken"),
+    (lambda t, m: m.update(settings="[" * 100_000), "its settings or its state are broken"),
+    (lambda t, m: m.update(state="3"), "its settings or its state are broken"),
+    (lambda t, m: m.update(state="{}"), "its settings or its state are broken (no data)"),
+    (lambda t, m: m.pop("state"), "not a checkpoint of this version"),
+])
+def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message):
+    """Its hash is right: whatever wrote it was not this program."""
+    options, out = copied(finished, tmp_path)
+    path = out / "checkpoint.safetensors"
+    tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
+    edit(tensors, metadata)
+    metadata["sha256"] = checkpoint.content_hash({"state": "", "settings": ""} | metadata, tensors)
+    save_file(tensors, path, metadata)
+    before = files_below(out)
+    assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
+
+
+def test_a_log_nested_too_deeply_is_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
+    assert read_log(str(tmp_path), 2) == [{"step": 1}]
 
 
 def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, capsys):

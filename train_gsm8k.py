@@ -32,7 +32,7 @@ from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checks import check_settings, finite_metrics, finite_policy, finite_rollout
-from harness.checks import finite_update, rank_fits
+from harness.checks import finite_update, rank_fits, say_what_stays
 from harness.figures import learning_curve, save_figure
 from harness.flags import dtype_name, full_name, parse_flags, require, setting
 from harness.full_weights import train_all_weights
@@ -280,6 +280,7 @@ def load_all(settings, method):
     if settings.lora_rank == 0:
         train_all_weights(model)
     rank_fits(model, settings.lora_rank)
+    say_what_stays(model.config)
     keep_decoded(model)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,

@@ -149,25 +149,41 @@ def read_checkpoint(folder, settings, must_agree=None):
         raise UserError(f"{path}: not a checkpoint of this version of the program; {NEW_RUN}")
     if metadata["sha256"] != content_hash(metadata, tensors):
         raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
-    then = json.loads(metadata["settings"])
-    for name in must_agree or sorted(settings.keys() | then.keys()):
+    try:
+        state = json.loads(metadata["state"])
+        then = json.loads(metadata["settings"])
+        counted = must_agree or sorted(settings.keys() | then.keys())
+        lacking = {"step", "drawn", "seconds", "data"} - state.keys()
+        if lacking:
+            raise ValueError(f"no {min(lacking)}")
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise UserError(f"{path}: its settings or its state are broken ({qerl.reason(e)}); {NEW_RUN}")
+    for name in counted:
         if settings.get(name) != then.get(name):
             raise UserError(
                 f"--resume: {folder} was started with {name} = {then.get(name)}, "
                 f"now it is {settings.get(name)}; give the same settings or another --out"
             )
-    return json.loads(metadata["state"]), tensors
+    return state, tensors
 
 
 @torch.no_grad()
 def restore(tensors, model, optimizer=None, generators=()):
     """Put a checkpoint's tensors where save_checkpoint took them from."""
+    trained = qerl.trainable(model)
     stored = {name: t.shape for name, t in tensors.items() if name.startswith("model.")}
-    if stored != {f"model.{name}": p.shape for name, p in qerl.trainable(model).items()}:
+    if stored != {f"model.{name}": p.shape for name, p in trained.items()}:
         raise UserError(f"the checkpoint's tensors are not this model's; {NEW_RUN}")
+    moments = {name for name in tensors if name.startswith("optimizer.")}
+    kinds = {name.rpartition(".")[2] for name in moments}
+    needed = {f"optimizer.{name}.{kind}" for name in trained for kind in kinds}
+    needed |= {f"rng.{i}" for i in range(len(generators))}
+    if not needed <= tensors.keys():
+        lacking = min(needed - tensors.keys())
+        raise UserError(f"the checkpoint lacks the tensor {lacking}; {NEW_RUN}")
     for i, generator in enumerate(generators):
         generator.set_state(tensors[f"rng.{i}"])
-    for name, p in qerl.trainable(model).items():
+    for name, p in trained.items():
         p.copy_(tensors[f"model.{name}"])
         prefix = f"optimizer.{name}."
         for key in [k for k in tensors if optimizer and k.startswith(prefix)]:

@@ -1,7 +1,8 @@
 """What ends a run before NaN or infinity reach its policy, its checkpoint or its log.
 
-Before that, what the flags may be, and one check of a model that has to wait until it is loaded.
+Before that, what the flags may be; and what has to wait until a model is loaded.
 """
+import json
 import math
 
 import torch
@@ -52,6 +53,14 @@ def rank_fits(model, rank):
             f"the smallest layer has {smallest} features; lower it")
 
 
+def say_what_stays(config):
+    """Say so where a model's folder asks for quantised activations (W4A4): they stay as they are."""
+    stored = json.dumps(getattr(config, "quantization_config", None), default=str)
+    if '"input_activations": {' in stored:
+        print("the model's folder asks for 4-bit activations, too; here activations stay 16 bit "
+              "(32 on a CPU), only weights are 4 bit")
+
+
 def finite_rollout(rollout, remedy):
     """Refuse completions of a policy whose logits are NaN or infinite."""
     sampled = torch.stack([rollout.logprobs, rollout.entropy])
@@ -79,10 +88,10 @@ def finite_policy(model, prompt):
     """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
     tokens = torch.tensor([prompt], device=model.device)
     logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
-    for name, tensor in {**qerl.trainable(model), "the logits": logits}.items():
+    for name, tensor in {**qerl.trainable(model), "a vector of logits": logits}.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"after this update {name} is NaN or infinite: {KEPT}; "
+                f"after this update {name} holds NaN or infinity: {KEPT}; "
                 "start again with a lower --lr"
             )
 

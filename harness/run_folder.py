@@ -164,7 +164,7 @@ def read_jsonl(path):
             for line in f:
                 try:
                     objects.append(json.loads(line))
-                except ValueError:
+                except (ValueError, RecursionError):
                     break
     return objects
 
