@@ -96,6 +96,49 @@ def qwen(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("qwen"))
 
 
+# A vocabulary in which a policy that knows nothing answers, and now and then rightly.
+BOXED = {5: 1, 6: 2}                                # token -> the number that it answers
+TAGGED = {7: 1, 8: 2}                               # the same in the paper's format
+QUIZ_EOS = 4
+QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.values()),
+               *(f"<think></think><answer>{n}</answer>" for n in TAGGED.values())]
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory):
+    """A folder with a tiny random policy and problems that have a signal: nearly half of its answers are right.
+
+    Ten questions to train on and six held out, of one to four letters; the answer is 1 or 2.
+    """
+    folder = tmp_path_factory.mktemp("quiz")
+    torch.manual_seed(5)
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
+        eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
+        chat_template="{{ messages[1]['content'] }}",
+    )
+    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    questions = []
+    for letters, count in ((1, 2), (2, 4), (3, 5), (4, 5)):
+        words = ["".join(word) for word in itertools.product("abc", repeat=letters)]
+        questions += rng.sample(words, count)
+    rng.shuffle(questions)
+    problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
+    write_jsonl(folder / "train.jsonl", problems[:10])
+    write_jsonl(folder / "test.jsonl", problems[10:])
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
@@ -349,6 +392,58 @@ def test_noise_is_drawn_anew_and_only_inside(qwen):
     assert not torch.equal(draws[1], clean) and not torch.equal(draws[1], draws[2])
 
 
+def scales(model):
+    """All RMSNorms of a model."""
+    return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+
+
+def test_noise_is_normal_around_the_scale_as_it_is(qwen):
+    """w + sigma z with z ~ N(0, 1), whatever w is: no factor of w, no one sign, no draw twice."""
+    model = qerl.load_model(qwen[0], lora_rank=2, train_norms=True)
+    trained = torch.linspace(-1, 9, 128)                        # not as loaded, and some of it near 0
+    for norm in scales(model):
+        norm.weight.data = trained
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(400):
+        with qerl.adaptive_quantization_noise(model, 0.02, generator):
+            draws.append(torch.stack([norm.noisy_weight - trained for norm in scales(model)]))
+    z = torch.stack(draws) / 0.02                               # (draws, norms, channels)
+    assert z.shape == (400, 5, 128) and not z.requires_grad
+    # Six standard errors are allowed, of figures over many draws.
+    of_a_channel = z.flatten(0, 1)                              # (2000, 128)
+    assert of_a_channel.mean(0).abs().max() < 6 / 2000 ** 0.5
+    assert (of_a_channel.std(0) - 1).abs().max() < 6 / 4000 ** 0.5
+    tails = [(z < -1.96).float().mean(), (z > 1.96).float().mean()]
+    assert all(abs(tail - 0.025) < 0.002 for tail in tails) and z.abs().max() > 4
+    products = [
+        z[1:] * z[:-1],                                         # of one draw and the next
+        z[:, 1:] * z[:, :-1],                                   # of one norm and the next
+        z[..., 1:] * z[..., :-1],                               # of one channel and the next
+    ]
+    for product in products:
+        assert product.mean().abs() < 6 / product.numel() ** 0.5
+
+
+@pytest.mark.parametrize("name,norms", [("qwen2", 2 * 2 + 1), ("qwen3", 2 * 4 + 1)])
+def test_noise_is_on_every_norm_and_ends_with_the_rollout(tmp_path, name, norms):
+    """Every norm's scale, Qwen3's q_norm and k_norm among them; it is over even after an error."""
+    model = qerl.load_model(make_folder(tmp_path, name)[0])
+    assert len(scales(model)) == norms
+    generator = torch.Generator().manual_seed(1)
+    with pytest.raises(KeyError):
+        with qerl.adaptive_quantization_noise(model, 0.1, generator):
+            assert all((norm.noisy_weight != norm.weight).all() for norm in scales(model))
+            raise KeyError
+    assert all(norm.noisy_weight is None for norm in scales(model))
+    drawn = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(len(drawn))                           # of which the noise takes nothing
+        with qerl.adaptive_quantization_noise(model, 0.1, torch.Generator().manual_seed(seed)):
+            drawn.append(model.norm.noisy_weight)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
 @pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "logarithmic"])
 def test_noise_schedules(schedule):
     sigma = [qerl.noise_sigma(step, 100, 10, 1e-2, 5e-4, schedule) for step in range(100)]
@@ -581,6 +676,24 @@ def test_samples_follow_the_distribution():
         assert torch.allclose(logprob, (logits / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0])
 
 
+@pytest.mark.parametrize("top_p,kept", [(0.3, [2]), (0.5, [2]), (0.51, [0, 2]), (0.79, [0, 2]),
+                                        (0.81, [0, 2, 3]), (0.99, [0, 1, 2, 3])])
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
+    probs = torch.tensor([[0.3, 0.05, 0.5, 0.15], [0.0, 1.0, 0.0, 0.0]])
+    cut = qerl.nucleus(probs, top_p)
+    assert cut[0].nonzero()[:, 0].tolist() == kept and torch.equal(cut[0, kept], probs[0, kept])
+    assert torch.equal(cut[1], probs[1])
+
+
+def test_top_p_and_temperature_reach_the_sampler(qwen):
+    """Only the likeliest token is left by a tiny top-p, or by a tiny temperature."""
+    model = qerl.load_model(qwen[0])
+    greedy = qerl.generate(model, PROMPTS, 8, temperature=0).tokens
+    for options in (dict(top_p=1e-6), dict(temperature=1e-6)):
+        assert torch.equal(qerl.generate(model, PROMPTS, 8, **options).tokens, greedy)
+    assert not torch.equal(qerl.generate(model, PROMPTS, 8).tokens, greedy)
+
+
 # ------------------------------------------------------------------------------------------------------- 6. objectives
 
 def trl_trainer(folder, tmp_path, **options):
@@ -648,6 +761,56 @@ def test_advantages_are_group_relative():
     torch.testing.assert_close(advantages, expected)
     assert (advantages[1] == 0).all()
     assert (qerl.group_advantages(torch.full((1, 8), 0.2)) == 0).all()                   # whatever the mean rounds to
+
+
+def test_token_weights_by_hand():
+    """Four tokens, two tokens, and a completion of which none counts."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    grpo = torch.tensor([[1 / 12] * 4, [1 / 6, 1 / 6, 0, 0], [0] * 4])
+    torch.testing.assert_close(qerl.token_weights(mask, "grpo"), grpo)
+    assert torch.equal(qerl.token_weights(mask, "dapo"), mask / 6)
+    assert qerl.token_weights(mask[2:], "dapo").tolist() == [[0] * 4]      # and not NaN
+
+
+def test_mismatch_and_its_correction_by_hand():
+    """Ratios π_old / π_rollout of 2, 1/3 and 1, and padding that counts nowhere."""
+    old = torch.tensor([[2.0, 1 / 3], [1.0, 1e9]]).log() - 1.5
+    rollout = torch.full((2, 2), -1.5)
+    mask = torch.tensor([[True, True], [True, False]])
+    kl, ratio = qerl.mismatch(old, rollout, mask)
+    assert kl == pytest.approx((2 - 1 - math.log(2) + 1 / 3 - 1 + math.log(3)) / 3, rel=1e-5)
+    assert ratio == pytest.approx(3, rel=1e-5)
+    weights = qerl.truncated_importance(old, rollout, 1.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1 / 3], [1.0, 1.5]]))
+
+
+@pytest.mark.parametrize("advantage,ratio,gain,slope", [
+    (1.0, 1.2, 1.2, 1.2), (1.0, 1.5, 1.28, 0), (1.0, 0.5, 0.5, 0.5),
+    (-2.0, 1.5, -3.0, -3.0), (-2.0, 0.9, -1.8, -1.8), (-2.0, 0.5, -1.6, 0),
+])
+def test_the_clipped_gain_by_hand(advantage, ratio, gain, slope):
+    """Eq. 3 without KL: beyond the clip range a step that makes it worse still has a gradient."""
+    logprobs = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
+    loss, kl = qerl.policy_loss(
+        logprobs, torch.tensor([[-1.0]]), torch.tensor([advantage]), torch.tensor([[0.5]]),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-gain / 2) and kl.item() == 0
+    assert logprobs.grad.item() == pytest.approx(-slope / 2)
+
+
+def test_kl_by_hand():
+    """e^x - x - 1 with x = log 2, for π_ref twice π_θ; importance weighs the gain alone."""
+    logprobs = torch.tensor([[-2.0]], requires_grad=True)
+    loss, kl = qerl.policy_loss(
+        logprobs, logprobs.detach(), torch.tensor([3.0]), torch.tensor([[0.5]]),
+        ref_logprobs=logprobs.detach() + math.log(2), beta=0.1, importance=torch.tensor([[0.25]]),
+    )
+    loss.backward()
+    expected = 1 - math.log(2)
+    assert kl.item() == pytest.approx(expected / 2) and not kl.requires_grad
+    assert loss.item() == pytest.approx((0.1 * expected - 3 * 0.25) / 2)
+    assert logprobs.grad.item() == pytest.approx((0.1 * (1 - 2) - 3 * 0.25) / 2)
 
 
 def test_micro_batches_add_up_to_the_batch(qwen):
@@ -872,6 +1035,264 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     assert samples.rewards.tolist() == [[0, 1], [1, 0]] and samples.texts == ["c", "d", "a", "b"]
     assert len(samples.rollout.tokens) == 4
     assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
+
+
+# The loop is held to a second one, without packing, pieces or autograd's optimiser, on a run in which
+# each step has something to learn.
+
+def words_of(tokens):
+    """A completion of the quiz as a list of tokens, without its end."""
+    return [t for t in tokens if t != QUIZ_EOS]
+
+
+def quiz_verdict(tokens):
+    """(the number that a completion answers, or None; whether it has the paper's format), from its tokens alone."""
+    words = words_of(tokens)
+    answers = [t for t in words if t in TAGGED] or [t for t in words if t in BOXED]
+    number = {**BOXED, **TAGGED}[answers[-1]] if answers else None
+    return number, bool(words) and words[0] in TAGGED and words[-1] in TAGGED
+
+
+def quiz_stated(tokens):
+    """The number that evaluation takes: without an answer, the last run of the token 1."""
+    number, _ = quiz_verdict(tokens)
+    runs = re.findall("1+", "".join(QUIZ_TOKENS[t] for t in words_of(tokens)))
+    return number if number or not runs else int(runs[-1])
+
+
+def quiz_number(prompt):
+    """The right answer of a question, given as tokens."""
+    return 1 + len(prompt) % 2
+
+
+def flat_policy(policy):
+    return torch.cat([p.flatten() for p in policy.values()])
+
+
+def recorded(monkeypatch):
+    """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
+    calls = []
+    generate = qerl.generate
+    draw = qerl.sample
+
+    def recorded_sample(logits, temperature, top_p, generator):
+        calls[-1].drawn_with.add((temperature, top_p))
+        return draw(logits, temperature, top_p, generator)
+
+    def recorded_generate(model, prompts, *args, **options):
+        policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+        noise = [None if n.noisy_weight is None else n.noisy_weight - n.weight.detach() for n in scales(model)]
+        calls.append(types.SimpleNamespace(prompts=prompts, policy=policy, noise=noise, drawn_with=set()))
+        calls[-1].rollout = generate(model, prompts, *args, **options)
+        return calls[-1].rollout
+    monkeypatch.setattr(qerl, "sample", recorded_sample)
+    monkeypatch.setattr(qerl, "generate", recorded_generate)
+    return calls
+
+
+def completions_of(call, settings):
+    """The completions of a call of `generate`, each with its question, its verdict and its reward."""
+    found = []
+    for i, length in enumerate(call.rollout.length.tolist()):
+        prompt = call.prompts[i // settings.group]
+        tokens = call.rollout.tokens[i, :length].tolist()
+        number, in_format = quiz_verdict(tokens)
+        correct = number == quiz_number(prompt)
+        reward = 2.0 * correct + 0.2 * in_format if settings.reward == "paper" else 1.0 * correct
+        found.append(types.SimpleNamespace(
+            prompt=prompt, tokens=tokens, correct=correct, reward=reward,
+            finished=tokens[-1] == QUIZ_EOS, rollout_logprobs=call.rollout.logprobs[i, :length],
+            entropy=call.rollout.entropy[i, :length],
+        ))
+    return found
+
+
+def logits_of(model, row):
+    """The logits from which a completion's tokens were drawn: of a line of its own, without padding."""
+    return model(torch.tensor([row.prompt + row.tokens]))[0, len(row.prompt) - 1:-1]
+
+
+def logprobs_of(model, row):
+    return logits_of(model, row).log_softmax(-1)[range(len(row.tokens)), row.tokens]
+
+
+def loss_of(model, row, settings):
+    """(Eq. 3's loss at each token of a completion, the KL at each, which ratios were clipped)."""
+    logprobs = logprobs_of(model, row)
+    ratio = (logprobs - row.old).exp()
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
+    if settings.tis:
+        gain = gain * (row.old - row.rollout_logprobs).exp().clamp(max=settings.tis)
+    log_ratio = row.reference - logprobs
+    kl = log_ratio.exp() - 1 - log_ratio
+    return settings.beta * kl - gain, kl.detach(), gain.detach() < (ratio * row.advantage).detach()
+
+
+def minibatch_loss(model, rows, settings):
+    """(loss, mean KL) of a minibatch: GRPO's mean of means, DAPO's mean over the tokens of what is finished."""
+    counted = [row for row in rows if row.finished or settings.algo == "grpo"]
+    tokens = sum(len(row.tokens) for row in counted)
+    loss = kl = 0
+    for row in counted:
+        losses, kls, clipped = loss_of(model, row, settings)
+        row.clipped = clipped.tolist()
+        share = 1 / tokens if settings.algo == "dapo" else 1 / len(row.tokens) / len(rows)
+        loss = loss + losses.sum() * share
+        kl += kls.sum().item() * share
+    return loss, kl
+
+
+def adamw(parameters, moments, lr, settings):
+    """One step of AdamW as its paper has it, after the gradient's norm was clipped; returns the norm before."""
+    norm = sum(p.grad.square().sum() for p in parameters.values()).sqrt().item()
+    for name, p in parameters.items():
+        count, mean, square = moments.get(name, (0, torch.zeros_like(p), torch.zeros_like(p)))
+        grad = p.grad * settings.gradient_clip / max(norm, settings.gradient_clip)
+        count += 1
+        mean = 0.9 * mean + 0.1 * grad
+        square = 0.99 * square + 0.01 * grad ** 2
+        moments[name] = count, mean, square
+        decay = settings.weight_decay if p.dim() > 1 else 0
+        step = (mean / (1 - 0.9 ** count)) / ((square / (1 - 0.99 ** count)).sqrt() + 1e-8)
+        p.data = p.data - lr * decay * p.data - lr * step
+        p.grad = None
+    return norm
+
+
+def taught(completions, group):
+    """Completions in groups, and of each group whether its rewards differ."""
+    groups = [completions[i:i + group] for i in range(0, len(completions), group)]
+    return groups, [len({row.reward for row in rows}) > 1 for rows in groups]
+
+
+LOOP = dict(device="cpu", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4, lr=0.02,
+            reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3, seed=3)
+GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.6)
+DAPO_LOOP = dict(algo="dapo", reward="answer", warm_up=0.0, gradient_clip=0.8, max_new_tokens=12, lora_alpha=6.0)
+
+
+@pytest.mark.parametrize("options,rates", [
+    (GRPO_LOOP, [0.5, 1, 1, 0.5]),                  # two steps of warm-up, then half a cosine to zero
+    (DAPO_LOOP, [1, 1, 0.75, 0.25]),                # no warm-up: step 0 alone has the full rate, then the cosine
+])
+def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates):
+    """Every update of a run, computed again from its completions, one completion and one formula at a time."""
+    settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **{**LOOP, **options})
+    calls = recorded(monkeypatch)
+    train_gsm8k.train(settings)
+    rollouts = iter(calls[2:-2])                    # the others are the two of each evaluation
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    torch.manual_seed(settings.seed)
+    model = qerl.load_model(
+        quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
+    )
+    reference = qerl.load_model(quiz)               # without adapters
+    parameters = qerl.trainable(model)
+    moments = {}
+    asked = []
+    norms = []
+    clipped = []
+    capped = []
+    draws_of_steps = []
+    noise_of_steps = []
+    for step, sigma in enumerate([0, 0.3, 0.15, 0.075]):
+        draws = []
+        groups = []
+        teaches = []
+        while not draws or (settings.algo == "dapo" and len(draws) < 4 and sum(teaches) < 4):
+            draws.append(next(rollouts))
+            more, teach = taught(completions_of(draws[-1], settings), settings.group)
+            groups += more
+            teaches += teach
+            asked += draws[-1].prompts
+        everything = [row for rows in groups for row in rows]
+        draws_of_steps.append(len(draws))
+
+        # Sampled at temperature 1 and without top-p, from the policy of this step with one draw of noise.
+        noise_of_steps.append(torch.cat(draws[0].noise))
+        for call in draws:
+            assert call.drawn_with == {(1.0, 1.0)}
+            assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
+            assert torch.cat(call.noise).equal(noise_of_steps[step])
+        for norm, noise in zip(scales(model), draws[0].noise):
+            norm.noisy_weight = norm.weight.detach() + noise
+        for row in everything:
+            distribution = logits_of(model, row).detach().log_softmax(-1)
+            logprobs = distribution[range(len(row.tokens)), row.tokens]
+            entropy = -(distribution.exp() * distribution).sum(-1)
+            torch.testing.assert_close(row.rollout_logprobs, logprobs, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(row.entropy, entropy, rtol=1e-3, atol=1e-3)
+        for norm in scales(model):
+            norm.noisy_weight = None
+
+        # What is kept, and its advantages.
+        kept = [0, 1, 2, 3]
+        if settings.algo == "dapo":
+            kept = sorted(range(len(groups)), key=lambda k: not teaches[k])[:4]
+        assert sum(teaches[k] for k in kept) >= 2
+        rows = [row for k in kept for row in groups[k]]
+        for k in kept:
+            rewards = torch.tensor([row.reward for row in groups[k]])
+            for row in groups[k]:
+                row.advantage = ((row.reward - rewards.mean()) / (rewards.std() + 1e-4)).item() if teaches[k] else 0.0
+        for row in rows:
+            row.old = logprobs_of(model, row).detach()
+            row.reference = logprobs_of(reference, row).detach()
+            capped += [x > settings.tis > 0 for x in (row.old - row.rollout_logprobs).exp().tolist()]
+
+        # The updates.
+        before = flat_policy(parameters).detach().clone()
+        kls = []
+        for chosen in torch.arange(16).view(settings.updates, -1).tolist():
+            minibatch = [rows[i] for i in chosen]
+            loss, kl = minibatch_loss(model, minibatch, settings)
+            loss.backward()
+            norms.append(adamw(parameters, moments, settings.lr * rates[step], settings))
+            kls.append(kl)
+            clipped += [(row.advantage > 0, x) for row in minibatch if row.finished for x in row.clipped]
+        change = flat_policy(parameters).detach() - before
+        following = calls[calls.index(draws[-1]) + 1].policy
+        assert change.norm() > 0
+        assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 2e-3
+
+        # The log.
+        x = torch.cat([row.old - row.rollout_logprobs for row in rows])
+        expected = {
+            "step": step + 1,
+            "sigma": sigma,
+            "kl": sum(kls) / settings.updates if settings.beta else 0,
+            "gradient_norm": norms[-1],
+            "lr": settings.lr * rates[step],
+            "reward": sum(row.reward for row in everything) / len(everything),
+            "accuracy": sum(row.correct for row in everything) / len(everything),
+            "draws": len(draws),
+            "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
+            "mismatch_kl": (x.exp() - 1 - x).mean().item(),
+            "mismatch_max_ratio": x.abs().max().exp().item(),
+            "length": sum(len(row.tokens) for row in rows) / 16,
+            "truncated": 1 - sum(row.finished for row in rows) / 16,
+        }
+        assert {name: log[step][name] for name in expected} == pytest.approx(expected, rel=2e-3, abs=1e-5)
+    assert next(rollouts, None) is None and len(log) == 4
+
+    # The noise: none, then a fresh draw of sigma for each step. The law itself has a test of its own.
+    assert not noise_of_steps[0].any()
+    for noise, sigma in zip(noise_of_steps[1:], [0.3, 0.15, 0.075]):
+        assert noise.std().item() == pytest.approx(sigma, rel=0.25) and noise.mean().abs() < 0.35 * sigma
+    a, b, c = [noise / noise.norm() for noise in noise_of_steps[1:]]
+    assert max(a @ b, b @ c, a @ c) < 0.4
+    # Questions: each once before any comes again, and then in another order.
+    passes = [asked[i:i + 10] for i in range(0, len(asked), 10)]
+    assert sorted(passes[0]) == sorted(p for p in {tuple(p): p for p in asked}.values())
+    assert all(prompt in passes[0] for prompt in asked) and passes[0][:len(passes[1])] != passes[1]
+    # The run was one in which what is tested here mattered.
+    assert min(norms) < settings.gradient_clip < max(norms)
+    assert {(True, True), (False, True), (True, False)} <= set(clipped)
+    if settings.algo == "dapo":
+        assert max(draws_of_steps) > 1
+    else:
+        assert any(capped) and not all(capped) and max(log[-1]["kl"], 0) > 0
 
 
 def command(*args):
