@@ -106,7 +106,7 @@ QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.v
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory):
-    """A folder with a tiny random policy and problems that have a signal: nearly half of its answers are right.
+    """A folder with a tiny random policy and problems of which it gets about a third right: a signal.
 
     Ten questions to train on and six held out, of one to four letters; the answer is 1 or 2.
     """
@@ -1037,6 +1037,47 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
 
 
+def test_dynamic_sampling_gives_up_after_four_draws():
+    """Groups without a signal then fill the batch, in the order in which they were drawn."""
+    drawn = []
+
+    def draw():
+        rewards = torch.zeros(2, 2)
+        rewards[1, 1] = float(len(drawn) == 2)                  # one group of the third draw
+        drawn.append(rewards)
+        rows = torch.full((4, 1), len(drawn))
+        finished = torch.ones(4, dtype=torch.bool)
+        rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], finished)
+        questions = [{"prompt": [len(drawn), i]} for i in range(2)]
+        return train_gsm8k.Samples(questions, rollout, list("abcd"), rewards, rewards)
+    samples = train_gsm8k.dynamic_sampling(draw(), draw)
+    assert len(drawn) == len(samples.draws) == 4
+    assert [q["prompt"] for q in samples.questions] == [[3, 1], [1, 0]]
+    assert samples.rollout.tokens[:, 0].tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
+    assert samples.rewards.tolist() == samples.correct.tolist() == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("count", [3, 10, 25])
+def test_questions_come_once_a_pass_in_a_new_order_each(count):
+    questions = [{"question": str(i)} for i in range(10)]
+
+    def asked(seed, of=questions):
+        draws = [train_gsm8k.next_questions(of, i, count, seed) for i in range(0, 300, count)]
+        return [int(q["question"]) for draw in draws for q in draw][:300]
+    order = asked(0)
+    passes = [order[i:i + 10] for i in range(0, 300, 10)]
+    assert all(sorted(p) == list(range(10)) for p in passes)
+    assert len(set(map(tuple, passes))) == 30 and asked(0) == order and asked(1)[:10] != order[:10]
+
+
+def test_the_learning_rate_rises_linearly_then_falls_as_a_cosine():
+    rates = [train_gsm8k.learning_rate(step, 13, 2.0, 0.25) for step in range(13)]
+    falling = [1 + math.cos(math.pi * k / 10) for k in range(10)]
+    assert rates == pytest.approx([2 / 3, 4 / 3, 2.0, *falling])
+    assert [train_gsm8k.learning_rate(step, 2, 1.0, 0.0) for step in range(2)] == [1.0, 1.0]
+    assert train_gsm8k.learning_rate(0, 1, 1.0, 0.5) == 1.0
+
+
 # The loop is held to a second one, without packing, pieces or autograd's optimiser, on a run in which
 # each step has something to learn.
 
@@ -1046,7 +1087,7 @@ def words_of(tokens):
 
 
 def quiz_verdict(tokens):
-    """(the number that a completion answers, or None; whether it has the paper's format), from its tokens alone."""
+    """(the number that a completion answers, or None; whether in the paper's format), by its tokens."""
     words = words_of(tokens)
     answers = [t for t in words if t in TAGGED] or [t for t in words if t in BOXED]
     number = {**BOXED, **TAGGED}[answers[-1]] if answers else None
@@ -1081,10 +1122,14 @@ def recorded(monkeypatch):
 
     def recorded_generate(model, prompts, *args, **options):
         policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-        noise = [None if n.noisy_weight is None else n.noisy_weight - n.weight.detach() for n in scales(model)]
-        calls.append(types.SimpleNamespace(prompts=prompts, policy=policy, noise=noise, drawn_with=set()))
-        calls[-1].rollout = generate(model, prompts, *args, **options)
-        return calls[-1].rollout
+        call = types.SimpleNamespace(prompts=prompts, policy=policy, drawn_with=set())
+        call.noise = [
+            None if norm.noisy_weight is None else norm.noisy_weight - norm.weight.detach()
+            for norm in scales(model)
+        ]
+        calls.append(call)
+        call.rollout = generate(model, prompts, *args, **options)
+        return call.rollout
     monkeypatch.setattr(qerl, "sample", recorded_sample)
     monkeypatch.setattr(qerl, "generate", recorded_generate)
     return calls
@@ -1130,7 +1175,7 @@ def loss_of(model, row, settings):
 
 
 def minibatch_loss(model, rows, settings):
-    """(loss, mean KL) of a minibatch: GRPO's mean of means, DAPO's mean over the tokens of what is finished."""
+    """(loss, KL) of a minibatch: GRPO's mean of means, DAPO's mean over the tokens of the finished."""
     counted = [row for row in rows if row.finished or settings.algo == "grpo"]
     tokens = sum(len(row.tokens) for row in counted)
     loss = kl = 0
@@ -1144,7 +1189,7 @@ def minibatch_loss(model, rows, settings):
 
 
 def adamw(parameters, moments, lr, settings):
-    """One step of AdamW as its paper has it, after the gradient's norm was clipped; returns the norm before."""
+    """One step of AdamW as its paper has it, on the clipped gradient; returns the norm before that."""
     norm = sum(p.grad.square().sum() for p in parameters.values()).sqrt().item()
     for name, p in parameters.items():
         count, mean, square = moments.get(name, (0, torch.zeros_like(p), torch.zeros_like(p)))
@@ -1160,24 +1205,82 @@ def adamw(parameters, moments, lr, settings):
     return norm
 
 
-def taught(completions, group):
-    """Completions in groups, and of each group whether its rewards differ."""
-    groups = [completions[i:i + group] for i in range(0, len(completions), group)]
-    return groups, [len({row.reward for row in rows}) > 1 for rows in groups]
+def draws_of_a_step(rollouts, settings):
+    """(calls of generate, their completions in groups, of each group whether its rewards differ).
+
+    GRPO draws once; DAPO until as many groups as there are prompts have a signal, four times at most.
+    """
+    draws = []
+    groups = []
+    teaches = []
+    while not draws or (settings.algo == "dapo" and len(draws) < 4 and sum(teaches) < settings.prompts):
+        draws.append(next(rollouts))
+        rows = completions_of(draws[-1], settings)
+        more = [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
+        groups += more
+        teaches += [len({row.reward for row in group}) > 1 for group in more]
+    return draws, groups, teaches
 
 
-LOOP = dict(device="cpu", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4, lr=0.02,
-            reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3, seed=3)
+def assert_sampled_by(model, noise, rows):
+    """A rollout's log-probabilities and entropies are the model's with this noise, at temperature 1."""
+    for norm, z in zip(scales(model), noise):
+        norm.noisy_weight = norm.weight.detach() + z
+    for row in rows:
+        distribution = logits_of(model, row).detach().log_softmax(-1)
+        logprobs = distribution[range(len(row.tokens)), row.tokens]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        torch.testing.assert_close(row.rollout_logprobs, logprobs, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(row.entropy, entropy, rtol=1e-3, atol=1e-3)
+    for norm in scales(model):
+        norm.noisy_weight = None
+
+
+def set_advantages(group):
+    """Eq. 4 of one group of completions; 0 if all have the same reward."""
+    rewards = torch.tensor([row.reward for row in group])
+    for row in group:
+        row.advantage = 0.0
+        if rewards.min() < rewards.max():
+            row.advantage = ((row.reward - rewards.mean()) / (rewards.std() + 1e-4)).item()
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def logged_of(rows, everything):
+    """What the log has to say of the rows that a step learned from, and of everything that it drew."""
+    x = torch.cat([row.old - row.rollout_logprobs for row in rows])
+    return {
+        "reward": mean(row.reward for row in everything),
+        "accuracy": mean(row.correct for row in everything),
+        "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
+        "mismatch_kl": (x.exp() - 1 - x).mean().item(),
+        "mismatch_max_ratio": x.abs().max().exp().item(),
+        "length": mean(len(row.tokens) for row in rows),
+        "truncated": mean(not row.finished for row in rows),
+    }
+
+
+LOOP = dict(
+    device="cpu", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4,
+    lr=0.02, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
+    seed=3,
+)
 GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.6)
-DAPO_LOOP = dict(algo="dapo", reward="answer", warm_up=0.0, gradient_clip=0.8, max_new_tokens=12, lora_alpha=6.0)
+DAPO_LOOP = dict(
+    algo="dapo", reward="answer", warm_up=0.0, gradient_clip=0.8, max_new_tokens=12, lora_alpha=6.0,
+)
 
 
 @pytest.mark.parametrize("options,rates", [
     (GRPO_LOOP, [0.5, 1, 1, 0.5]),                  # two steps of warm-up, then half a cosine to zero
-    (DAPO_LOOP, [1, 1, 0.75, 0.25]),                # no warm-up: step 0 alone has the full rate, then the cosine
+    (DAPO_LOOP, [1, 1, 0.75, 0.25]),                # no warm-up but one step, then the cosine
 ])
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates):
-    """Every update of a run, computed again from its completions, one completion and one formula at a time."""
+    """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **{**LOOP, **options})
     calls = recorded(monkeypatch)
     train_gsm8k.train(settings)
@@ -1193,106 +1296,163 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     asked = []
     norms = []
     clipped = []
-    capped = []
-    draws_of_steps = []
-    noise_of_steps = []
-    for step, sigma in enumerate([0, 0.3, 0.15, 0.075]):
-        draws = []
-        groups = []
-        teaches = []
-        while not draws or (settings.algo == "dapo" and len(draws) < 4 and sum(teaches) < 4):
-            draws.append(next(rollouts))
-            more, teach = taught(completions_of(draws[-1], settings), settings.group)
-            groups += more
-            teaches += teach
-            asked += draws[-1].prompts
-        everything = [row for rows in groups for row in rows]
-        draws_of_steps.append(len(draws))
-
-        # Sampled at temperature 1 and without top-p, from the policy of this step with one draw of noise.
-        noise_of_steps.append(torch.cat(draws[0].noise))
+    importances = []
+    noises = []
+    sigmas = [0, 0.3, 0.15, 0.075]
+    for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
+        # Sampled at temperature 1 and without top-p, by the policy of this step with one draw of noise.
+        draws, groups, teaches = draws_of_a_step(rollouts, settings)
+        everything = sum(groups, [])
+        noises.append(torch.cat(draws[0].noise))
         for call in draws:
+            asked += call.prompts
             assert call.drawn_with == {(1.0, 1.0)}
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
-            assert torch.cat(call.noise).equal(noise_of_steps[step])
-        for norm, noise in zip(scales(model), draws[0].noise):
-            norm.noisy_weight = norm.weight.detach() + noise
-        for row in everything:
-            distribution = logits_of(model, row).detach().log_softmax(-1)
-            logprobs = distribution[range(len(row.tokens)), row.tokens]
-            entropy = -(distribution.exp() * distribution).sum(-1)
-            torch.testing.assert_close(row.rollout_logprobs, logprobs, rtol=1e-3, atol=1e-3)
-            torch.testing.assert_close(row.entropy, entropy, rtol=1e-3, atol=1e-3)
-        for norm in scales(model):
-            norm.noisy_weight = None
+            assert torch.cat(call.noise).equal(noises[-1])
+        assert_sampled_by(model, draws[0].noise, everything)
 
-        # What is kept, and its advantages.
+        # What is learned from; DAPO prefers groups with a signal. The advantages.
         kept = [0, 1, 2, 3]
         if settings.algo == "dapo":
             kept = sorted(range(len(groups)), key=lambda k: not teaches[k])[:4]
         assert sum(teaches[k] for k in kept) >= 2
-        rows = [row for k in kept for row in groups[k]]
+        rows = sum((groups[k] for k in kept), [])
         for k in kept:
-            rewards = torch.tensor([row.reward for row in groups[k]])
-            for row in groups[k]:
-                row.advantage = ((row.reward - rewards.mean()) / (rewards.std() + 1e-4)).item() if teaches[k] else 0.0
+            set_advantages(groups[k])
         for row in rows:
             row.old = logprobs_of(model, row).detach()
             row.reference = logprobs_of(reference, row).detach()
-            capped += [x > settings.tis > 0 for x in (row.old - row.rollout_logprobs).exp().tolist()]
+            importances += (row.old - row.rollout_logprobs).exp().tolist()
 
         # The updates.
         before = flat_policy(parameters).detach().clone()
         kls = []
-        for chosen in torch.arange(16).view(settings.updates, -1).tolist():
-            minibatch = [rows[i] for i in chosen]
+        for minibatch in (rows[:8], rows[8:]):
             loss, kl = minibatch_loss(model, minibatch, settings)
             loss.backward()
-            norms.append(adamw(parameters, moments, settings.lr * rates[step], settings))
+            norms.append(adamw(parameters, moments, settings.lr * rate, settings))
             kls.append(kl)
-            clipped += [(row.advantage > 0, x) for row in minibatch if row.finished for x in row.clipped]
+            counted = [row for row in minibatch if row.finished]
+            clipped += [(row.advantage > 0, x) for row in counted for x in row.clipped]
         change = flat_policy(parameters).detach() - before
         following = calls[calls.index(draws[-1]) + 1].policy
         assert change.norm() > 0
         assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 2e-3
 
-        # The log.
-        x = torch.cat([row.old - row.rollout_logprobs for row in rows])
         expected = {
             "step": step + 1,
             "sigma": sigma,
-            "kl": sum(kls) / settings.updates if settings.beta else 0,
+            "kl": mean(kls) if settings.beta else 0,
             "gradient_norm": norms[-1],
-            "lr": settings.lr * rates[step],
-            "reward": sum(row.reward for row in everything) / len(everything),
-            "accuracy": sum(row.correct for row in everything) / len(everything),
+            "lr": settings.lr * rate,
             "draws": len(draws),
-            "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
-            "mismatch_kl": (x.exp() - 1 - x).mean().item(),
-            "mismatch_max_ratio": x.abs().max().exp().item(),
-            "length": sum(len(row.tokens) for row in rows) / 16,
-            "truncated": 1 - sum(row.finished for row in rows) / 16,
+            **logged_of(rows, everything),
         }
-        assert {name: log[step][name] for name in expected} == pytest.approx(expected, rel=2e-3, abs=1e-5)
+        logged = {name: log[step][name] for name in expected}
+        assert logged == pytest.approx(expected, rel=2e-3, abs=1e-5)
     assert next(rollouts, None) is None and len(log) == 4
 
-    # The noise: none, then a fresh draw of sigma for each step. The law itself has a test of its own.
-    assert not noise_of_steps[0].any()
-    for noise, sigma in zip(noise_of_steps[1:], [0.3, 0.15, 0.075]):
-        assert noise.std().item() == pytest.approx(sigma, rel=0.25) and noise.mean().abs() < 0.35 * sigma
-    a, b, c = [noise / noise.norm() for noise in noise_of_steps[1:]]
-    assert max(a @ b, b @ c, a @ c) < 0.4
-    # Questions: each once before any comes again, and then in another order.
-    passes = [asked[i:i + 10] for i in range(0, len(asked), 10)]
-    assert sorted(passes[0]) == sorted(p for p in {tuple(p): p for p in asked}.values())
-    assert all(prompt in passes[0] for prompt in asked) and passes[0][:len(passes[1])] != passes[1]
-    # The run was one in which what is tested here mattered.
+    # The noise: none, then a fresh draw in each step. Its law has a test of its own.
+    assert not noises[0].any()
+    for noise, sigma in zip(noises[1:], sigmas[1:]):
+        assert noise.std().item() == pytest.approx(sigma, rel=0.25)
+        assert noise.mean().abs() < 0.35 * sigma
+    a, b, c = [noise / noise.norm() for noise in noises[1:]]
+    assert max(abs(a @ b), abs(b @ c), abs(a @ c)) < 0.4
+    # The questions: each of the ten once, before any comes again.
+    assert len(asked) >= 16 and len(set(map(tuple, asked[:10]))) == 10
+    assert all(prompt in asked[:10] for prompt in asked)
+    # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
     assert {(True, True), (False, True), (True, False)} <= set(clipped)
-    if settings.algo == "dapo":
-        assert max(draws_of_steps) > 1
-    else:
-        assert any(capped) and not all(capped) and max(log[-1]["kl"], 0) > 0
+    assert settings.algo != "dapo" or max(m["draws"] for m in log) > 1
+    assert not settings.tis or min(importances) < settings.tis < max(importances)
+
+
+def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch):
+    """Temperature 0.6 and top-p 0.95, then greedy, of the policy as trained and without its noise."""
+    options = {**LOOP, "steps": 2, "stages": 2, "eval_questions": 5, "lr": 0.1, "slots": 2}
+    settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **options)
+    calls = recorded(monkeypatch)
+    train_gsm8k.train(settings)
+    trained = load_file(tmp_path / "checkpoint.safetensors")
+    trained = {name: trained[f"model.{name}"] for name in calls[0].policy}
+    assert flat_policy(trained).norm() != flat_policy(calls[0].policy).norm()
+    held_out = read_jsonl(f"{quiz}/test.jsonl")[:5]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["held_out_questions"] == 5
+    for when, pair, policy in (("before", calls[:2], calls[0].policy), ("after", calls[-2:], trained)):
+        answers = read_jsonl(tmp_path / f"answers_{when}.jsonl")
+        assert [a["question"] for a in answers] == [q["question"] for q in held_out]
+        for call, kind, how in zip(pair, ("accuracy", "greedy"), ((0.6, 0.95), (0.0, 1.0))):
+            assert call.drawn_with == {how} and all(noise is None for noise in call.noise)
+            assert flat_policy(call.policy).equal(flat_policy(policy))
+            assert call.prompts == [list(map(QUIZ_TOKENS.index, q["question"])) for q in held_out]
+            assert len(call.rollout.tokens) == 5
+            rows = zip(call.rollout.tokens.tolist(), call.rollout.length, call.prompts)
+            stated = [quiz_stated(tokens[:n]) == quiz_number(prompt) for tokens, n, prompt in rows]
+            assert [a[kind]["correct"] for a in answers] == stated
+            assert summary[f"{kind}_{when}"] == sum(stated) / 5
+    # What is drawn depends on the seed alone, not on what was drawn before.
+    first = calls[0].rollout.tokens
+    model, tokenizer, _, held_out = train_gsm8k.load_all(settings)
+    for seed, same in ((settings.seed, True), (settings.seed, True), (settings.seed + 1, False)):
+        settings.seed = seed
+        train_gsm8k.evaluate(model, tokenizer, held_out, settings, "now")
+        again = calls[-2].rollout.tokens
+        assert (again.shape == first.shape and again.equal(first)) == same
+
+
+LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
+
+
+def assert_learned(log, calls=None):
+    """Each step of a run without KL had groups whose rewards differ, and changed the adapter.
+
+    log: of metrics.jsonl; calls: see recorded.
+    """
+    assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
+    if calls:
+        policies = [flat_policy(call.policy) for call in calls]
+        assert sum(not a.equal(b) for a, b in zip(policies, policies[1:])) == len(log)
+
+
+@pytest.mark.parametrize("options", [
+    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo", "--updates", 2),
+])
+def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
+    """Adapter, AdamW's moments, both generators, the questions' order: all of it after each step."""
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--save-every", 1, "--tis", 2,
+               "--sigma-start", 0.2, "--sigma-end", 0.1, *options)
+    calls = recorded(monkeypatch)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
+    whole = files_below(tmp_path / "whole")
+    save = train_gsm8k.save_checkpoint
+
+    def stopped(*given):
+        if given[-2]["step"] == step:
+            raise KeyboardInterrupt
+        save(*given)
+    for step in range(1, 6):                        # in step 1 there is only the checkpoint before it
+        resume = ("--resume",) if step > 1 else ()
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+            with pytest.raises(SystemExit):
+                run_main(patch, *options, "--out", tmp_path / "run", *resume)
+    calls.clear()
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
+    assert len({flat_policy(call.policy).norm().item() for call in calls}) == 2    # one step was left
+    run = files_below(tmp_path / "run")
+    for name in ("adapter/adapter_model.safetensors", "samples.jsonl", "answers_before.jsonl",
+                 "answers_after.jsonl"):
+        assert run[name] == whole[name], name
+    logs = [without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "run")]
+    assert logs[0] == logs[1] and len(logs[0]) == 5
+    stored = load_file(tmp_path / "run" / "checkpoint.safetensors")
+    expected = load_file(tmp_path / "whole" / "checkpoint.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(stored[name].equal(expected[name]) for name in expected)
 
 
 def command(*args):
@@ -1314,9 +1474,11 @@ def without_times(path):
 
 
 @pytest.mark.parametrize("algo", ["grpo", "dapo"])
-def test_resume_after_kill_is_bit_for_bit(qwen, data, tmp_path, algo, monkeypatch):
-    options = ("--model", qwen[0], "--data", data, "--algo", algo, "--tis", 2, *QUICK)
+def test_resume_after_kill_is_bit_for_bit(quiz, tmp_path, algo, monkeypatch):
+    options = ("--model", quiz, "--data", quiz, "--algo", algo, "--tis", 2, *QUICK, *LEARNING)
+    calls = recorded(monkeypatch)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
     process = subprocess.Popen(command(*options, "--out", tmp_path / "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "killed" / "metrics.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
@@ -1649,16 +1811,18 @@ def killed_at(event, number, when, *args):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
-def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(qwen, data, tmp_path):
+def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     """A run of two steps is killed before and after each rename, and around each line of its logs."""
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--eval-questions", 2, "--max-new-tokens", 4)
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
+               "--eval-questions", 2)
     rename, line = (os, "replace"), (train_gsm8k, "append_jsonl")
     renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
     assert renames >= 14
     kills = [(rename, n, "before") for n in range(1, renames + 1)] + [(rename, n, "after") for n in (2, 5, 7, renames)]
     kills += [(line, n, when) for n in (1, 2) for when in ("before", "amid", "after")]
     whole = files_below(tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
     for event, number, when in kills:
         out = tmp_path / f"{event[1]}-{number}-{when}"
         assert killed_at(event, number, when, *options, "--out", out) is None
@@ -1812,13 +1976,17 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
     problem = json.dumps({"question": AWKWARD, "answer": "#### 1"}) + "\n"
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(problem * 2)
-    options = ("--model", qwen[0], "--data", tmp_path, *QUICK)
+    options = ("--model", qwen[0], "--data", tmp_path, *QUICK, "--prompts", 4, "--group", 4)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(len(text) % 2),) * 2)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
     stored = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     samples = [json.loads(line) for line in stored.decode().splitlines()]
     assert [s["step"] for s in samples] == [1, 2, 4, 5] and samples == read_jsonl(tmp_path / "whole" / "samples.jsonl")
     for sample in samples:
-        assert sample["question"] == AWKWARD and sample["number"] == "1" and len(sample["completions"]) == 2
+        assert sample["question"] == AWKWARD and sample["number"] == "1"
+        assert len(sample["completions"]) == 4
+        assert len({c["reward"] for c in sample["completions"]}) == 2
         for c in sample["completions"]:
             parts = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
             assert 1 <= len(c["tokens"]) <= 8 and len({len(c[part]) for part in parts}) == 1
