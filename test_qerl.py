@@ -100,6 +100,49 @@ def qwen(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("qwen"))
 
 
+# A vocabulary in which a policy that knows nothing answers, and now and then rightly.
+BOXED = {5: 1, 6: 2}                                # token -> the number that it answers
+TAGGED = {7: 1, 8: 2}                               # the same in the paper's format
+QUIZ_EOS = 4
+QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.values()),
+               *(f"<think></think><answer>{n}</answer>" for n in TAGGED.values())]
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory):
+    """A folder with a tiny random policy and problems of which it gets about a third right: a signal.
+
+    Ten questions to train on and six held out, of one to four letters; the answer is 1 or 2.
+    """
+    folder = tmp_path_factory.mktemp("quiz")
+    torch.manual_seed(5)
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
+        eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
+        chat_template="{{ messages[1]['content'] }}",
+    )
+    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    questions = []
+    for letters, count in ((1, 2), (2, 4), (3, 5), (4, 5)):
+        words = ["".join(word) for word in itertools.product("abc", repeat=letters)]
+        questions += rng.sample(words, count)
+    rng.shuffle(questions)
+    problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
+    write_jsonl(folder / "train.jsonl", problems[:10])
+    write_jsonl(folder / "test.jsonl", problems[10:])
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
@@ -351,6 +394,58 @@ def test_noise_is_drawn_anew_and_only_inside(qwen):
             draws.append(model(tokens))
     assert torch.equal(draws[0], clean) and torch.equal(model(tokens), clean)
     assert not torch.equal(draws[1], clean) and not torch.equal(draws[1], draws[2])
+
+
+def scales(model):
+    """All RMSNorms of a model."""
+    return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+
+
+def test_noise_is_normal_around_the_scale_as_it_is(qwen):
+    """w + sigma z with z ~ N(0, 1), whatever w is: no factor of w, no one sign, no draw twice."""
+    model = qerl.load_model(qwen[0], lora_rank=2, train_norms=True)
+    trained = torch.linspace(-1, 9, 128)                        # not as loaded, and some of it near 0
+    for norm in scales(model):
+        norm.weight.data = trained
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(400):
+        with qerl.adaptive_quantization_noise(model, 0.02, generator):
+            draws.append(torch.stack([norm.noisy_weight - trained for norm in scales(model)]))
+    z = torch.stack(draws) / 0.02                               # (draws, norms, channels)
+    assert z.shape == (400, 5, 128) and not z.requires_grad
+    # Six standard errors are allowed, of figures over many draws.
+    of_a_channel = z.flatten(0, 1)                              # (2000, 128)
+    assert of_a_channel.mean(0).abs().max() < 6 / 2000 ** 0.5
+    assert (of_a_channel.std(0) - 1).abs().max() < 6 / 4000 ** 0.5
+    tails = [(z < -1.96).float().mean(), (z > 1.96).float().mean()]
+    assert all(abs(tail - 0.025) < 0.002 for tail in tails) and z.abs().max() > 4
+    products = [
+        z[1:] * z[:-1],                                         # of one draw and the next
+        z[:, 1:] * z[:, :-1],                                   # of one norm and the next
+        z[..., 1:] * z[..., :-1],                               # of one channel and the next
+    ]
+    for product in products:
+        assert product.mean().abs() < 6 / product.numel() ** 0.5
+
+
+@pytest.mark.parametrize("name,norms", [("qwen2", 2 * 2 + 1), ("qwen3", 2 * 4 + 1)])
+def test_noise_is_on_every_norm_and_ends_with_the_rollout(tmp_path, name, norms):
+    """Every norm's scale, Qwen3's q_norm and k_norm among them; it is over even after an error."""
+    model = qerl.load_model(make_folder(tmp_path, name)[0])
+    assert len(scales(model)) == norms
+    generator = torch.Generator().manual_seed(1)
+    with pytest.raises(KeyError):
+        with qerl.adaptive_quantization_noise(model, 0.1, generator):
+            assert all((norm.noisy_weight != norm.weight).all() for norm in scales(model))
+            raise KeyError
+    assert all(norm.noisy_weight is None for norm in scales(model))
+    drawn = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(len(drawn))                           # of which the noise takes nothing
+        with qerl.adaptive_quantization_noise(model, 0.1, torch.Generator().manual_seed(seed)):
+            drawn.append(model.norm.noisy_weight)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "logarithmic"])
@@ -645,6 +740,24 @@ def test_samples_follow_the_distribution():
         assert torch.allclose(logprob, (logits / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0])
 
 
+@pytest.mark.parametrize("top_p,kept", [(0.3, [2]), (0.5, [2]), (0.51, [0, 2]), (0.79, [0, 2]),
+                                        (0.81, [0, 2, 3]), (0.99, [0, 1, 2, 3])])
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
+    probs = torch.tensor([[0.3, 0.05, 0.5, 0.15], [0.0, 1.0, 0.0, 0.0]])
+    cut = qerl.nucleus(probs, top_p)
+    assert cut[0].nonzero()[:, 0].tolist() == kept and torch.equal(cut[0, kept], probs[0, kept])
+    assert torch.equal(cut[1], probs[1])
+
+
+def test_top_p_and_temperature_reach_the_sampler(qwen):
+    """Only the likeliest token is left by a tiny top-p, or by a tiny temperature."""
+    model = qerl.load_model(qwen[0])
+    greedy = qerl.generate(model, PROMPTS, 8, temperature=0).tokens
+    for options in (dict(top_p=1e-6), dict(temperature=1e-6)):
+        assert torch.equal(qerl.generate(model, PROMPTS, 8, **options).tokens, greedy)
+    assert not torch.equal(qerl.generate(model, PROMPTS, 8).tokens, greedy)
+
+
 # ------------------------------------------------------------------------------------------------------- 6. objectives
 
 def trl_trainer(folder, tmp_path, **options):
@@ -712,6 +825,56 @@ def test_advantages_are_group_relative():
     torch.testing.assert_close(advantages, expected)
     assert (advantages[1] == 0).all()
     assert (qerl.group_advantages(torch.full((1, 8), 0.2)) == 0).all()                   # whatever the mean rounds to
+
+
+def test_token_weights_by_hand():
+    """Four tokens, two tokens, and a completion of which none counts."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    grpo = torch.tensor([[1 / 12] * 4, [1 / 6, 1 / 6, 0, 0], [0] * 4])
+    torch.testing.assert_close(qerl.token_weights(mask, "grpo"), grpo)
+    assert torch.equal(qerl.token_weights(mask, "dapo"), mask / 6)
+    assert qerl.token_weights(mask[2:], "dapo").tolist() == [[0] * 4]      # and not NaN
+
+
+def test_mismatch_and_its_correction_by_hand():
+    """Ratios π_old / π_rollout of 2, 1/3 and 1, and padding that counts nowhere."""
+    old = torch.tensor([[2.0, 1 / 3], [1.0, 1e9]]).log() - 1.5
+    rollout = torch.full((2, 2), -1.5)
+    mask = torch.tensor([[True, True], [True, False]])
+    kl, ratio = qerl.mismatch(old, rollout, mask)
+    assert kl == pytest.approx((2 - 1 - math.log(2) + 1 / 3 - 1 + math.log(3)) / 3, rel=1e-5)
+    assert ratio == pytest.approx(3, rel=1e-5)
+    weights = qerl.truncated_importance(old, rollout, 1.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1 / 3], [1.0, 1.5]]))
+
+
+@pytest.mark.parametrize("advantage,ratio,gain,slope", [
+    (1.0, 1.2, 1.2, 1.2), (1.0, 1.5, 1.28, 0), (1.0, 0.5, 0.5, 0.5),
+    (-2.0, 1.5, -3.0, -3.0), (-2.0, 0.9, -1.8, -1.8), (-2.0, 0.5, -1.6, 0),
+])
+def test_the_clipped_gain_by_hand(advantage, ratio, gain, slope):
+    """Eq. 3 without KL: beyond the clip range a step that makes it worse still has a gradient."""
+    logprobs = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
+    loss, kl = qerl.policy_loss(
+        logprobs, torch.tensor([[-1.0]]), torch.tensor([advantage]), torch.tensor([[0.5]]),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-gain / 2) and kl.item() == 0
+    assert logprobs.grad.item() == pytest.approx(-slope / 2)
+
+
+def test_kl_by_hand():
+    """e^x - x - 1 with x = log 2, for π_ref twice π_θ; importance weighs the gain alone."""
+    logprobs = torch.tensor([[-2.0]], requires_grad=True)
+    loss, kl = qerl.policy_loss(
+        logprobs, logprobs.detach(), torch.tensor([3.0]), torch.tensor([[0.5]]),
+        ref_logprobs=logprobs.detach() + math.log(2), beta=0.1, importance=torch.tensor([[0.25]]),
+    )
+    loss.backward()
+    expected = 1 - math.log(2)
+    assert kl.item() == pytest.approx(expected / 2) and not kl.requires_grad
+    assert loss.item() == pytest.approx((0.1 * expected - 3 * 0.25) / 2)
+    assert logprobs.grad.item() == pytest.approx((0.1 * (1 - 2) - 3 * 0.25) / 2)
 
 
 def test_micro_batches_add_up_to_the_batch(qwen):
@@ -938,6 +1101,424 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
 
 
+def test_dynamic_sampling_gives_up_after_four_draws():
+    """Groups without a signal then fill the batch, in the order in which they were drawn."""
+    drawn = []
+
+    def draw():
+        rewards = torch.zeros(2, 2)
+        rewards[1, 1] = float(len(drawn) == 2)                  # one group of the third draw
+        drawn.append(rewards)
+        rows = torch.full((4, 1), len(drawn))
+        finished = torch.ones(4, dtype=torch.bool)
+        rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], finished)
+        questions = [{"prompt": [len(drawn), i]} for i in range(2)]
+        return train_gsm8k.Samples(questions, rollout, list("abcd"), rewards, rewards)
+    samples = train_gsm8k.dynamic_sampling(draw(), draw)
+    assert len(drawn) == len(samples.draws) == 4
+    assert [q["prompt"] for q in samples.questions] == [[3, 1], [1, 0]]
+    assert samples.rollout.tokens[:, 0].tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
+    assert samples.rewards.tolist() == samples.correct.tolist() == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("count", [3, 10, 25])
+def test_questions_come_once_a_pass_in_a_new_order_each(count):
+    questions = [{"question": str(i)} for i in range(10)]
+
+    def asked(seed, of=questions):
+        draws = [train_gsm8k.next_questions(of, i, count, seed) for i in range(0, 300, count)]
+        return [int(q["question"]) for draw in draws for q in draw][:300]
+    order = asked(0)
+    passes = [order[i:i + 10] for i in range(0, 300, 10)]
+    assert all(sorted(p) == list(range(10)) for p in passes)
+    assert len(set(map(tuple, passes))) == 30 and asked(0) == order and asked(1)[:10] != order[:10]
+
+
+def test_the_learning_rate_rises_linearly_then_falls_as_a_cosine():
+    rates = [train_gsm8k.learning_rate(step, 13, 2.0, 0.25) for step in range(13)]
+    falling = [1 + math.cos(math.pi * k / 10) for k in range(10)]
+    assert rates == pytest.approx([2 / 3, 4 / 3, 2.0, *falling])
+    assert [train_gsm8k.learning_rate(step, 2, 1.0, 0.0) for step in range(2)] == [1.0, 1.0]
+    assert train_gsm8k.learning_rate(0, 1, 1.0, 0.5) == 1.0
+
+
+# The loop is held to a second one, without packing, pieces or autograd's optimiser, on a run in which
+# each step has something to learn.
+
+def words_of(tokens):
+    """A completion of the quiz as a list of tokens, without its end."""
+    return [t for t in tokens if t != QUIZ_EOS]
+
+
+def quiz_verdict(tokens):
+    """(the number that a completion answers, or None; whether in the paper's format), by its tokens."""
+    words = words_of(tokens)
+    answers = [t for t in words if t in TAGGED] or [t for t in words if t in BOXED]
+    number = {**BOXED, **TAGGED}[answers[-1]] if answers else None
+    return number, bool(words) and words[0] in TAGGED and words[-1] in TAGGED
+
+
+def quiz_stated(tokens):
+    """The number that evaluation takes: without an answer, the last run of the token 1."""
+    number, _ = quiz_verdict(tokens)
+    runs = re.findall("1+", "".join(QUIZ_TOKENS[t] for t in words_of(tokens)))
+    return number if number or not runs else int(runs[-1])
+
+
+def quiz_number(prompt):
+    """The right answer of a question, given as tokens."""
+    return 1 + len(prompt) % 2
+
+
+def flat_policy(policy):
+    return torch.cat([p.flatten() for p in policy.values()])
+
+
+def recorded(monkeypatch):
+    """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
+    calls = []
+    generate = qerl.generate
+    draw = qerl.sample
+
+    def recorded_sample(logits, temperature, top_p, generator):
+        calls[-1].drawn_with.add((temperature, top_p))
+        return draw(logits, temperature, top_p, generator)
+
+    def recorded_generate(model, prompts, *args, **options):
+        policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+        call = types.SimpleNamespace(prompts=prompts, policy=policy, drawn_with=set())
+        call.noise = [
+            None if norm.noisy_weight is None else norm.noisy_weight - norm.weight.detach()
+            for norm in scales(model)
+        ]
+        calls.append(call)
+        call.rollout = generate(model, prompts, *args, **options)
+        return call.rollout
+    monkeypatch.setattr(qerl, "sample", recorded_sample)
+    monkeypatch.setattr(qerl, "generate", recorded_generate)
+    return calls
+
+
+def completions_of(call, settings):
+    """The completions of a call of `generate`, each with its question, its verdict and its reward."""
+    found = []
+    for i, length in enumerate(call.rollout.length.tolist()):
+        prompt = call.prompts[i // settings.group]
+        tokens = call.rollout.tokens[i, :length].tolist()
+        number, in_format = quiz_verdict(tokens)
+        correct = number == quiz_number(prompt)
+        reward = 2.0 * correct + 0.2 * in_format if settings.reward == "paper" else 1.0 * correct
+        found.append(types.SimpleNamespace(
+            prompt=prompt, tokens=tokens, correct=correct, reward=reward,
+            finished=tokens[-1] == QUIZ_EOS, rollout_logprobs=call.rollout.logprobs[i, :length],
+            entropy=call.rollout.entropy[i, :length],
+        ))
+    return found
+
+
+def logits_of(model, row):
+    """The logits from which a completion's tokens were drawn: of a line of its own, without padding."""
+    return model(torch.tensor([row.prompt + row.tokens]))[0, len(row.prompt) - 1:-1]
+
+
+def logprobs_of(model, row):
+    return logits_of(model, row).log_softmax(-1)[range(len(row.tokens)), row.tokens]
+
+
+def loss_of(model, row, settings):
+    """(Eq. 3's loss at each token of a completion, the KL at each, which ratios were clipped)."""
+    logprobs = logprobs_of(model, row)
+    ratio = (logprobs - row.old).exp()
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
+    if settings.tis:
+        gain = gain * (row.old - row.rollout_logprobs).exp().clamp(max=settings.tis)
+    log_ratio = row.reference - logprobs
+    kl = log_ratio.exp() - 1 - log_ratio
+    return settings.beta * kl - gain, kl.detach(), gain.detach() < (ratio * row.advantage).detach()
+
+
+def minibatch_loss(model, rows, settings):
+    """(loss, KL) of a minibatch: GRPO's mean of means, DAPO's mean over the tokens of the finished."""
+    counted = [row for row in rows if row.finished or settings.algo == "grpo"]
+    tokens = sum(len(row.tokens) for row in counted)
+    loss = kl = 0
+    for row in counted:
+        losses, kls, clipped = loss_of(model, row, settings)
+        row.clipped = clipped.tolist()
+        share = 1 / tokens if settings.algo == "dapo" else 1 / len(row.tokens) / len(rows)
+        loss = loss + losses.sum() * share
+        kl += kls.sum().item() * share
+    return loss, kl
+
+
+def adamw(parameters, moments, lr, settings):
+    """One step of AdamW as its paper has it, on the clipped gradient; returns the norm before that."""
+    norm = sum(p.grad.square().sum() for p in parameters.values()).sqrt().item()
+    for name, p in parameters.items():
+        count, mean, square = moments.get(name, (0, torch.zeros_like(p), torch.zeros_like(p)))
+        grad = p.grad * settings.gradient_clip / max(norm, settings.gradient_clip)
+        count += 1
+        mean = 0.9 * mean + 0.1 * grad
+        square = 0.99 * square + 0.01 * grad ** 2
+        moments[name] = count, mean, square
+        decay = settings.weight_decay if p.dim() > 1 else 0
+        step = (mean / (1 - 0.9 ** count)) / ((square / (1 - 0.99 ** count)).sqrt() + 1e-8)
+        p.data = p.data - lr * decay * p.data - lr * step
+        p.grad = None
+    return norm
+
+
+def draws_of_a_step(rollouts, settings):
+    """(calls of generate, their completions in groups, of each group whether its rewards differ).
+
+    GRPO draws once; DAPO until as many groups as there are prompts have a signal, four times at most.
+    """
+    draws = []
+    groups = []
+    teaches = []
+    while not draws or (settings.algo == "dapo" and len(draws) < 4 and sum(teaches) < settings.prompts):
+        draws.append(next(rollouts))
+        rows = completions_of(draws[-1], settings)
+        more = [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
+        groups += more
+        teaches += [len({row.reward for row in group}) > 1 for group in more]
+    return draws, groups, teaches
+
+
+def assert_sampled_by(model, noise, rows):
+    """A rollout's log-probabilities and entropies are the model's with this noise, at temperature 1."""
+    for norm, z in zip(scales(model), noise):
+        norm.noisy_weight = norm.weight.detach() + z
+    for row in rows:
+        distribution = logits_of(model, row).detach().log_softmax(-1)
+        logprobs = distribution[range(len(row.tokens)), row.tokens]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        torch.testing.assert_close(row.rollout_logprobs, logprobs, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(row.entropy, entropy, rtol=1e-3, atol=1e-3)
+    for norm in scales(model):
+        norm.noisy_weight = None
+
+
+def set_advantages(group):
+    """Eq. 4 of one group of completions; 0 if all have the same reward."""
+    rewards = torch.tensor([row.reward for row in group])
+    for row in group:
+        row.advantage = 0.0
+        if rewards.min() < rewards.max():
+            row.advantage = ((row.reward - rewards.mean()) / (rewards.std() + 1e-4)).item()
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def logged_of(rows, everything):
+    """What the log has to say of the rows that a step learned from, and of everything that it drew."""
+    x = torch.cat([row.old - row.rollout_logprobs for row in rows])
+    return {
+        "reward": mean(row.reward for row in everything),
+        "accuracy": mean(row.correct for row in everything),
+        "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
+        "mismatch_kl": (x.exp() - 1 - x).mean().item(),
+        "mismatch_max_ratio": x.abs().max().exp().item(),
+        "length": mean(len(row.tokens) for row in rows),
+        "truncated": mean(not row.finished for row in rows),
+    }
+
+
+LOOP = dict(
+    device="cpu", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4,
+    lr=0.02, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
+    seed=3,
+)
+GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.6)
+DAPO_LOOP = dict(
+    algo="dapo", reward="answer", warm_up=0.0, gradient_clip=0.8, max_new_tokens=12, lora_alpha=6.0,
+)
+
+
+@pytest.mark.parametrize("options,rates", [
+    (GRPO_LOOP, [0.5, 1, 1, 0.5]),                  # two steps of warm-up, then half a cosine to zero
+    (DAPO_LOOP, [1, 1, 0.75, 0.25]),                # no warm-up but one step, then the cosine
+])
+def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates):
+    """Every update of a run, computed again from its completions, each in a line of its own."""
+    settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **{**LOOP, **options})
+    calls = recorded(monkeypatch)
+    train_gsm8k.train(settings)
+    rollouts = iter(calls[2:-2])                    # the others are the two of each evaluation
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    torch.manual_seed(settings.seed)
+    model = qerl.load_model(
+        quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
+    )
+    reference = qerl.load_model(quiz)               # without adapters
+    parameters = qerl.trainable(model)
+    moments = {}
+    asked = []
+    norms = []
+    clipped = []
+    importances = []
+    noises = []
+    sigmas = [0, 0.3, 0.15, 0.075]
+    for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
+        # Sampled at temperature 1 and without top-p, by the policy of this step with one draw of noise.
+        draws, groups, teaches = draws_of_a_step(rollouts, settings)
+        everything = sum(groups, [])
+        noises.append(torch.cat(draws[0].noise))
+        for call in draws:
+            asked += call.prompts
+            assert call.drawn_with == {(1.0, 1.0)}
+            assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
+            assert torch.cat(call.noise).equal(noises[-1])
+        assert_sampled_by(model, draws[0].noise, everything)
+
+        # What is learned from; DAPO prefers groups with a signal. The advantages.
+        kept = [0, 1, 2, 3]
+        if settings.algo == "dapo":
+            kept = sorted(range(len(groups)), key=lambda k: not teaches[k])[:4]
+        assert sum(teaches[k] for k in kept) >= 2
+        rows = sum((groups[k] for k in kept), [])
+        for k in kept:
+            set_advantages(groups[k])
+        for row in rows:
+            row.old = logprobs_of(model, row).detach()
+            row.reference = logprobs_of(reference, row).detach()
+            importances += (row.old - row.rollout_logprobs).exp().tolist()
+
+        # The updates.
+        before = flat_policy(parameters).detach().clone()
+        kls = []
+        for minibatch in (rows[:8], rows[8:]):
+            loss, kl = minibatch_loss(model, minibatch, settings)
+            loss.backward()
+            norms.append(adamw(parameters, moments, settings.lr * rate, settings))
+            kls.append(kl)
+            counted = [row for row in minibatch if row.finished]
+            clipped += [(row.advantage > 0, x) for row in counted for x in row.clipped]
+        change = flat_policy(parameters).detach() - before
+        following = calls[calls.index(draws[-1]) + 1].policy
+        assert change.norm() > 0
+        assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 2e-3
+
+        expected = {
+            "step": step + 1,
+            "sigma": sigma,
+            "kl": mean(kls) if settings.beta else 0,
+            "gradient_norm": norms[-1],
+            "lr": settings.lr * rate,
+            "draws": len(draws),
+            **logged_of(rows, everything),
+        }
+        logged = {name: log[step][name] for name in expected}
+        assert logged == pytest.approx(expected, rel=2e-3, abs=1e-5)
+    assert next(rollouts, None) is None and len(log) == 4
+
+    # The noise: none, then a fresh draw in each step. Its law has a test of its own.
+    assert not noises[0].any()
+    for noise, sigma in zip(noises[1:], sigmas[1:]):
+        assert noise.std().item() == pytest.approx(sigma, rel=0.25)
+        assert noise.mean().abs() < 0.35 * sigma
+    a, b, c = [noise / noise.norm() for noise in noises[1:]]
+    assert max(abs(a @ b), abs(b @ c), abs(a @ c)) < 0.4
+    # The questions: each of the ten once, before any comes again.
+    assert len(asked) >= 16 and len(set(map(tuple, asked[:10]))) == 10
+    assert all(prompt in asked[:10] for prompt in asked)
+    # It was a run in which all of this mattered.
+    assert min(norms) < settings.gradient_clip < max(norms)
+    assert {(True, True), (False, True), (True, False)} <= set(clipped)
+    assert settings.algo != "dapo" or max(m["draws"] for m in log) > 1
+    assert not settings.tis or min(importances) < settings.tis < max(importances)
+
+
+def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch):
+    """Temperature 0.6 and top-p 0.95, then greedy, of the policy as trained and without its noise."""
+    options = {**LOOP, "steps": 2, "stages": 2, "eval_questions": 5, "lr": 0.1, "slots": 2}
+    settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **options)
+    calls = recorded(monkeypatch)
+    train_gsm8k.train(settings)
+    trained = load_file(tmp_path / "checkpoint.safetensors")
+    trained = {name: trained[f"model.{name}"] for name in calls[0].policy}
+    assert flat_policy(trained).norm() != flat_policy(calls[0].policy).norm()
+    held_out = read_jsonl(f"{quiz}/test.jsonl")[:5]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["held_out_questions"] == 5
+    for when, pair, policy in (("before", calls[:2], calls[0].policy), ("after", calls[-2:], trained)):
+        answers = read_jsonl(tmp_path / f"answers_{when}.jsonl")
+        assert [a["question"] for a in answers] == [q["question"] for q in held_out]
+        for call, kind, how in zip(pair, ("accuracy", "greedy"), ((0.6, 0.95), (0.0, 1.0))):
+            assert call.drawn_with == {how} and all(noise is None for noise in call.noise)
+            assert flat_policy(call.policy).equal(flat_policy(policy))
+            assert call.prompts == [list(map(QUIZ_TOKENS.index, q["question"])) for q in held_out]
+            assert len(call.rollout.tokens) == 5
+            rows = zip(call.rollout.tokens.tolist(), call.rollout.length, call.prompts)
+            stated = [quiz_stated(tokens[:n]) == quiz_number(prompt) for tokens, n, prompt in rows]
+            assert [a[kind]["correct"] for a in answers] == stated
+            assert summary[f"{kind}_{when}"] == sum(stated) / 5
+    # What is drawn depends on the seed alone, not on what was drawn before.
+    first = calls[0].rollout.tokens
+    model, tokenizer, _, held_out = train_gsm8k.load_all(settings)
+    for seed, same in ((settings.seed, True), (settings.seed, True), (settings.seed + 1, False)):
+        settings.seed = seed
+        train_gsm8k.evaluate(model, tokenizer, held_out, settings, "now")
+        again = calls[-2].rollout.tokens
+        assert (again.shape == first.shape and again.equal(first)) == same
+
+
+LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
+
+
+def assert_learned(log, calls=None):
+    """Each step of a run without KL had groups whose rewards differ, and changed the adapter.
+
+    log: of metrics.jsonl; calls: see recorded.
+    """
+    assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
+    if calls:
+        policies = [flat_policy(call.policy) for call in calls]
+        assert sum(not a.equal(b) for a, b in zip(policies, policies[1:])) == len(log)
+
+
+@pytest.mark.parametrize("options", [
+    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo", "--updates", 2),
+])
+def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
+    """Adapter, AdamW's moments, both generators, the questions' order: all of it after each step."""
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--save-every", 1, "--tis", 2,
+               "--sigma-start", 0.2, "--sigma-end", 0.1, *options)
+    calls = recorded(monkeypatch)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
+    whole = files_below(tmp_path / "whole")
+    save = train_gsm8k.save_checkpoint
+
+    def stopped(*given):
+        if given[-2]["step"] == step:
+            raise KeyboardInterrupt
+        save(*given)
+    for step in range(1, 6):                        # in step 1 there is only the checkpoint before it
+        resume = ("--resume",) if step > 1 else ()
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+            with pytest.raises(SystemExit):
+                run_main(patch, *options, "--out", tmp_path / "run", *resume)
+    calls.clear()
+    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
+    assert len({flat_policy(call.policy).norm().item() for call in calls}) == 2    # one step was left
+    run = files_below(tmp_path / "run")
+    for name in ("adapter/adapter_model.safetensors", "samples.jsonl", "answers_before.jsonl",
+                 "answers_after.jsonl"):
+        assert run[name] == whole[name], name
+    logs = [without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "run")]
+    assert logs[0] == logs[1] and len(logs[0]) == 5
+    stored = load_file(tmp_path / "run" / "checkpoint.safetensors")
+    expected = load_file(tmp_path / "whole" / "checkpoint.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(stored[name].equal(expected[name]) for name in expected)
+
+
 def command(*args):
     return [sys.executable, f"{HERE}/train_gsm8k.py", *map(str, args)]
 
@@ -957,9 +1538,11 @@ def without_times(path):
 
 
 @pytest.mark.parametrize("algo", ["grpo", "dapo"])
-def test_resume_after_kill_is_bit_for_bit(qwen, data, tmp_path, algo, monkeypatch):
-    options = ("--model", qwen[0], "--data", data, "--algo", algo, "--tis", 2, *QUICK)
+def test_resume_after_kill_is_bit_for_bit(quiz, tmp_path, algo, monkeypatch):
+    options = ("--model", quiz, "--data", quiz, "--algo", algo, "--tis", 2, *QUICK, *LEARNING)
+    calls = recorded(monkeypatch)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
     process = subprocess.Popen(command(*options, "--out", tmp_path / "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "killed" / "metrics.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
@@ -1480,16 +2063,18 @@ def killed_at(event, number, when, *args):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
-def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(qwen, data, tmp_path):
+def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     """A run of two steps is killed before and after each rename, and around each line of its logs."""
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--eval-questions", 2, "--max-new-tokens", 4)
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
+               "--eval-questions", 2)
     rename, line = (os, "replace"), (train_gsm8k, "append_jsonl")
     renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
     assert renames >= 14
     kills = [(rename, n, "before") for n in range(1, renames + 1)] + [(rename, n, "after") for n in (2, 5, 7, renames)]
     kills += [(line, n, when) for n in (1, 2) for when in ("before", "amid", "after")]
     whole = files_below(tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
     for event, number, when in kills:
         out = tmp_path / f"{event[1]}-{number}-{when}"
         assert killed_at(event, number, when, *options, "--out", out) is None
@@ -1744,13 +2329,17 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
     problem = json.dumps({"question": AWKWARD, "answer": "#### 1"}) + "\n"
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(problem * 2)
-    options = ("--model", qwen[0], "--data", tmp_path, *QUICK)
+    options = ("--model", qwen[0], "--data", tmp_path, *QUICK, "--prompts", 4, "--group", 4)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(len(text) % 2),) * 2)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
     stored = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     samples = [json.loads(line) for line in stored.decode().splitlines()]
     assert [s["step"] for s in samples] == [1, 2, 4, 5] and samples == read_jsonl(tmp_path / "whole" / "samples.jsonl")
     for sample in samples:
-        assert sample["question"] == AWKWARD and sample["number"] == "1" and len(sample["completions"]) == 2
+        assert sample["question"] == AWKWARD and sample["number"] == "1"
+        assert len(sample["completions"]) == 4
+        assert len({c["reward"] for c in sample["completions"]}) == 2
         for c in sample["completions"]:
             parts = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
             assert 1 <= len(c["tokens"]) <= 8 and len({len(c[part]) for part in parts}) == 1
