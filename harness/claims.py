@@ -238,17 +238,22 @@ def paired_table(rows):
     return lines
 
 
+def running_mean(values, width=5):
+    """The mean of each value and those before it, `width` in all."""
+    return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
+
+
 def plot_curves(runs, plt):
     """Training accuracy over the steps: mean and standard error over seeds, a panel a model and rate.
 
-    runs: pairs of a row of runs.jsonl and its metrics.
+    runs: pairs of a row of runs.jsonl and its metrics. Each curve is a running mean of five steps.
     """
     panels = sorted({(row["model"], row["lr"]) for row, _ in runs})
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), layout="constrained",
                                 squeeze=False)
     for axis, panel in zip(axes[0], panels):
         for arm in FLAGS:
-            curves = [[m["accuracy"] for m in metrics] for row, metrics in runs
+            curves = [running_mean([m["accuracy"] for m in metrics]) for row, metrics in runs
                       if (row["model"], row["lr"]) == panel and row["arm"] == arm]
             if not curves:
                 continue
