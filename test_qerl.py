@@ -35,19 +35,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import bench
 import fp4_kernels
+import methods
 import qerl
 import train_gsm8k
 from harness import checkpoint, claims, cross_compile, report, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
-from harness.batches import cut_rows
+from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
 from harness.checkpoint import load_adapter, read_checkpoint, save_adapter
 from harness.flags import parse_flags
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
+from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from methods import rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -2383,3 +2386,156 @@ def test_course_wrong_numbers_are_noticed():
             for number in NUMBER.finditer(text):
                 wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
                 assert course_difference(text, wrong), (heading, number[0])
+
+
+# -------------------------------------------------------------- methods: rollout_correction, flashrl, qurl
+
+def neighbour(name, **settings):
+    """A method as --method NAME finds it, with its defaults."""
+    values = {"method": name, **methods.defaults(name), **settings}
+    return methods.find(name, train_gsm8k.Settings(**values))
+
+
+def mismatched_batch(seed=0, spread=0.5):
+    """A batch of 4 completions of up to 9 tokens, sampled by a policy whose log-probabilities are `spread` off."""
+    torch.manual_seed(seed)
+    length = torch.tensor([9, 4, 7, 1])
+    mask = qerl.length_mask(length, 9)
+    old = -torch.rand(4, 9) * mask
+    rollout = (old - spread * torch.randn(4, 9)) * mask
+    return Batch([[5, 6, 7, 8]] * 4, torch.randint(20, 250, (4, 9)) * mask, length, rollout, torch.tensor([1.0, -0.5, 2.0, -2.5]),
+                 mask, old, weights=qerl.token_weights(mask))
+
+
+@pytest.mark.parametrize("variant,trl", [
+    ("token-tis", dict(mode="token_truncate", clip_max=2.0)), ("sequence-tis", dict(mode="sequence_truncate", clip_max=2.0)),
+    ("sequence-mis", dict(mode="sequence_mask", clip_min=0.5, clip_max=2.0)), ("icepop", dict(mode="token_mask", clip_min=0.5, clip_max=5.0))])
+def test_rollout_correction_weights_and_gradient_equal_trl(qwen, tmp_path, variant, trl):
+    """TRL computes the weights of the same log-probabilities, and then the loss; its vLLM is replaced by our tensors."""
+    trainer = trl_trainer(qwen[0], tmp_path, loss_type="grpo", **{f"vllm_importance_sampling_{k}": v for k, v in trl.items()})
+    trainer.use_vllm = True
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    model = qerl.load_model(qwen[0], weights="bf16", lora_rank=2, train_norms=True)
+    masked = 0
+    for seed in range(4):
+        batch = mismatched_batch(seed)
+        logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+        batch.old_logprobs = (logprobs.detach() + 0.1 * torch.randn(4, 9)) * batch.mask
+        batch.rollout_logprobs = (batch.old_logprobs - 0.6 * torch.randn(4, 9)) * batch.mask
+        rows = [row[:n] for row, n in zip(batch.tokens.tolist(), batch.length)]
+        sampled = [row[:n].tolist() for row, n in zip(batch.rollout_logprobs, batch.length)]
+        trainer._generate = lambda prompts: (batch.prompts, rows, None, ["a"] * 4, sampled, {}, None, None)
+        score = trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (batch.old_logprobs, None, None)
+        theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * 4)
+        trainer._get_per_token_logps_and_entropies = score
+        log_ratio = batch.old_logprobs - batch.rollout_logprobs
+        weight = rollout_correction.correction(log_ratio, batch.mask, variant)
+        torch.testing.assert_close(weight, theirs["importance_sampling_ratio"] * batch.mask, rtol=1e-5, atol=1e-6)
+        masked += int((weight == 0)[batch.mask].sum())
+        theirs["advantages"] = batch.advantages
+        method = neighbour(f"rollout_correction:{variant}")
+        loss, _ = method.loss(logprobs, batch)
+        their_loss = trainer._compute_loss(trainer.model, theirs)
+        assert loss.item() == pytest.approx(their_loss.item(), rel=1e-4)
+        model.zero_grad()
+        trainer.model.zero_grad()
+        loss.backward()
+        their_loss.backward()
+        for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+            torch.testing.assert_close(norm.weight.grad, trainer.model.get_parameter(f"{norm.name}.weight").grad, rtol=1e-3, atol=1e-5)
+    assert (masked > 0) == (variant in ("sequence-mis", "icepop"))
+
+
+def test_rollout_correction_masks_by_hand():
+    """Completions whose ratios are 1.0005 everywhere, 2 and 1/2 in turn, and 1 but for one token."""
+    ratio = torch.tensor([[1.0005] * 4, [2, 0.5, 2, 0.5], [1, 1, 6, 1], [1.1, 1.1, 1, 1]])
+    mask = torch.tensor([[True] * 4, [True] * 4, [True] * 4, [True, True, False, False]])
+    nan = torch.full_like(ratio, math.nan)
+    log_ratio = torch.where(mask, ratio.log(), nan)                                     # what stands at padding must not matter
+    weight = {kind: rollout_correction.correction(log_ratio, mask, kind, 2.0) for kind in rollout_correction.KEPT}
+    assert weight["geometric"].tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]          # the second's mean log is exactly 0
+    k3 = [(r - 1 - math.log(r)) for r in (1.0005, 2, 0.5, 6, 1.1)]
+    assert k3[0] < 0.01 < (k3[1] + k3[2]) / 2 and k3[3] / 4 > 0.01 > k3[4]
+    assert weight["k3"].tolist() == [[1] * 4, [0] * 4, [0] * 4, [1, 1, 0, 0]]
+    assert weight["icepop"][2].tolist() == [1, 1, 0, 1] and weight["token-tis"][2].tolist() == [1, 1, 2, 1]
+    assert weight["sequence-mis"][2].tolist() == [0] * 4 and weight["sequence-tis"][2].tolist() == [2] * 4
+    torch.testing.assert_close(weight["sequence-mis"][3], torch.tensor([1.21, 1.21, 0, 0]))
+    far = rollout_correction.correction(torch.full((1, 3), 200.0), torch.ones(1, 3, dtype=torch.bool), "icepop")
+    assert far.tolist() == [[0, 0, 0]]                                                   # not infinity times 0
+
+
+def test_rollout_correction_without_an_old_policy():
+    """bypass: the clipped ratio to the rollout; pg: the gradient of w log π A, with w a constant."""
+    batch = mismatched_batch(spread=0.1)
+    logprobs = (batch.old_logprobs + 0.3 * torch.randn(4, 9)).requires_grad_()
+    batch.old_logprobs = torch.full((4, 9), math.nan)                                    # nobody computes it
+    for variant in ("bypass", "pg-token-tis", "pg-icepop"):
+        method = neighbour(f"rollout_correction:{variant}")
+        batch.old_logprobs = method.old_logprobs(None, batch)
+        gradient = torch.autograd.grad(method.loss(logprobs, batch)[0], logprobs)[0]
+        z = logprobs.detach().requires_grad_()
+        ratio = (z - batch.rollout_logprobs).exp()
+        A = batch.advantages[:, None]
+        if variant == "bypass":
+            gain = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
+        else:
+            w = ratio.clamp(max=2) if variant == "pg-token-tis" else ratio * ((ratio >= 0.5) & (ratio <= 5))
+            gain = w.detach() * z * A
+        expected = -(gain.sum(1) / batch.length / 4 * (batch.length > 0)).sum()          # at padding the ratio is 1 or w is 0
+        expected = torch.autograd.grad(expected, z)[0] * batch.mask
+        torch.testing.assert_close(gradient, expected)
+        seen = method.measure_updates()
+        assert seen["mismatch_kl"] == pytest.approx((ratio - 1 - ratio.log())[batch.mask].mean().item(), rel=1e-4)
+
+
+def test_normalised_weights_have_mean_1_over_the_step():
+    batch = mismatched_batch(spread=1.0)
+    method, plain = neighbour("rollout_correction:normalised-token-tis"), neighbour("rollout_correction:token-tis")
+    for m in (method, plain):
+        m.measure(batch)
+        for piece in batch.pieces(8):                                                    # one row each, weighted alike
+            m.loss(batch.old_logprobs[:1], piece)
+    weights = [torch.cat([w[mask] for _, mask, w in m.seen]) for m in (method, plain)]
+    assert len(method.seen) == 4
+    torch.testing.assert_close(weights[0], weights[1] / weights[1].mean())
+    assert method.measure_updates()["importance_mean"] == pytest.approx(1) and abs(plain.measure_updates()["importance_mean"] - 1) > 0.1
+
+
+def test_mismatch_by_hand():
+    """Two completions with the ratios (2, 1/2) and (3): their products are 1 and 3."""
+    ratio = torch.tensor([[2, 0.5], [3, 1]])
+    mask = torch.tensor([[True, True], [True, False]])
+    old = torch.where(mask, ratio.log() - 1, 5.0)
+    found = describe_mismatch(old, torch.full((2, 2), -1.0), mask)
+    expected = {"mismatch_kl": (5.5 - 3 - math.log(3)) / 3, "mismatch_max_ratio": 3, "mismatch_k1": -math.log(3) / 3,
+                "mismatch_chi2": (4 + 0.25 + 9) / 3 - 1, "effective_tokens": 5.5 ** 2 / (3 * 13.25), "effective_completions": 4 ** 2 / (2 * 10)}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_rollout_correction_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--stages", 3, "--sigma-start", 0.3, "--sigma-end", 0.3,
+               "--eval-questions", 1, "--skip-eval-before")
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    logs = {}
+    for variant in ("sequence-mis", "pg-icepop", "bypass"):
+        method = ("--method", f"rollout_correction:{variant}")
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / variant)
+        logs[variant] = without_times(tmp_path / variant / "metrics.jsonl")
+    masked = [m["masked_fraction"] for m in logs["sequence-mis"]]
+    assert masked[0] == 0 and any(0 < fraction <= 1 for fraction in masked)              # the first stage has no noise
+    assert any(m["masked_fraction"] > 0 for m in logs["pg-icepop"][1:]) and all(m["masked_fraction"] == 0 for m in logs["bypass"])
+    for log in logs.values():
+        assert abs(log[0]["mismatch_kl"]) < 1e-6 and log[0]["effective_completions"] > 0.999
+        assert all(m["mismatch_kl"] > 1e-3 and m["effective_tokens"] < 1 for m in log[1:])
+    cut = (*options, "--method", "rollout_correction:sequence-mis", "--out", tmp_path / "cut")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_main(patch, *cut)
+    run_main(monkeypatch, *cut, "--resume")
+    file = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "sequence-mis" / file).read_bytes()
+    assert "leave out --tis" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:bypass", "--tis", 2, "--out", tmp_path / "a")
+    assert "no cap" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:icepop", "--tis", 2, "--out", tmp_path / "b")
