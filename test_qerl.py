@@ -50,7 +50,7 @@ from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import rollout_correction
+from methods import flashrl, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -2539,3 +2539,139 @@ def test_rollout_correction_trains_and_resumes(qwen, data, tmp_path, monkeypatch
     assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "sequence-mis" / file).read_bytes()
     assert "leave out --tis" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:bypass", "--tis", 2, "--out", tmp_path / "a")
     assert "no cap" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:icepop", "--tis", 2, "--out", tmp_path / "b")
+
+
+def compressed_tensors_scheme(format):
+    """The library's 8-bit scheme with a scale per output channel and per token, and its compressor."""
+    from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    name, compressor = {"int8": ("INT8", IntQuantizationCompressor), "fp8": ("FP8_DYNAMIC", FloatQuantizationCompressor)}[format]
+    return preset_name_to_scheme(name, ["Linear"]), compressor
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
+    """At our scale. For FP8 that is the library's own; for INT8 it has amax / 127.5, we FlashRL's amax / 127."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+    torch.manual_seed(0)
+    weight = WEIGHTS[kind]()
+    codes, scale = flashrl.quantize_rows(weight, format)
+    scheme, compressor = compressed_tensors_scheme(format)
+    state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    assert codes.dtype == state["weight"].dtype and torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
+    torch.testing.assert_close(codes.float() * scale, compressor.decompress(state, scheme)["weight"])
+    theirs, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
+    full = scale > 1e-29                                                                 # an empty or tiny row has any scale
+    torch.testing.assert_close(scale[full] * (127 / 127.5 if format == "int8" else 1), theirs[full], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_eight_bit_product_equals_the_librarys_operands(format):
+    """Stacked layers with bias: F.linear of what compressed-tensors makes of input (a scale per token) and weight."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    torch.manual_seed(0)
+    layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64), lora_rank=4, lora_alpha=8)
+    layer.lora_B.data.normal_()
+    x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
+    quantised = flashrl.EightBitLinear(layer, format)
+    merged = flashrl.current_weight(layer)
+    torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
+    scheme, _ = compressed_tensors_scheme(format)
+    rows, none = x.flatten(0, 1), torch.zeros(1)
+    w = fake_quantize(merged, flashrl.quantize_rows(merged, format)[1], none, scheme.weights)
+    z = fake_quantize(rows, flashrl.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    expected = F.linear(z, w, layer.bias)
+    torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4, atol=1e-4)
+    error = relative(expected, layer(x).flatten(0, 1))
+    assert 1e-3 < error < (0.02 if format == "int8" else 0.06)
+
+
+def test_int8_product_is_exact():
+    """Sums of up to 127 * 127 * 8192, beyond float32's integers, equal PyTorch's int8 x int8 -> int32."""
+    torch.manual_seed(0)
+    x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
+    x[0], w[0] = 127, 127
+    ours = flashrl.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
+    assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
+    x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
+    torch.testing.assert_close(flashrl.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, format):
+    """Prompts and decoding have the same 8-bit products: the rollout's log-probabilities are those of the whole text."""
+    model = with_lora(qwen[0], weights="bf16")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    prompts = [p for p in PROMPTS for _ in range(2)]
+    with flashrl.eight_bit(model, format):
+        rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    with torch.no_grad():
+        trained = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    assert describe_mismatch(same, rollout.logprobs, rollout.mask)["mismatch_kl"] < 1e-5    # a sum's order can tip a rounding
+    assert describe_mismatch(trained, rollout.logprobs, rollout.mask)["mismatch_kl"] > 1e-5
+    assert list(before) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert len(model.quantized_layers()) == 8
+
+
+@pytest.mark.parametrize("options", [("flashrl:int8",), ("flashrl:fp8",), ("flashrl:int8", "--lora-rank", 0, "--beta", 0)])
+def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tmp_path, monkeypatch, options):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--eval-questions", 1, "--skip-eval-before", "--method", *options)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    rollouts, generate = [], qerl.generate
+
+    def spy(model, *args, **kwargs):
+        layer = model.blocks[0].mlp.down
+        if isinstance(layer, flashrl.EightBitLinear):
+            rollouts.append(layer.codes.clone())
+        return generate(model, *args, **kwargs)
+
+    monkeypatch.setattr(qerl, "generate", spy)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert len(rollouts) == 3 and not torch.equal(rollouts[0].view(torch.uint8), rollouts[2].view(torch.uint8))
+    log = without_times(tmp_path / "whole" / "metrics.jsonl")
+    assert all(m["mismatch_kl"] > 1e-6 and m["sigma"] == 0 for m in log)
+    settings = json.loads((tmp_path / "whole" / "summary.json").read_text())["settings"]
+    assert (settings["tis"], settings["weights"], settings["sigma_start"]) == (2, "bf16", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_main(patch, *options, "--out", tmp_path / "cut")
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    whole, cut = (read_checkpoint(str(tmp_path / name), {}, must_agree=["no such setting"])[1] for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_flashrl_refuses_what_makes_no_sense(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", "flashrl")
+    assert "use --weights bf16" in refused(monkeypatch, capsys, *options, "--weights", "nvfp4", "--out", tmp_path / "a")
+    have_capability(monkeypatch, 8, 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(qerl.UserError, match="--method flashrl:int8"):
+        neighbour("flashrl:fp8", device="cuda")
+    assert neighbour("flashrl:int8", device="cuda").variant == "int8"
+    have_capability(monkeypatch, 8, 9)
+    assert neighbour("flashrl:fp8", device="cuda").variant == "fp8"
+
+
+@gpu
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
+    """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
+    torch.manual_seed(0)
+    weight, scale = flashrl.quantize_rows(torch.randn(96, 256), format)
+    for n in (1, 17, 300):
+        x, x_scale = flashrl.quantize_rows(torch.randn(n, 256), format)
+        ours = flashrl.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
+        assert relative(ours, flashrl.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
+    model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
+    prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
+    with flashrl.eight_bit(model, format):
+        rollout = qerl.generate(model, prompts, 40, 2, slots=70)
+        with torch.no_grad():
+            logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
