@@ -50,7 +50,7 @@ from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import flashrl, rollout_correction
+from methods import flashrl, qurl, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -2656,6 +2656,81 @@ def test_flashrl_refuses_what_makes_no_sense(qwen, data, tmp_path, monkeypatch, 
     assert neighbour("flashrl:int8", device="cuda").variant == "int8"
     have_capability(monkeypatch, 8, 9)
     assert neighbour("flashrl:fp8", device="cuda").variant == "fp8"
+
+
+def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
+    """Written in the untruncated ratio ρ and in r R, whose bound stays 1 + ε; below, the bound is that of TIS."""
+    batch = mismatched_batch(spread=1.0)
+    logprobs = (batch.old_logprobs + 0.5 * torch.randn(4, 9)).requires_grad_()
+    method = neighbour("qurl:acr")
+    loss, _ = method.loss(logprobs, batch)
+    z = logprobs.detach().requires_grad_()
+    rho, R = (batch.old_logprobs - batch.rollout_logprobs).exp(), (z - batch.old_logprobs).exp()
+    r, A = torch.minimum(torch.ones(()), 2 / rho), batch.advantages[:, None]
+    upper, lower = rho * torch.minimum(r * R, torch.tensor(1.28)) * A, rho * r * torch.maximum(R, torch.tensor(0.8)) * A
+    expected = -(torch.where(A > 0, upper, lower) * batch.weights).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    ours, theirs = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, z)[0]
+    torch.testing.assert_close(ours, theirs)
+    capped = (rho > 2) & batch.mask
+    assert method.measure(batch)["capped_fraction"] == pytest.approx((capped.sum() / batch.mask.sum()).item()) and capped.any()
+    tis, _ = methods.find("qerl", method.settings).loss(logprobs, batch)
+    differs = torch.autograd.grad(tis, logprobs)[0] != ours
+    assert differs.any() and not (differs & ~capped).any()
+
+
+def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
+    """A step of one size in the weights is 1.5 of them in the codes; compressed-tensors' NVFP4 bytes do not change."""
+    torch.manual_seed(0)
+    model = qerl.load_model(qwen[0], "bf16")
+    train_all_weights(model)
+    scaled = copy.deepcopy(model)
+    qurl.scale_for_updates(scaled, 1.5)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+        for norm, other in ((m, n) for m, n in zip(model.modules(), scaled.modules()) if isinstance(m, qerl.RMSNorm)):
+            assert torch.allclose(other.weight, norm.weight * (1 if norm.name == "model.norm" else 1.5))
+        moved = []
+        for layers in zip(model.quantized_layers(), scaled.quantized_layers()):
+            masters = [layer.master for layer in layers]
+            before = [flashrl.quantize_rows(master, "int8")[0] for master in masters]
+            assert (before[0] != before[1]).float().mean() < 1e-4                        # a tie may tip
+            for master in masters:
+                master += 2e-4 * torch.sign(torch.sin(torch.arange(master.numel()))).view_as(master)
+            moved.append([(flashrl.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
+        for layer, (plain, by_uaq) in zip(model.quantized_layers(), moved):
+            reads_a_norm = len(layer.names) > 1
+            assert by_uaq / plain == pytest.approx(1.5 if reads_a_norm else 1, rel=0.1)
+    weight = torch.randn(512, 1024)
+    (theirs, _), (theirs_scaled, _) = compressed_tensors_nvfp4(weight), compressed_tensors_nvfp4(weight / 1.5)
+    for name in ("weight_packed", "weight_scale"):
+        assert torch.equal(theirs[name].view(torch.uint8), theirs_scaled[name].view(torch.uint8))
+
+
+def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--stages", 3, "--eval-questions", 1, "--skip-eval-before", "--beta", 0)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    full, noisy = ("--method", "qurl", "--lora-rank", 0), ("--method", "qurl:acr", "--tis", 1.05, "--sigma-start", 0.2, "--sigma-end", 0.2)
+    tensors, logs = {}, {}
+    for name, method in (("full", full), ("noisy", noisy)):
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / name)
+        logs[name] = without_times(tmp_path / name / "metrics.jsonl")
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run_main(patch, *options, *method, "--out", tmp_path / "cut" / name)
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / "cut" / name, "--resume")
+        tensors[name], cut = (read_checkpoint(str(folder / name), {}, must_agree=["no such setting"])[1] for folder in (tmp_path, tmp_path / "cut"))
+        assert cut.keys() == tensors[name].keys() and all(torch.equal(cut[k], t) for k, t in tensors[name].items())
+    assert all(m["mismatch_kl"] > 1e-6 and m["sigma"] == 0 for m in logs["full"])        # 8 bits sampled, without noise
+    start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["blocks.0.mlp_norm.weight"]
+    assert relative(tensors["full"]["model.blocks.0.mlp_norm.weight"], 1.5 * start) < 0.02
+    assert [m["capped_fraction"] > 0 for m in logs["noisy"]] == [False, True, True]      # the first stage has no noise
+    assert json.loads((tmp_path / "noisy" / "summary.json").read_text())["settings"]["weights"] == "nvfp4"
+    for method, message in ((("qurl", "--weights", "nvfp4"), "frozen nvfp4 weights"), (("qurl",), "acr-int8"),
+                            (("qurl:acr-fp8", "--weights", "nf4"), "use --weights bf16"), (("qurl:acr", "--tis", 0), "use --tis 2")):
+        assert message in refused(monkeypatch, capsys, *options, "--method", *method, "--out", tmp_path / "a")
 
 
 @gpu

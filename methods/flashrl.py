@@ -128,13 +128,13 @@ def eight_bit(model, format):
             setattr(parent, name, layer)
 
 
-def check_gpu(method, settings, format):
-    """Refuse FP8 on a GPU without such products."""
+def check_gpu(name, settings):
+    """Refuse a method FILE:VARIANT with FP8 on a GPU without such products."""
     device = torch.device(settings.device)
-    if format == "fp8" and device.type == "cuda":
+    if name.endswith("fp8") and device.type == "cuda":
         if torch.version.hip or fp4_kernels.capability(device) < (8, 9):
-            raise UserError(f"--method {method}:{format}: this GPU has no FP8 products, which NVIDIA's "
-                            f"have from Ada and Hopper on; use --method {method}:int8")
+            raise UserError(f"--method {name}: this GPU has no FP8 products, which NVIDIA's have from "
+                            f"Ada and Hopper on; use --method {name.replace('fp8', 'int8')}")
 
 
 class Neighbour(Method):
@@ -148,7 +148,7 @@ class Neighbour(Method):
         if self.settings.weights != "bf16":
             raise UserError(f"--method flashrl: quantises 16-bit weights for the rollout, and "
                             f"{self.settings.weights} is smaller already; use --weights bf16")
-        check_gpu("flashrl", self.settings, self.variant)
+        check_gpu(f"flashrl:{self.variant}", self.settings)
 
     @contextlib.contextmanager
     def noise(self, model, sigma, generator):
