@@ -35,21 +35,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import bench
 import fp4_kernels
+import methods
 import qerl
 import train_gsm8k
 from harness import checkpoint, checks, claims, cross_compile, entropy, memory, report, run_folder
 from harness import small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
-from harness.batches import cut_rows
+from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
 from harness.checkpoint import load_adapter, read_checkpoint, save_adapter
 from harness.flags import parse_flags
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
 from harness.math_data import is_equal, math_questions
+from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from methods import flashrl, qurl, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -3470,3 +3473,367 @@ def test_course_wrong_numbers_are_noticed():
             for number in NUMBER.finditer(text):
                 wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
                 assert course_difference(text, wrong), (heading, number[0])
+
+
+# -------------------------------------------------------------- methods: rollout_correction, flashrl, qurl
+
+def neighbour(name, **settings):
+    """A method as --method NAME finds it, with its defaults."""
+    values = {"method": name, **methods.defaults(name), **settings}
+    return methods.find(name, train_gsm8k.Settings(**values))
+
+
+def mismatched_batch(seed=0, spread=0.5):
+    """A batch of 4 completions of up to 9 tokens, sampled by a policy whose log-probabilities are `spread` off."""
+    torch.manual_seed(seed)
+    length = torch.tensor([9, 4, 7, 1])
+    mask = qerl.length_mask(length, 9)
+    old = -torch.rand(4, 9) * mask
+    rollout = (old - spread * torch.randn(4, 9)) * mask
+    return Batch([[5, 6, 7, 8]] * 4, torch.randint(20, 250, (4, 9)) * mask, length, rollout, torch.tensor([1.0, -0.5, 2.0, -2.5]),
+                 mask, old, weights=qerl.token_weights(mask))
+
+
+@pytest.mark.parametrize("variant,trl", [
+    ("token-tis", dict(mode="token_truncate", clip_max=2.0)), ("sequence-tis", dict(mode="sequence_truncate", clip_max=2.0)),
+    ("sequence-mis", dict(mode="sequence_mask", clip_min=0.5, clip_max=2.0)), ("icepop", dict(mode="token_mask", clip_min=0.5, clip_max=5.0))])
+def test_rollout_correction_weights_and_gradient_equal_trl(qwen, tmp_path, variant, trl):
+    """TRL computes the weights of the same log-probabilities, and then the loss; its vLLM is replaced by our tensors."""
+    trainer = trl_trainer(qwen[0], tmp_path, loss_type="grpo", **{f"vllm_importance_sampling_{k}": v for k, v in trl.items()})
+    trainer.use_vllm = True
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    model = qerl.load_model(qwen[0], weights="bf16", lora_rank=2, train_norms=True)
+    masked = 0
+    for seed in range(4):
+        batch = mismatched_batch(seed)
+        logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+        batch.old_logprobs = (logprobs.detach() + 0.1 * torch.randn(4, 9)) * batch.mask
+        batch.rollout_logprobs = (batch.old_logprobs - 0.6 * torch.randn(4, 9)) * batch.mask
+        rows = [row[:n] for row, n in zip(batch.tokens.tolist(), batch.length)]
+        sampled = [row[:n].tolist() for row, n in zip(batch.rollout_logprobs, batch.length)]
+        trainer._generate = lambda prompts: (batch.prompts, rows, None, ["a"] * 4, sampled, {}, None, None)
+        score = trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (batch.old_logprobs, None, None)
+        theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * 4)
+        trainer._get_per_token_logps_and_entropies = score
+        log_ratio = batch.old_logprobs - batch.rollout_logprobs
+        weight = rollout_correction.correction(log_ratio, batch.mask, variant)
+        torch.testing.assert_close(weight, theirs["importance_sampling_ratio"] * batch.mask, rtol=1e-5, atol=1e-6)
+        masked += int((weight == 0)[batch.mask].sum())
+        theirs["advantages"] = batch.advantages
+        method = neighbour(f"rollout_correction:{variant}")
+        loss, _ = method.loss(logprobs, batch)
+        their_loss = trainer._compute_loss(trainer.model, theirs)
+        assert loss.item() == pytest.approx(their_loss.item(), rel=1e-4)
+        model.zero_grad()
+        trainer.model.zero_grad()
+        loss.backward()
+        their_loss.backward()
+        for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+            torch.testing.assert_close(norm.weight.grad, trainer.model.get_parameter(f"{norm.name}.weight").grad, rtol=1e-3, atol=1e-5)
+    assert (masked > 0) == (variant in ("sequence-mis", "icepop"))
+
+
+def test_rollout_correction_masks_by_hand():
+    """Completions whose ratios are 1.0005 everywhere, 2 and 1/2 in turn, and 1 but for one token."""
+    ratio = torch.tensor([[1.0005] * 4, [2, 0.5, 2, 0.5], [1, 1, 6, 1], [1.1, 1.1, 1, 1]])
+    mask = torch.tensor([[True] * 4, [True] * 4, [True] * 4, [True, True, False, False]])
+    nan = torch.full_like(ratio, math.nan)
+    log_ratio = torch.where(mask, ratio.log(), nan)                                     # what stands at padding must not matter
+    weight = {kind: rollout_correction.correction(log_ratio, mask, kind, 2.0) for kind in rollout_correction.KEPT}
+    assert weight["geometric"].tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]          # the second's mean log is exactly 0
+    k3 = [(r - 1 - math.log(r)) for r in (1.0005, 2, 0.5, 6, 1.1)]
+    assert k3[0] < 0.01 < (k3[1] + k3[2]) / 2 and k3[3] / 4 > 0.01 > k3[4]
+    assert weight["k3"].tolist() == [[1] * 4, [0] * 4, [0] * 4, [1, 1, 0, 0]]
+    assert weight["icepop"][2].tolist() == [1, 1, 0, 1] and weight["token-tis"][2].tolist() == [1, 1, 2, 1]
+    assert weight["sequence-mis"][2].tolist() == [0] * 4 and weight["sequence-tis"][2].tolist() == [2] * 4
+    torch.testing.assert_close(weight["sequence-mis"][3], torch.tensor([1.21, 1.21, 0, 0]))
+    far = rollout_correction.correction(torch.full((1, 3), 200.0), torch.ones(1, 3, dtype=torch.bool), "icepop")
+    assert far.tolist() == [[0, 0, 0]]                                                   # not infinity times 0
+
+
+def test_rollout_correction_without_an_old_policy():
+    """bypass: the clipped ratio to the rollout; pg: the gradient of w log π A, with w a constant."""
+    batch = mismatched_batch(spread=0.1)
+    logprobs = (batch.old_logprobs + 0.3 * torch.randn(4, 9)).requires_grad_()
+    batch.old_logprobs = torch.full((4, 9), math.nan)                                    # nobody computes it
+    for variant in ("bypass", "pg-token-tis", "pg-icepop"):
+        method = neighbour(f"rollout_correction:{variant}")
+        batch.old_logprobs = method.old_logprobs(None, batch)
+        gradient = torch.autograd.grad(method.loss(logprobs, batch)[0], logprobs)[0]
+        z = logprobs.detach().requires_grad_()
+        ratio = (z - batch.rollout_logprobs).exp()
+        A = batch.advantages[:, None]
+        if variant == "bypass":
+            gain = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
+        else:
+            w = ratio.clamp(max=2) if variant == "pg-token-tis" else ratio * ((ratio >= 0.5) & (ratio <= 5))
+            gain = w.detach() * z * A
+        expected = -(gain.sum(1) / batch.length / 4 * (batch.length > 0)).sum()          # at padding the ratio is 1 or w is 0
+        expected = torch.autograd.grad(expected, z)[0] * batch.mask
+        torch.testing.assert_close(gradient, expected)
+        seen = method.measure_updates()
+        assert seen["mismatch_kl"] == pytest.approx((ratio - 1 - ratio.log())[batch.mask].mean().item(), rel=1e-4)
+
+
+def test_normalised_weights_have_mean_1_over_the_step():
+    batch = mismatched_batch(spread=1.0)
+    method, plain = neighbour("rollout_correction:normalised-token-tis"), neighbour("rollout_correction:token-tis")
+    for m in (method, plain):
+        m.measure(batch)
+        for piece in batch.pieces(8):                                                    # one row each, weighted alike
+            m.loss(batch.old_logprobs[:1], piece)
+    weights = [torch.cat([w[mask] for _, mask, w in m.seen]) for m in (method, plain)]
+    assert len(method.seen) == 4
+    torch.testing.assert_close(weights[0], weights[1] / weights[1].mean())
+    assert method.measure_updates()["importance_mean"] == pytest.approx(1) and abs(plain.measure_updates()["importance_mean"] - 1) > 0.1
+
+
+def test_mismatch_by_hand():
+    """Two completions with the ratios (2, 1/2) and (3): their products are 1 and 3."""
+    ratio = torch.tensor([[2, 0.5], [3, 1]])
+    mask = torch.tensor([[True, True], [True, False]])
+    old = torch.where(mask, ratio.log() - 1, 5.0)
+    found = describe_mismatch(old, torch.full((2, 2), -1.0), mask)
+    expected = {"mismatch_kl": (5.5 - 3 - math.log(3)) / 3, "mismatch_max_ratio": 3, "mismatch_k1": -math.log(3) / 3,
+                "mismatch_chi2": (4 + 0.25 + 9) / 3 - 1, "effective_tokens": 5.5 ** 2 / (3 * 13.25), "effective_completions": 4 ** 2 / (2 * 10)}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_rollout_correction_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--stages", 3, "--sigma-start", 0.3, "--sigma-end", 0.3,
+               "--eval-questions", 1, "--skip-eval-before")
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    logs = {}
+    for variant in ("sequence-mis", "pg-icepop", "bypass"):
+        method = ("--method", f"rollout_correction:{variant}")
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / variant)
+        logs[variant] = without_times(tmp_path / variant / "metrics.jsonl")
+    masked = [m["masked_fraction"] for m in logs["sequence-mis"]]
+    assert masked[0] == 0 and any(0 < fraction <= 1 for fraction in masked)              # the first stage has no noise
+    assert any(m["masked_fraction"] > 0 for m in logs["pg-icepop"][1:]) and all(m["masked_fraction"] == 0 for m in logs["bypass"])
+    for log in logs.values():
+        assert abs(log[0]["mismatch_kl"]) < 1e-6 and log[0]["effective_completions"] > 0.999
+        assert all(m["mismatch_kl"] > 1e-3 and m["effective_tokens"] < 1 for m in log[1:])
+    cut = (*options, "--method", "rollout_correction:sequence-mis", "--out", tmp_path / "cut")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_main(patch, *cut)
+    run_main(monkeypatch, *cut, "--resume")
+    file = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "sequence-mis" / file).read_bytes()
+    assert "leave out --tis" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:bypass", "--tis", 2, "--out", tmp_path / "a")
+    assert "no cap" in refused(monkeypatch, capsys, *options, "--method", "rollout_correction:icepop", "--tis", 2, "--out", tmp_path / "b")
+
+
+def compressed_tensors_scheme(format):
+    """The library's 8-bit scheme with a scale per output channel and per token, and its compressor."""
+    from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    name, compressor = {"int8": ("INT8", IntQuantizationCompressor), "fp8": ("FP8_DYNAMIC", FloatQuantizationCompressor)}[format]
+    return preset_name_to_scheme(name, ["Linear"]), compressor
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
+    """At our scale. For FP8 that is the library's own; for INT8 it has amax / 127.5, we FlashRL's amax / 127."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+    torch.manual_seed(0)
+    weight = WEIGHTS[kind]()
+    codes, scale = flashrl.quantize_rows(weight, format)
+    scheme, compressor = compressed_tensors_scheme(format)
+    state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    assert codes.dtype == state["weight"].dtype and torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
+    torch.testing.assert_close(codes.float() * scale, compressor.decompress(state, scheme)["weight"])
+    theirs, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
+    full = scale > 1e-29                                                                 # an empty or tiny row has any scale
+    torch.testing.assert_close(scale[full] * (127 / 127.5 if format == "int8" else 1), theirs[full], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_eight_bit_product_equals_the_librarys_operands(format):
+    """Stacked layers with bias: F.linear of what compressed-tensors makes of input (a scale per token) and weight."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    torch.manual_seed(0)
+    layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64), lora_rank=4, lora_alpha=8)
+    layer.lora_B.data.normal_()
+    x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
+    quantised = flashrl.EightBitLinear(layer, format)
+    merged = flashrl.current_weight(layer)
+    torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
+    scheme, _ = compressed_tensors_scheme(format)
+    rows, none = x.flatten(0, 1), torch.zeros(1)
+    w = fake_quantize(merged, flashrl.quantize_rows(merged, format)[1], none, scheme.weights)
+    z = fake_quantize(rows, flashrl.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    expected = F.linear(z, w, layer.bias)
+    torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4, atol=1e-4)
+    error = relative(expected, layer(x).flatten(0, 1))
+    assert 1e-3 < error < (0.02 if format == "int8" else 0.06)
+
+
+def test_int8_product_is_exact():
+    """Sums of up to 127 * 127 * 8192, beyond float32's integers, equal PyTorch's int8 x int8 -> int32."""
+    torch.manual_seed(0)
+    x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
+    x[0], w[0] = 127, 127
+    ours = flashrl.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
+    assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
+    x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
+    torch.testing.assert_close(flashrl.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, format):
+    """Prompts and decoding have the same 8-bit products: the rollout's log-probabilities are those of the whole text."""
+    model = with_lora(qwen[0], weights="bf16")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    prompts = [p for p in PROMPTS for _ in range(2)]
+    with flashrl.eight_bit(model, format):
+        rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    with torch.no_grad():
+        trained = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    assert describe_mismatch(same, rollout.logprobs, rollout.mask)["mismatch_kl"] < 1e-5    # a sum's order can tip a rounding
+    assert describe_mismatch(trained, rollout.logprobs, rollout.mask)["mismatch_kl"] > 1e-5
+    assert list(before) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert len(model.quantized_layers()) == 8
+
+
+@pytest.mark.parametrize("options", [("flashrl:int8",), ("flashrl:fp8",), ("flashrl:int8", "--lora-rank", 0, "--beta", 0)])
+def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tmp_path, monkeypatch, options):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--eval-questions", 1, "--skip-eval-before", "--method", *options)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    rollouts, generate = [], qerl.generate
+
+    def spy(model, *args, **kwargs):
+        layer = model.blocks[0].mlp.down
+        if isinstance(layer, flashrl.EightBitLinear):
+            rollouts.append(layer.codes.clone())
+        return generate(model, *args, **kwargs)
+
+    monkeypatch.setattr(qerl, "generate", spy)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert len(rollouts) == 3 and not torch.equal(rollouts[0].view(torch.uint8), rollouts[2].view(torch.uint8))
+    log = without_times(tmp_path / "whole" / "metrics.jsonl")
+    assert all(m["mismatch_kl"] > 1e-6 and m["sigma"] == 0 for m in log)
+    settings = json.loads((tmp_path / "whole" / "summary.json").read_text())["settings"]
+    assert (settings["tis"], settings["weights"], settings["sigma_start"]) == (2, "bf16", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_main(patch, *options, "--out", tmp_path / "cut")
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    whole, cut = (read_checkpoint(str(tmp_path / name), {}, must_agree=["no such setting"])[1] for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_flashrl_refuses_what_makes_no_sense(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", "flashrl")
+    assert "use --weights bf16" in refused(monkeypatch, capsys, *options, "--weights", "nvfp4", "--out", tmp_path / "a")
+    have_capability(monkeypatch, 8, 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(qerl.UserError, match="--method flashrl:int8"):
+        neighbour("flashrl:fp8", device="cuda")
+    assert neighbour("flashrl:int8", device="cuda").variant == "int8"
+    have_capability(monkeypatch, 8, 9)
+    assert neighbour("flashrl:fp8", device="cuda").variant == "fp8"
+
+
+def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
+    """Written in the untruncated ratio ρ and in r R, whose bound stays 1 + ε; below, the bound is that of TIS."""
+    batch = mismatched_batch(spread=1.0)
+    logprobs = (batch.old_logprobs + 0.5 * torch.randn(4, 9)).requires_grad_()
+    method = neighbour("qurl:acr")
+    loss, _ = method.loss(logprobs, batch)
+    z = logprobs.detach().requires_grad_()
+    rho, R = (batch.old_logprobs - batch.rollout_logprobs).exp(), (z - batch.old_logprobs).exp()
+    r, A = torch.minimum(torch.ones(()), 2 / rho), batch.advantages[:, None]
+    upper, lower = rho * torch.minimum(r * R, torch.tensor(1.28)) * A, rho * r * torch.maximum(R, torch.tensor(0.8)) * A
+    expected = -(torch.where(A > 0, upper, lower) * batch.weights).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    ours, theirs = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, z)[0]
+    torch.testing.assert_close(ours, theirs)
+    capped = (rho > 2) & batch.mask
+    assert method.measure(batch)["capped_fraction"] == pytest.approx((capped.sum() / batch.mask.sum()).item()) and capped.any()
+    tis, _ = methods.find("qerl", method.settings).loss(logprobs, batch)
+    differs = torch.autograd.grad(tis, logprobs)[0] != ours
+    assert differs.any() and not (differs & ~capped).any()
+
+
+def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
+    """A step of one size in the weights is 1.5 of them in the codes; compressed-tensors' NVFP4 bytes do not change."""
+    torch.manual_seed(0)
+    model = qerl.load_model(qwen[0], "bf16")
+    train_all_weights(model)
+    scaled = copy.deepcopy(model)
+    qurl.scale_for_updates(scaled, 1.5)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+        for norm, other in ((m, n) for m, n in zip(model.modules(), scaled.modules()) if isinstance(m, qerl.RMSNorm)):
+            assert torch.allclose(other.weight, norm.weight * (1 if norm.name == "model.norm" else 1.5))
+        moved = []
+        for layers in zip(model.quantized_layers(), scaled.quantized_layers()):
+            masters = [layer.master for layer in layers]
+            before = [flashrl.quantize_rows(master, "int8")[0] for master in masters]
+            assert (before[0] != before[1]).float().mean() < 1e-4                        # a tie may tip
+            for master in masters:
+                master += 2e-4 * torch.sign(torch.sin(torch.arange(master.numel()))).view_as(master)
+            moved.append([(flashrl.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
+        for layer, (plain, by_uaq) in zip(model.quantized_layers(), moved):
+            reads_a_norm = len(layer.names) > 1
+            assert by_uaq / plain == pytest.approx(1.5 if reads_a_norm else 1, rel=0.1)
+    weight = torch.randn(512, 1024)
+    (theirs, _), (theirs_scaled, _) = compressed_tensors_nvfp4(weight), compressed_tensors_nvfp4(weight / 1.5)
+    for name in ("weight_packed", "weight_scale"):
+        assert torch.equal(theirs[name].view(torch.uint8), theirs_scaled[name].view(torch.uint8))
+
+
+def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--stages", 3, "--eval-questions", 1, "--skip-eval-before", "--beta", 0)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    full, noisy = ("--method", "qurl", "--lora-rank", 0), ("--method", "qurl:acr", "--tis", 1.05, "--sigma-start", 0.2, "--sigma-end", 0.2)
+    tensors, logs = {}, {}
+    for name, method in (("full", full), ("noisy", noisy)):
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / name)
+        logs[name] = without_times(tmp_path / name / "metrics.jsonl")
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run_main(patch, *options, *method, "--out", tmp_path / "cut" / name)
+        run_main(monkeypatch, *options, *method, "--out", tmp_path / "cut" / name, "--resume")
+        tensors[name], cut = (read_checkpoint(str(folder / name), {}, must_agree=["no such setting"])[1] for folder in (tmp_path, tmp_path / "cut"))
+        assert cut.keys() == tensors[name].keys() and all(torch.equal(cut[k], t) for k, t in tensors[name].items())
+    assert all(m["mismatch_kl"] > 1e-6 and m["sigma"] == 0 for m in logs["full"])        # 8 bits sampled, without noise
+    start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["blocks.0.mlp_norm.weight"]
+    assert relative(tensors["full"]["model.blocks.0.mlp_norm.weight"], 1.5 * start) < 0.02
+    assert [m["capped_fraction"] > 0 for m in logs["noisy"]] == [False, True, True]      # the first stage has no noise
+    assert json.loads((tmp_path / "noisy" / "summary.json").read_text())["settings"]["weights"] == "nvfp4"
+    for method, message in ((("qurl", "--weights", "nvfp4"), "frozen nvfp4 weights"), (("qurl",), "acr-int8"),
+                            (("qurl:acr-fp8", "--weights", "nf4"), "use --weights bf16"), (("qurl:acr", "--tis", 0), "use --tis 2")):
+        assert message in refused(monkeypatch, capsys, *options, "--method", *method, "--out", tmp_path / "a")
+
+
+@gpu
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
+    """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
+    torch.manual_seed(0)
+    weight, scale = flashrl.quantize_rows(torch.randn(96, 256), format)
+    for n in (1, 17, 300):
+        x, x_scale = flashrl.quantize_rows(torch.randn(n, 256), format)
+        ours = flashrl.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
+        assert relative(ours, flashrl.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
+    model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
+    prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
+    with flashrl.eight_bit(model, format):
+        rollout = qerl.generate(model, prompts, 40, 2, slots=70)
+        with torch.no_grad():
+            logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03

@@ -39,6 +39,7 @@ from harness.full_weights import train_all_weights
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, slots_that_fit
+from harness.mismatch import describe_mismatch
 from harness.questions import load_questions, next_questions, with_prompts
 from harness.report import one_group, write_report
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
@@ -235,7 +236,7 @@ def train(settings):
         if scaler.is_enabled():
             learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
-        metrics.append({"step": step + 1, **learned, **measured, **seen})
+        metrics.append({"step": step + 1, **learned, **seen, **measured, **method.measure_updates()})
         log_step(metrics[-1], settings.out, progress, track)
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
@@ -485,15 +486,13 @@ def describe(samples, batch, clock):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws."""
     rollout = samples.rollout
     draws = samples.draws or [samples]
-    kl, max_ratio = qerl.mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask)
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     return {
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        "mismatch_kl": kl,
-        "mismatch_max_ratio": max_ratio,
+        **describe_mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask),
         "length": rollout.length.float().mean().item(),
         "truncated": 1 - rollout.finished.float().mean().item(),
         "tokens_per_s": drawn_tokens / clock.seconds["rollout"],
@@ -568,6 +567,7 @@ def arguments(argv=None):
         values.update(PAPER_BF16)
     if given.get("algo") == "dapo":
         values.update(DAPO)
+    values.update(methods.defaults(given.get("method", Settings.method)))
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)

@@ -23,6 +23,11 @@ class Method:
         self.variant = variant
         self.state = {}            # what the method learned during the run; kept in checkpoints, as JSON
 
+    @classmethod
+    def defaults(cls, variant):
+        """{setting: value} where the method's differ from the usual; flags win over them."""
+        return {}
+
     def check(self):
         """Refuse, by a UserError, settings that make no sense together with this method."""
 
@@ -72,6 +77,10 @@ class Method:
         """What metrics.jsonl should say of a step besides, {name: number}; before the updates."""
         return {}
 
+    def measure_updates(self):
+        """The same after the step's updates, of what `loss` saw in them."""
+        return {}
+
 
 def names():
     """What --method takes: "qerl", "FILE" and "FILE:VARIANT"."""
@@ -80,8 +89,8 @@ def names():
     return ["qerl", *files]
 
 
-def find(name, settings):
-    """The Method that --method names, checked against the other settings; raises UserError."""
+def look_up(name):
+    """(class, variant) that --method names; raises UserError."""
     file, _, variant = name.partition(":")
     if file not in names():
         raise UserError(f"--method {name}: unknown; choose one of {', '.join(names())}")
@@ -89,7 +98,18 @@ def find(name, settings):
     if variant and variant not in neighbour.variants:
         offered = ", ".join(f"{file}:{v}" for v in neighbour.variants) or f"{file} alone"
         raise UserError(f"--method {name}: {file} has no variant {variant}; choose {offered}")
-    variant = variant or next(iter(neighbour.variants), None)
+    return neighbour, variant or next(iter(neighbour.variants), None)
+
+
+def defaults(name):
+    """The settings that --method changes where no flag gives them."""
+    neighbour, variant = look_up(name)
+    return neighbour.defaults(variant)
+
+
+def find(name, settings):
+    """The Method that --method names, checked against the other settings; raises UserError."""
+    neighbour, variant = look_up(name)
     method = neighbour(settings, variant)
     method.check()
     return method

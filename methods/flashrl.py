@@ -1,0 +1,200 @@
+"""FlashRL: sample with 8-bit weights and activations, train in 16 bits, weight the tokens.
+
+    python -m methods.flashrl                                          what 8 bits change in a rollout
+    python train_gsm8k.py --method flashrl                             INT8; flashrl:fp8 for FP8
+    python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0      all weights are trained
+
+The problem (github.com/yaof20/Flash-RL, README: primary; fengyao.notion.site/flash-rl): most of the
+time goes into sampling, which 8-bit products make faster. But then another policy samples than is
+trained, and uncorrected the training suffers.
+
+The formulas (README, primary). Before each rollout, of the current weights W [out, in]:
+
+    s_o = max_i |W_oi| / M      q = round(W / s)     a scale for each output channel
+    t_n = max_i |x_ni| / M      p = round(x / t)     a scale for each token, when it comes
+    y_no = t_n s_o Σ_i p_ni q_oi
+
+M = 127 and integer sums (INT8), or M = 448 and E4M3 with float sums (FP8). The update weights each
+token by truncated importance sampling, min(π_old / π_rollout, C) with C = --tis: 2 for 0.5B on
+GSM8K, 8 for 32B with DAPO.
+
+What differs from QeRL: it trains on the very weights that sample, so that noise is the only
+mismatch and is wanted; they have 4 bits and are frozen. Here W is trained, or has LoRA, which is
+merged into it before it is quantised, so that the rollout's LoRA has 8 bits, too. And from the
+authors' code: theirs quantises for INT8 with what a calibration found once, at the start, here
+every scale is a maximum of the current weights; compressed-tensors has amax / 127.5 for INT8. During
+a rollout the 16-bit and the 8-bit weights are both in memory. Held-out questions are answered by
+the 16-bit policy. --tis 0 shows the method without its correction.
+
+The paper's result: the README recommends it from 14B on, with long completions; users saw no
+gain at 32B and 70B (issues 28 and 37). Ours will stand in methods/README.md.
+
+When would you use it? To train all weights, or LoRA on 16-bit weights, of a model for which decoding
+reads mostly weights. If LoRA on frozen weights is enough, 4 bits are faster and need no correction.
+"""
+import contextlib
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4_kernels
+import qerl
+from harness.full_weights import TrainedLinear, train_all_weights
+from harness.mismatch import describe_mismatch
+from harness.small_policy import ByteText, made_up_problems, warm_start
+from methods import Method
+from qerl import UserError
+
+LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
+
+
+def quantize_rows(x, format):
+    """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1]."""
+    x = x.float()
+    scale = (x.abs().amax(1, keepdim=True) / LARGEST[format]).clamp_min(1e-30)
+    codes = x / scale
+    if format == "int8":
+        return codes.round().to(torch.int8), scale
+    return codes.clamp(-qerl.E4M3_MAX, qerl.E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def multiply_codes(x, x_scale, weight, weight_scale):
+    """Codes [n, in] and [out, in] with scales [n, 1] and [out, 1] -> float32 or bfloat16 [n, out].
+
+    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits. On a CPU the
+    products are float64's, in which integers up to 2^53 are exact.
+    """
+    if not x.is_cuda:
+        return (x.double() @ weight.double().T).float() * x_scale * weight_scale.T
+    if x.dtype == torch.float8_e4m3fn:
+        return torch._scaled_mm(x, weight.T, scale_a=x_scale, scale_b=weight_scale.T,
+                                out_dtype=torch.bfloat16)
+    padded = F.pad(x, (0, 0, 0, max(0, 32 - len(x))))          # the product takes more than 16 rows
+    return torch._int_mm(padded, weight.T)[:len(x)] * x_scale * weight_scale.T
+
+
+def current_weight(layer):
+    """The weight [out, in] with which a QuantLinear trains now, LoRA merged, float32."""
+    if isinstance(layer, TrainedLinear):
+        return layer.master.detach()
+    weight = layer.weight.dequantize(torch.float32)
+    if layer.use_adapter:
+        pieces = zip(layer.lora_A.detach().split(layer.rank), layer.lora_B.detach().split(layer.sizes))
+        weight = weight + layer.alpha / layer.rank * torch.cat([B @ A for A, B in pieces])
+    return weight
+
+
+class EightBitLinear(nn.Module):
+    """A QuantLinear's layers, quantised as they are now: x [..., in] -> [..., out], no gradient."""
+    interleaved = False                # the columns of x come as they are; see qerl.PackedWeight
+
+    def __init__(self, layer, format):
+        super().__init__()
+        self.sizes = layer.sizes
+        self.bias = None if layer.bias is None else layer.bias.detach().float()
+        self.format = format
+        self.codes, self.scale = quantize_rows(current_weight(layer), format)
+        whole = self.codes.shape[0] % 16 == 0 and self.codes.shape[1] % 16 == 0
+        qerl.require(whole or not self.codes.is_cuda, f"layer {layer.names[0]}: 8-bit products on a GPU "
+                     "need features divisible by 16; use --method qerl with this model")
+
+    @property
+    def weight(self):
+        return self                    # attention and MLP ask a layer's weight for `interleaved`
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        y = multiply_codes(*quantize_rows(rows, self.format), self.codes, self.scale).float()
+        y = y if self.bias is None else y + self.bias
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def decode(self, x, residual=None):
+        return self(x) if residual is None else self(x) + residual
+
+
+@contextlib.contextmanager
+def eight_bit(model, format):
+    """Inside, the linear layers are the current ones quantised to "int8" or "fp8"; then as before."""
+    places = [(parent, name, child) for parent in model.modules()
+              for name, child in parent.named_children() if isinstance(child, qerl.QuantLinear)]
+    for parent, name, layer in places:
+        setattr(parent, name, EightBitLinear(layer, format))
+    try:
+        yield
+    finally:
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+
+
+def check_gpu(name, settings):
+    """Refuse a method FILE:VARIANT with FP8 on a GPU without such products."""
+    device = torch.device(settings.device)
+    if name.endswith("fp8") and device.type == "cuda":
+        if torch.version.hip or fp4_kernels.capability(device) < (8, 9):
+            raise UserError(f"--method {name}: this GPU has no FP8 products, which NVIDIA's have from "
+                            f"Ada and Hopper on; use --method {name.replace('fp8', 'int8')}")
+
+
+class Neighbour(Method):
+    variants = ("int8", "fp8")
+
+    @classmethod
+    def defaults(cls, variant):
+        return dict(weights="bf16", sigma_start=0.0, sigma_end=0.0, tis=2.0)
+
+    def check(self):
+        if self.settings.weights != "bf16":
+            raise UserError(f"--method flashrl: quantises 16-bit weights for the rollout, and "
+                            f"{self.settings.weights} is smaller already; use --weights bf16")
+        check_gpu(f"flashrl:{self.variant}", self.settings)
+
+    @contextlib.contextmanager
+    def noise(self, model, sigma, generator):
+        with super().noise(model, sigma, generator), eight_bit(model, self.variant):
+            yield
+
+
+def main():
+    text = ByteText()
+    prompts = [text.prompt(p["question"]) for p in made_up_problems()[1][:32]]
+    repeated = [prompt for prompt in prompts for _ in range(4)]
+    model = qerl.load_model(warm_start(), "bf16")
+    train_all_weights(model)
+    four_bits = qerl.load_model(warm_start(), "nvfp4")
+    updated = copy.deepcopy(model)             # as if by one step of Adam with a learning rate of 1e-3
+    generator = torch.Generator().manual_seed(0)
+    for layer in updated.quantized_layers():
+        sign = torch.randn(layer.master.shape, generator=generator).sign()
+        layer.master.data += 1e-3 * sign
+
+    print("128 completions of the built-in policy (float32), and what weighting them would leave\n"
+          f"{'sampled with':34} {'trained':8} {'bits':>6} {'KL/token':>9} "
+          f"{'eff. tokens':>12} {'eff. completions':>17}")
+
+    def compare(name, trained_name, bits, sampler, trained, format=None):
+        context = eight_bit(sampler, format) if format else contextlib.nullcontext()
+        with context:
+            rollout = qerl.generate(sampler, prompts, 64, 4, eos=text.eos,
+                                    generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            logprobs = qerl.token_logprobs(trained, repeated, rollout.tokens, rollout.length)
+        seen = describe_mismatch(logprobs, rollout.logprobs, rollout.mask)
+        print(f"{name:34} {trained_name:8} {bits:6} {abs(seen['mismatch_kl']):9.5f} "
+              f"{seen['effective_tokens']:12.1%} {seen['effective_completions']:17.1%}", flush=True)
+
+    compare("the weights that are trained", "float32", 32, model, model)
+    compare("INT8, quantised now", "float32", 8, model, model, "int8")
+    compare("FP8, quantised now", "float32", 8, model, model, "fp8")
+    compare("INT8, quantised before an update", "float32", 8, model, updated, "int8")
+    compare("NVFP4, quantised now", "float32", 4.5, four_bits, model)
+    compare("NVFP4, as QeRL: trained as sampled", "NVFP4", 4.5, four_bits, four_bits)
+    print("\n8 bits cost little, INT8 less than FP8, whose codes have 3 bits behind the leading one. TIS is to\n"
+          "correct that. The codes must follow the policy: from before an update they are farther away.\n"
+          "4 bits are farther still, unless, as in QeRL, the 4-bit policy is itself the trained one.")
+
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Rollout correction: what to do about completions that another policy sampled.
+
+    python -m methods.rollout_correction                                what each correction costs
+    python train_gsm8k.py --method rollout_correction:token-tis         train with one of `variants`
+
+The problem ("On the Rollout-Training Mismatch in Modern RL Systems", openreview.net 8MHqvb4lK9):
+sampler and trainer compute one policy in different arithmetic or, with AQN, with and without noise.
+Completions come from π_rollout, and the gradient takes them for π_old's.
+
+The formulas are those of the algorithm notes and the helper of the library verl (primary). With
+ρ = π_old / π_rollout and R = π / π_old at a token, l = log ρ, and the gain G(R) =
+min(R A, clip(R, 1-ε, 1+ε) A):
+
+    decoupled         -E[ w G(R) ]         three policies; w is made of ρ
+    bypass            -E[ G(π/π_rollout) ] π_old is π_rollout, and its forward pass is saved. No w:
+                                           the ratio already holds the correction
+    policy gradient   -E[ w log π A ]      bypass without clipping; w is made of π/π_rollout
+
+    token-tis      w = min(ρ, C)             C = --tis, else 2
+    sequence-tis   w = min(Π ρ, C)           the product over a completion
+    sequence-mis   the same, but 0 unless Π ρ is in [0.5, 2]
+    icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
+    geometric      w = 1, but 0 unless exp(mean l) of the completion is in [0.999, 1.001]
+    k3             w = 1, but 0 unless mean(eˡ - 1 - l) of the completion is at most 0.01
+
+A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
+TRL; verl shortens that number, too, and so takes larger steps.
+
+What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
+the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
+
+When would you use it? First make the two policies alike; a correction pays with variance or bias
+for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
+right about prefixes, but of long completions few effective samples are left. The masks are for a
+rollout that sometimes goes wrong altogether. bypass saves a forward pass where the mismatch is
+small against the clip range.
+"""
+import math
+from types import SimpleNamespace
+
+import torch
+
+import qerl
+from harness.batches import Batch
+from harness.mismatch import LARGEST, describe_mismatch
+from methods import Method
+from qerl import UserError
+
+CAPPED = ("token-tis", "sequence-tis", "sequence-mis")
+# Where the ratio, the geometric mean or the K3 must lie; elsewhere the weight is 0.
+KEPT = {"token-tis": (0, math.inf), "sequence-tis": (0, math.inf), "sequence-mis": (0.5, 2),
+        "icepop": (0.5, 5), "geometric": (0.999, 1.001), "k3": (0, 0.01)}
+VARIANTS = {kind: ("decoupled", kind) for kind in KEPT}            # name -> mode, kind of weight
+VARIANTS |= {f"normalised-{kind}": ("normalised", kind) for kind in CAPPED[:2]}
+VARIANTS |= {"bypass": ("bypass", None)}
+VARIANTS |= {f"pg-{kind}": ("policy gradient", kind) for kind in KEPT}
+
+
+@torch.no_grad()
+def correction(log_ratio, mask, kind, cap=2.0):
+    """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
+
+    log_ratio float32 [B, C]: log of the policy to correct for over π_rollout; mask bool [B, C]. In
+    this order: clamp, exponential, mask, truncate; the normalised variants then divide by the mean.
+    """
+    log_ratio = log_ratio.masked_fill(~mask, 0)
+    length = mask.sum(1, keepdim=True).clamp_min(1)
+    if kind.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True)                                 # (B, 1)
+    if kind == "geometric":
+        log_ratio = log_ratio.sum(1, keepdim=True) / length
+    log_ratio = log_ratio.clamp(-LARGEST, LARGEST)
+    value = log_ratio.exp()
+    if kind == "k3":
+        value = (value - 1 - log_ratio).sum(1, keepdim=True) / length
+    low, high = KEPT[kind]
+    kept = (value >= low) & (value <= high) & mask                                 # (B, C)
+    if kind in CAPPED:
+        value = value.clamp(max=cap)
+    weight = torch.ones_like(value) if kind in ("geometric", "k3") else value
+    return weight * kept
+
+
+class Neighbour(Method):
+    variants = tuple(VARIANTS)
+
+    def __init__(self, settings, variant=None):
+        super().__init__(settings, variant)
+        self.mode, self.kind = VARIANTS[self.variant]
+        self.three_policies = self.mode in ("decoupled", "normalised")
+        self.cap = settings.tis or 2.0
+        self.mean = 1.0        # of the step's weights, by which the normalised ones are divided
+        self.seen = []         # (log-ratio, mask, weight) of each piece in the step's updates
+
+    def check(self):
+        if self.settings.tis and self.mode == "bypass":
+            raise UserError("--method rollout_correction:bypass: its ratio already corrects for the "
+                            "rollout, and --tis would count that twice; leave out --tis")
+        if self.settings.tis and self.kind not in CAPPED:
+            raise UserError(f"--method rollout_correction:{self.variant}: it has no cap that --tis "
+                            "could set; leave out --tis")
+
+    def old_logprobs(self, model, batch):
+        return super().old_logprobs(model, batch) if self.three_policies else batch.rollout_logprobs
+
+    def measure(self, batch):
+        if self.mode == "normalised":
+            log_ratio = batch.old_logprobs - batch.rollout_logprobs
+            weight = correction(log_ratio, batch.mask, self.kind, self.cap)
+            self.mean = (weight.sum() / batch.mask.sum()).item() if batch.mask.any() else 1.0
+        return {}
+
+    def loss(self, logprobs, piece):
+        corrected = piece.old_logprobs if self.three_policies else logprobs.detach()
+        log_ratio = corrected - piece.rollout_logprobs
+        weight = torch.ones_like(log_ratio)
+        if self.kind:
+            weight = correction(log_ratio, piece.mask, self.kind, self.cap) / self.mean
+        self.seen.append((log_ratio, piece.mask, weight))
+        # At R = π / π, whose value is 1, the gradient of R A is that of log π A, and nothing is clipped.
+        anchor = logprobs.detach() if self.mode == "policy gradient" else piece.old_logprobs
+        return qerl.policy_loss(
+            logprobs, anchor, piece.advantages, piece.weights,
+            self.settings.clip_low, self.settings.clip_high,
+            piece.ref_logprobs, self.settings.beta, weight,
+        )
+
+    def measure_updates(self):
+        """The weights' mean, how many are 0 and, for lack of π_old, the mismatch of π in bypass."""
+        log_ratio, mask, weight = (torch.cat(part) for part in zip(*self.seen))
+        self.seen = []
+        if not mask.any():             # DAPO may leave out every completion
+            return {}
+        weight = weight[mask]
+        result = {
+            "importance_mean": weight.mean().item(),
+            "masked_fraction": (weight == 0).float().mean().item(),
+        }
+        if not self.three_policies:
+            result |= describe_mismatch(log_ratio, torch.zeros_like(log_ratio), mask)
+        return result
+
+
+# The demonstration: a policy whose expected reward, and thereby its gradient, is known exactly. Each
+# of 16 tokens depends on the one before it alone; the reward is 1 if the last of them is 0.
+
+def expected_reward(logits):
+    return torch.linalg.matrix_power(logits.softmax(-1), 16)[0, 0]
+
+
+def sampled_gradient(method, logits, noisy, size=256):
+    """The gradient in the logits [5, 5] that the method makes of completions of the noisy policy."""
+    tokens = [torch.zeros(size, dtype=torch.long)]
+    for _ in range(16):
+        tokens.append(torch.multinomial(noisy.softmax(-1)[tokens[-1]], 1)[:, 0])
+    tokens = torch.stack(tokens, 1)
+    pairs = tokens[:, :-1], tokens[:, 1:]
+    logprobs = logits.log_softmax(-1)[pairs]
+    rollout_logprobs = noisy.log_softmax(-1)[pairs]
+    advantages = (tokens[:, -1] == 0).float() - expected_reward(logits).item()
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    batch = Batch(None, tokens, None, rollout_logprobs, advantages, mask, weights=mask / size)
+    batch.old_logprobs = rollout_logprobs if method.variant == "bypass" else logprobs.detach()
+    loss, _ = method.loss(logprobs, batch)
+    return -torch.autograd.grad(loss, logits)[0]
+
+
+def main():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 5, requires_grad=True)
+    exact = torch.autograd.grad(expected_reward(logits), logits)[0]
+    print("100 gradients, each of 256 completions of 16 tokens, against the exact one. In per cent of\n"
+          "its length: how far their mean is off (bias) and how far one is from the mean (scatter).")
+    rows = [("no correction", None, 0), *((kind, kind, 0) for kind in KEPT), ("bypass", "bypass", 0)]
+    rows += [("sequence-tis, --tis 1e6", "sequence-tis", 1e6)]
+    for sigma in (0.01, 0.3):
+        noisy = logits.detach() + sigma * torch.randn(5, 5)
+        print(f"\nnoise {sigma} on the logits of the sampler    bias  scatter  tokens left out")
+        for name, variant, tis in rows:
+            settings = SimpleNamespace(tis=tis, clip_low=0.2, clip_high=0.28, beta=0)
+            method = Neighbour(settings, variant) if variant else Method(settings)
+            gradients = torch.stack([sampled_gradient(method, logits, noisy) for _ in range(100)])
+            mean = gradients.mean(0)
+            bias = (mean - exact).norm() / exact.norm()
+            scatter = (gradients - mean).norm() / 100 ** 0.5 / exact.norm()
+            left_out = method.measure_updates().get("masked_fraction", 0)
+            print(f"{name:40} {bias:6.0%} {scatter:8.0%} {left_out:16.0%}")
+    print("\nA mean of 100 is itself off by a tenth of the scatter. Only the whole product, uncapped,\n"
+          "has no bias, and it scatters most. The narrow masks of geometric and k3 leave nothing of\n"
+          "a rollout that is off everywhere. In bypass the noise alone leaves the clip range, in which\n"
+          "completions that did well lose their gradient, and those that did badly keep theirs.")
+
+
+if __name__ == "__main__":
+    main()
