@@ -995,6 +995,89 @@ def test_no_file_of_a_run_is_overwritten(data, tmp_path, monkeypatch, capsys, na
         assert file.read_text() == "mine\n"
 
 
+def scored_by_letters(monkeypatch):
+    """Rewards of which most differ, so that an untrained model's completions have a signal."""
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+
+
+def losses_times(monkeypatch, *factors):
+    """Multiply the first losses by these factors, the others by the last."""
+    policy_loss, left = qerl.policy_loss, list(factors)
+
+    def multiplied(*args):
+        loss, kl = policy_loss(*args)
+        return loss * (left.pop(0) if len(left) > 1 else left[0]), kl
+    monkeypatch.setattr(qerl, "policy_loss", multiplied)
+
+
+def test_float16_gradients_do_not_vanish(qwen, data, tmp_path, monkeypatch):
+    """A loss of a 100,000th has gradients that float16 cannot hold; after a step they are a 100,000th of the others."""
+    scored_by_letters(monkeypatch)
+    norms = {}
+    for dtype, factor in itertools.product(("float16", "float32"), (1, 1e-5)):
+        with monkeypatch.context() as patch:
+            losses_times(patch, factor)
+            out = tmp_path / f"{dtype}-{factor}"
+            run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--dtype", dtype, "--out", out)
+        (logged,) = read_jsonl(out / "metrics.jsonl")
+        norms[dtype, factor] = logged["gradient_norm"]
+        assert logged.get("loss_scale") == (65536 if dtype == "float16" else None)
+        assert json.loads((out / "summary.json").read_text())["settings"]["dtype"] == dtype
+        trained = load_file(out / "adapter/adapter_model.safetensors")
+        assert all(t.dtype == torch.float32 and t.isfinite().all() for t in trained.values())
+        assert any(t.any() for name, t in trained.items() if "lora_B" in name)
+    for (dtype, factor), norm in norms.items():
+        assert norm == pytest.approx(factor * norms["float32", 1], rel=0.05), (dtype, factor)
+
+
+def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_path, monkeypatch):
+    """The first gradient overflows. The run goes on with half the scale, and after a stop as if there had been none."""
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--dtype", "float16")
+    save, adapters = train_gsm8k.save_checkpoint, []
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        save(folder, model, optimizer, generators, state, settings)
+        adapters.append([p.detach().clone() for p in qerl.trainable(model).values()])
+        if state["step"] == stop_at:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(train_gsm8k, "save_checkpoint", stopped)
+    for stop_at, name in ((None, "whole"), (2, "cut")):
+        with monkeypatch.context() as patch:
+            losses_times(patch, 1e9, 1)
+            if stop_at is None:
+                run_main(monkeypatch, *options, "--out", tmp_path / name)
+            else:
+                with pytest.raises(SystemExit):
+                    run_main(monkeypatch, *options, "--out", tmp_path / name)
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    logged = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
+    assert [m["loss_scale"] for m in logged] == [32768] * 3 and logged[0]["gradient_norm"] == 0 < logged[1]["gradient_norm"]
+    before, first, second = adapters[:3]
+    assert all(map(torch.equal, before, first)) and not all(map(torch.equal, first, second))
+    assert without_times(tmp_path / "whole" / "metrics.jsonl") == without_times(tmp_path / "cut" / "metrics.jsonl")
+    whole, cut = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert json.loads(safe_open(tmp_path / "cut/checkpoint.safetensors", "pt").metadata()["state"])["scaler"]["_growth_tracker"] == 2
+
+
+def test_an_infinite_gradient_ends_a_run_that_scales_no_loss():
+    for options in (dict(enabled=False), dict(init_scale=1.0)):
+        with pytest.raises(qerl.UserError, match="gradient norm inf"):
+            train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu", **options))
+    train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu"))
+    with pytest.raises(qerl.UserError, match="loss nan"):
+        train_gsm8k.finite_update([(math.nan, 0.0)], torch.tensor(1.0), torch.amp.GradScaler("cpu"))
+
+
+def test_the_dtype_that_suits_the_device(monkeypatch):
+    def chosen(*argv):
+        return train_gsm8k.arguments([*argv, "--device", "cpu"]).dtype
+    assert chosen() == "float32" and chosen("--dtype", "bfloat16") == "bfloat16"
+    monkeypatch.setattr(fp4_kernels, "default_dtype", lambda device: torch.float16)
+    assert chosen() == "float16"
+
+
 NO_NUMBER = re.compile("NaN|Infinity")
 
 

@@ -35,7 +35,7 @@ from harness.checkpoint import fingerprint, read_checkpoint, restore, save_check
 from harness.checks import check_settings, finite_metrics, finite_policy, finite_rollout
 from harness.checks import finite_update, rank_fits
 from harness.figures import learning_curve, save_figure
-from harness.flags import full_name, parse_flags, require, setting
+from harness.flags import dtype_name, full_name, parse_flags, require, setting
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
 from harness.questions import gsm8k
@@ -100,6 +100,8 @@ class Settings:
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
+    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on a T4, float32 on a CPU",
+                         ["auto", "bfloat16", "float16", "float32"])
     eval_questions: int = setting(0, "held-out questions, 0: all")
     eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
     skip_eval_before: bool = setting(False, "do not measure the policy before its training")
@@ -131,16 +133,20 @@ def train(settings):
     saved = read_checkpoint(settings.out, lasting(settings)) if settings.resume else None
     model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
+    # that makes them overflow the step is left out, the scale halved. Other dtypes need none of it.
+    scaler = torch.amp.GradScaler(model.device.type, enabled=settings.dtype == "float16")
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
     data = fingerprint(questions + held_out)
     if saved:
-        state = resume(saved, model, optimizer, generators, data, settings.out)
+        state = resume(saved, model, optimizer, scaler, generators, data, settings.out)
     else:
         if settings.resume:
             print(f"{settings.out} has no checkpoint yet: starting over")
         state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "method": method.state}
+        state["scaler"] = scaler.state_dict()
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, "before"))
         save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
@@ -200,24 +206,29 @@ def train(settings):
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
-                    loss.backward()
+                    scaler.scale(loss).backward()
                     losses.append((loss.item(), kl.item()))
+                scaler.unscale_(optimizer)
                 trained = qerl.trainable(model).values()
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                finite_update(losses, norm)
-                optimizer.step()
+                finite_update(losses, norm, scaler)
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             finite_policy(model, batch.prompts[0])
 
         # Log and save.
         state["step"] = step + 1
         state["seconds"] = time.perf_counter() - started
+        state["scaler"] = scaler.state_dict()
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item(),
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,       # 0: step left out
             "lr": optimizer.param_groups[0]["lr"],
         }
+        if scaler.is_enabled():
+            learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
         metrics.append({"step": step + 1, **learned, **measured, **seen})
         log_step(metrics[-1], settings.out, progress, track)
@@ -255,6 +266,7 @@ def load_all(settings, method):
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
         folder, settings.weights, settings.lora_rank, settings.device,
+        dtype=getattr(torch, settings.dtype),
         lora_alpha=settings.lora_alpha, train_norms=settings.train_norms,
         checkpoint_class=method.checkpoint_class(),
     )
@@ -445,13 +457,14 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
-def resume(saved, model, optimizer, generators, data, folder):
+def resume(saved, model, optimizer, scaler, generators, data, folder):
     """Put everything where the saved checkpoint had it; returns its state."""
     state, tensors = saved
     if state["data"] != data:
         raise UserError(f"--resume: {folder} was started with other questions or answers than the "
                         "data now holds; give the same --data or another --out")
     restore(tensors, model, optimizer, generators)
+    scaler.load_state_dict(state["scaler"])
     print(f"resumed {folder} after step {state['step']}")
     return state
 
@@ -547,6 +560,7 @@ def arguments(argv=None):
     check_settings(settings)
     methods.find(settings.method, settings)
     settings.model = full_name(settings.model)
+    settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings
 
 

@@ -60,10 +60,15 @@ def finite_rollout(rollout, remedy):
     return rollout
 
 
-def finite_update(losses, norm):
-    """Stop before an optimiser step that would put NaN into the policy."""
+def finite_update(losses, norm, scaler):
+    """Stop before an optimiser step that would put NaN into the policy.
+
+    A gradient that overflowed in float16 is no reason, as long as the scaler (torch.amp.GradScaler)
+    can scale it less: it leaves this step out and halves its scale.
+    """
     loss = sum(loss for loss, _ in losses)
-    if not math.isfinite(loss) or not math.isfinite(norm):
+    left_out = scaler.is_enabled() and scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or left_out):
         raise UserError(
             f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr"
         )

@@ -10,6 +10,7 @@ from dataclasses import field, fields
 
 import torch
 
+import fp4_kernels
 from qerl import UserError
 
 
@@ -88,6 +89,13 @@ def check_device(name):
     if device.type == "cuda":
         there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
         require(there, "device", name, "no such CUDA GPU here; use --device cpu")
+
+
+def dtype_name(given, device):
+    """--dtype as it was given or, if that is auto, the name of the dtype that suits the device."""
+    if given != "auto":
+        return given
+    return str(fp4_kernels.default_dtype(torch.device(device))).removeprefix("torch.")
 
 
 def full_name(model):
