@@ -38,7 +38,7 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import checkpoint, claims, cross_compile, report, small_policy
+from harness import checkpoint, claims, cross_compile, demonstration, report, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -2634,10 +2634,38 @@ def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, variant):
     assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if variant == "pooled" else "kept_fraction" not in metrics[0]
 
 
+def test_fp16_rounds_more_finely_than_bfloat16(qwen):
+    """Decoding against training, by transformers' own float32 log-probabilities: 3 more bits, up to 64 times less K3."""
+    folder, theirs = qwen
+    errors, mismatches = {}, {}
+    for dtype in (torch.bfloat16, torch.float16):
+        model = qerl.load_model(folder, "bf16", dtype=dtype)
+        rollout, batch = demonstration.sample_step(neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
+        tokens = torch.cat([torch.tensor([[5, 6, 7]]).repeat(16, 1), rollout.tokens], 1)
+        exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1, rollout.tokens[..., None])[..., 0]
+        errors[dtype] = (batch.old_logprobs - exact).std().item()
+        mismatches[dtype], _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
+    assert 5 < errors[torch.bfloat16] / errors[torch.float16] < 13                       # 8: 2^-8 against 2^-11
+    assert mismatches[torch.bfloat16] > 20 * mismatches[torch.float16] > 0
+
+
+def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", "fp16", "--skip-eval-before", "--eval-questions", 1)
+    assert methods.find("fp16", train_gsm8k.Settings()).loss_scale_growth == 400
+    monkeypatch.setattr(methods.fp16.Neighbour, "loss_scale_growth", 2)
+    run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    metrics = without_times(tmp_path / "run" / "metrics.jsonl")
+    assert [m["loss_scale"] for m in metrics] == [2.0 ** 16, 2.0 ** 17, 2.0 ** 17, 2.0 ** 18, 2.0 ** 18]
+    assert all(m["gradient_norm"] > 0 for m in metrics) and 0 < metrics[0]["mismatch_kl"] < 1e-5
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["dtype"] == "float16"
+
+
 @pytest.mark.parametrize("options,message", [
     (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
     (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
     (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
+    (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
     (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
