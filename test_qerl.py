@@ -38,8 +38,8 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import checkpoint, checks, claims, cross_compile, entropy, memory, report, run_folder
-from harness import small_policy
+from harness import checkpoint, checks, claims, cross_compile, demonstration, entropy, memory
+from harness import report, run_folder, small_policy
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -3837,3 +3837,206 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
         with torch.no_grad():
             logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
+
+
+# ------------------------------------------------------------------- neighbours: noise control, float16, exploration
+
+def neighbour(name, settings=(), **state):
+    """The Method of --method NAME with the small preset's settings and these."""
+    method = methods.find(name, train_gsm8k.arguments(["--device", "cpu", "--method", name, *map(str, settings)]))
+    method.state.update(state)
+    return method
+
+
+def batch_with_log_ratios(log_ratios, advantages=None):
+    """A Batch whose log pi_old - log mu are these, float [N, C]."""
+    log_ratios = torch.tensor(log_ratios)
+    rows, length = log_ratios.shape
+    return Batch([[1]] * rows, torch.zeros(rows, length, dtype=torch.long), torch.full((rows,), length), -1 - log_ratios,
+                 torch.ones(rows) if advantages is None else torch.tensor(advantages), torch.ones(rows, length, dtype=torch.bool),
+                 torch.full((rows, length), -1.0))
+
+
+def steered(method, model, scheduled, log_ratios):
+    """The sigma that a step had, whose completions had these log ratios."""
+    with method.noise(model, scheduled, torch.Generator()):
+        pass
+    return method.measure(batch_with_log_ratios(log_ratios))["sigma"]
+
+
+def test_noise_control_holds_a_divergence(qwen):
+    """The noise of a made-up policy has the divergence 100 sigma^2 on top of a rounding of 1e-3: the loop must find both."""
+    model = qerl.load_model(qwen[0])
+    method = neighbour("noise_control:divergence")
+
+    def divergent(sigma):                            # half of the tokens at +x, half at -x: mean(e^l - 1 - l) = cosh(x) - 1
+        x = math.acosh(1 + 1e-3 + 100 * sigma ** 2)
+        return [[x, -x]]
+    assert steered(method, model, 0.0, divergent(0)) == 0                                # without noise: only K_0 is measured
+    assert method.state["sigma"] == 0.01 and method.state["rounding"] == pytest.approx(1e-3, rel=1e-3)
+    sigmas = [steered(method, model, 0.01, divergent(method.state["sigma"])) for _ in range(30)]
+    assert sigmas[0] == 0.01 and sigmas[1] == pytest.approx(0.008)                       # down by 0.8 at most
+    assert 100 * sigmas[-1] ** 2 == pytest.approx(3e-3, rel=1e-2)
+    fallen = [steered(method, model, 0.005, divergent(method.state["sigma"])) for _ in range(30)]
+    assert 100 * fallen[-1] ** 2 == pytest.approx(3e-3 / 4, rel=1e-2)                     # half of Eq. 8's sigma: a quarter
+    up = neighbour("noise_control:divergence")
+    assert [steered(up, model, 0.01, [[0.0, 0.0]]) for _ in range(2)] == [0.01, 0.0125]  # up by 1.25 at most
+    for _ in range(40):
+        steered(up, model, 0.01, [[0.0, 0.0]])
+    assert up.state["sigma"] == 0.2
+
+
+def test_noise_control_by_plappert_and_by_entropy(qwen):
+    model = qerl.load_model(qwen[0])
+    method = neighbour("noise_control:plappert")
+    assert steered(method, model, 0.01, [[-0.002, -0.004]]) == 0.01                      # mean(-l) = 0.003 is near enough
+    assert steered(method, model, 0.01, [[-0.002, -0.0041]]) == pytest.approx(0.0101)
+    assert method.state["sigma"] == pytest.approx(0.01)
+    method = neighbour("noise_control:entropy", sigma=0.05)
+    for entropy, sigma in ((0.19, 0.054), (0.21, 0.05)):                                 # steps of a 50th of 0.2
+        with method.noise(model, 0.01, torch.Generator()):
+            method.entropy = entropy
+        method.measure(batch_with_log_ratios([[0.0]]))
+        assert method.state["sigma"] == pytest.approx(sigma)
+
+
+@pytest.mark.parametrize("variant,noisy", [
+    ("divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
+    ("mlp", ["0.post", "1.post"]), ("first", ["0.input", "0.post"]), ("last", ["1.input", "1.post"]),
+])
+def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
+    """In those norms it is QeRL's own draw, in the others there is none."""
+    model = qerl.load_model(qwen[0])
+    norms = {m.name.removeprefix("model.layers.").removeprefix("model.").removesuffix("_layernorm").replace("post_attention", "post"): m
+             for m in model.modules() if isinstance(m, qerl.RMSNorm)}
+    with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
+        expected = {name: norm.noisy_weight for name, norm in norms.items()}
+    with neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
+        assert sorted(name for name, norm in norms.items() if norm.noisy_weight is not None) == noisy
+        assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
+    assert all(norm.noisy_weight is None for norm in norms.values())
+
+
+@pytest.mark.parametrize("variant,kurtosis,cdf", [
+    ("uniform", 1.8, lambda z: np.clip(z / math.sqrt(12) + 0.5, 0, 1)),
+    ("laplace", 6.0, lambda z: np.where(z < 0, 0.5 * np.exp(math.sqrt(2) * z), 1 - 0.5 * np.exp(-math.sqrt(2) * z))),
+])
+def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
+    """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the distribution's formula."""
+    model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
+    method, drawn = neighbour(f"noise_control:{variant}"), []
+    for _ in range(100):
+        with method.noise(model, 0.01, rng):
+            drawn += [(m.noisy_weight - m.weight.detach()) / 0.01 for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+    z = np.sort(torch.cat(drawn).double().numpy())
+    assert abs(z.mean()) < 0.02 and abs(z.var() - 1) < 0.04 and abs((z ** 4).mean() / kurtosis - 1) < 0.1
+    steps = np.arange(len(z) + 1) / len(z)
+    distance = max(np.abs(cdf(z) - steps[1:]).max(), np.abs(cdf(z) - steps[:-1]).max())
+    assert distance < 1.95 / math.sqrt(len(z))                                           # the 0.1 % point
+
+
+def test_noise_control_pools_draws_within_each_group(qwen):
+    """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it has the same log-probabilities."""
+    model = with_lora(qwen[0])
+    prompts, sampling, noise = [[5, 6, 7], [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    method = neighbour("noise_control:pooled")
+    with method.noise(model, 0.3, noise):
+        rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
+    repeated, agrees = [p for p in prompts for _ in range(8)], []
+    noise.manual_seed(2)
+    for _ in range(4):
+        with qerl.adaptive_quantization_noise(model, 0.3, noise):
+            scored = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+        agrees.append((scored - rollout.logprobs).abs().amax(1) < 1e-4)
+    assert torch.stack(agrees).int().tolist() == [([0] * 2 * j + [1, 1] + [0] * (6 - 2 * j)) * 2 for j in range(4)]
+
+
+def test_noise_control_drops_completions_far_from_the_policy():
+    """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as in its gradient."""
+    method = neighbour("noise_control:pooled")
+    ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
+    batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(), [1.0, 1.0, -1.0, -2.0])
+    batch.weights = torch.full((4, 2), 1 / 8)
+    logprobs = batch.old_logprobs.clone().requires_grad_()
+    loss, kl = method.loss(logprobs, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.5 - 2 * 2) / 4, abs=1e-5) and kl == 0
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-1.5, 0, 0, 4]).repeat(2, 1).T / 8)
+    with method.noise(None, 0.01, None):
+        assert method.measure(batch)["kept_fraction"] == 0.5
+
+
+def resumes_bit_for_bit(monkeypatch, tmp_path, options):
+    """Train, whole and stopped in the fourth step, resumed from the second; returns the metrics, once they are equal."""
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        def stop(model, prompt, count=iter(range(3, -1, -1))):
+            if next(count) == 0:
+                raise qerl.UserError("stopped")
+        patch.setattr(train_gsm8k, "finite_policy", stop)
+        with pytest.raises(SystemExit):
+            run_main(patch, *options, "--out", tmp_path / "stopped")
+    assert read_checkpoint(str(tmp_path / "stopped"), {}, must_agree=["none"])[0]["step"] == 2
+    run_main(monkeypatch, *options, "--out", tmp_path / "stopped", "--resume")
+    whole, stopped = (without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    assert len(whole) == 5 and whole == stopped
+    states = [read_checkpoint(str(tmp_path / name), {}, must_agree=["none"]) for name in ("whole", "stopped")]
+    assert states[0][0]["method"] == states[1][0]["method"]
+    assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
+    return whole
+
+
+@pytest.mark.parametrize("variant", ["divergence", "entropy", "pooled"])
+def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, variant):
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", f"noise_control:{variant}", "--group", 4,
+               "--skip-eval-before", "--eval-questions", 1)
+    metrics = resumes_bit_for_bit(monkeypatch, tmp_path, options)
+    sigmas = [m["sigma"] for m in metrics]
+    scheduled = [qerl.noise_sigma(step, 5) for step in range(5)]
+    assert sigmas[0] == 0 and all(m["gradient_norm"] > 0 for m in metrics)
+    if variant in ("divergence", "entropy"):        # random weights: little divergence, much entropy
+        factor = 1.25 if variant == "divergence" else 0.6
+        assert sigmas[1:3] == pytest.approx([0.01, 0.01 * factor])
+    else:
+        assert sigmas == scheduled
+    assert metrics[0]["mismatch_kl"] < 1e-9 and all(m["mismatch_kl"] > 1e-8 for m in metrics if m["sigma"] > 1e-3)
+    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if variant == "pooled" else "kept_fraction" not in metrics[0]
+
+
+def test_fp16_rounds_more_finely_than_bfloat16(qwen):
+    """Decoding against training, by transformers' own float32 log-probabilities: 3 more bits, up to 64 times less K3."""
+    folder, theirs = qwen
+    errors, mismatches = {}, {}
+    for dtype in (torch.bfloat16, torch.float16):
+        model = qerl.load_model(folder, "bf16", dtype=dtype)
+        rollout, batch = demonstration.sample_step(neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
+        tokens = torch.cat([torch.tensor([[5, 6, 7]]).repeat(16, 1), rollout.tokens], 1)
+        exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1, rollout.tokens[..., None])[..., 0]
+        errors[dtype] = (batch.old_logprobs - exact).std().item()
+        mismatches[dtype], _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
+    assert 5 < errors[torch.bfloat16] / errors[torch.float16] < 13                       # 8: 2^-8 against 2^-11
+    assert mismatches[torch.bfloat16] > 20 * mismatches[torch.float16] > 0
+
+
+def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", "fp16", "--skip-eval-before", "--eval-questions", 1)
+    assert methods.find("fp16", train_gsm8k.Settings()).loss_scale_growth == 400
+    monkeypatch.setattr(methods.fp16.Neighbour, "loss_scale_growth", 2)
+    run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    metrics = without_times(tmp_path / "run" / "metrics.jsonl")
+    assert [m["loss_scale"] for m in metrics] == [2.0 ** 16, 2.0 ** 17, 2.0 ** 17, 2.0 ** 18, 2.0 ** 18]
+    assert all(m["gradient_norm"] > 0 for m in metrics) and 0 < metrics[0]["mismatch_kl"] < 1e-5
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
+    (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
+    (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
+    (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
+    (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
+])
+def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
+    assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")

@@ -141,7 +141,10 @@ def train(settings):
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
     # that makes them overflow the step is left out, the scale halved. Other dtypes need none of it.
-    scaler = torch.amp.GradScaler(model.device.type, enabled=settings.dtype == "float16")
+    scaler = torch.amp.GradScaler(
+        model.device.type, growth_interval=method.loss_scale_growth,
+        enabled=settings.dtype == "float16",
+    )
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]

@@ -17,6 +17,7 @@ class Method:
     """QeRL. Letters in shapes as in qerl.py: N completions, C tokens of the longest."""
 
     variants = ()                  # the names that may follow FILE: in --method, the default first
+    loss_scale_growth = 2000       # float16's loss scale doubles after so many steps without overflow
 
     def __init__(self, settings, variant=None):
         self.settings = settings
