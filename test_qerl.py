@@ -38,8 +38,8 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import checkpoint, checks, claims, cross_compile, demonstration, entropy, memory
-from harness import report, run_folder, small_policy
+from harness import calibration, checkpoint, checks, claims, cross_compile, demonstration, entropy
+from harness import memory, report, run_folder, small_policy, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -52,7 +52,7 @@ from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import flashrl, qurl, rollout_correction
+from methods import better_codes, flashrl, qurl, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -4040,3 +4040,218 @@ def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")
+
+
+# --------------------------------------------------------------------- methods/: better_codes, rilq and qat
+
+def calibrated(weights_seed=0, tokens=1000, out_features=48, in_features=128):
+    """(weight, inputs x, gram): inputs that are correlated and of which some channels are large."""
+    generator = torch.Generator().manual_seed(weights_seed)
+    weight = torch.randn(out_features, in_features, generator=generator) * 0.05
+    mix = torch.eye(in_features) + 0.1 * torch.randn(in_features, in_features, generator=generator)
+    x = torch.randn(tokens, in_features, generator=generator) @ mix * torch.rand(in_features, generator=generator) ** 3
+    return weight, x, x.T @ x
+
+
+def output_error(parts, weight, x):
+    return relative(x @ qerl.dequantize_nvfp4(*parts, torch.float32).T, x @ weight.T)
+
+
+def packed_values(parts):
+    """What compressed-tensors decodes the three parts to."""
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    state = dict(zip(("weight_packed", "weight_scale", "weight_global_scale"), parts))
+    return NVFP4PackedCompressor.decompress(state, scheme)["weight"].float()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "odd rows", "zeros", "zero blocks", "ties", "wide range"])
+def test_four_over_six_takes_the_better_of_two_scales(kind):
+    """Each block by exhaustive search, number by number."""
+    torch.manual_seed(0)
+    weight = WEIGHTS[kind]()[:6]
+    parts = better_codes.quantize_four_over_six(weight)
+    ours = qerl.dequantize_nvfp4(*parts, torch.float32)
+    torch.testing.assert_close(packed_values(parts), ours, rtol=1e-2, atol=0)
+    alpha = weight.abs().max().double() / 1536
+    chosen = set()
+    for block, found in zip(weight.view(-1, 16).double(), ours.view(-1, 16).double()):
+        errors = {}
+        for largest in (6, 4):
+            stored = (block.abs().max() / (largest * alpha)).nan_to_num().to(torch.float8_e4m3fn).double() or 0.125
+            table = qerl.E2M1.double() * stored * alpha
+            errors[largest] = (block[:, None] - table).square().amin(1).sum().item()
+        chosen.add(min(errors, key=errors.get))
+        assert (block - found).square().sum().item() == pytest.approx(min(errors.values()), rel=1e-4, abs=1e-12)
+    assert chosen == {"zeros": {6}, "zero blocks": {4, 6}, "ties": {4}}.get(kind, {4, 6})
+
+
+def test_four_over_six_lowers_the_error_of_gaussian_weights_as_published():
+    weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
+    rounding, better = (relative(qerl.dequantize_nvfp4(*quantize(weight), torch.float32), weight) ** 2
+                        for quantize in (qerl.quantize_nvfp4, better_codes.quantize_four_over_six))
+    assert 1 - better / rounding == pytest.approx(0.166, abs=0.005)
+
+
+def textbook_gptq(weight, gram, damping=0.01):
+    """GPTQ as optimal brain quantisation in a given order: after each column the inverse Hessian is reduced."""
+    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
+    table = qerl.E2M1.double()
+    W, H = weight.double().clone(), gram.double().clone()
+    H += damping * H.diag().mean() * torch.eye(len(H))
+    inverse = H.inverse()
+    result = torch.zeros_like(W)
+    left = list(range(len(H)))
+    for j in sorted(left, key=lambda j: -gram[j, j].item()):
+        scale = (block_scale[:, j // 16].double() / global_scale.double())[:, None]
+        nearest = (W[:, j, None] - scale * table).abs().argmin(1)
+        result[:, j] = scale[:, 0] * table[nearest]
+        W -= ((W[:, j] - result[:, j]) / inverse[j, j])[:, None] * inverse[j]
+        inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return result
+
+
+@pytest.mark.parametrize("group", [1, 48, 128])
+def test_gptq_equals_the_textbook(group):
+    weight, x, gram = calibrated()
+    parts = better_codes.quantize_gptq(weight, gram, group=group)
+    expected = textbook_gptq(weight, gram).float()
+    agree = torch.isclose(packed_values(parts), expected, rtol=1e-2, atol=1e-6)
+    assert agree.float().mean() > 0.99                             # float32 decides a near tie otherwise
+    error = output_error(parts, weight, x)
+    assert error == pytest.approx(relative(x @ expected.T, x @ weight.T), rel=0.02)
+    assert error < 0.8 * output_error(qerl.quantize_nvfp4(weight), weight, x)
+
+
+def test_gptq_of_uncorrelated_inputs_is_rounding():
+    weight, _, _ = calibrated()
+    for gram in (torch.eye(128), torch.zeros(128, 128)):
+        ours, rounding = better_codes.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
+        assert torch.equal(qerl.dequantize_nvfp4(*ours, torch.float32), qerl.dequantize_nvfp4(*rounding, torch.float32))
+        assert torch.equal(ours[1].view(torch.uint8), rounding[1].view(torch.uint8)) and torch.equal(ours[2], rounding[2])
+
+
+def plain_layer(weight):
+    parts = qerl.keep_16_bit(weight)
+    return qerl.QuantLinear(["x"], [len(weight)], weight.shape[1], qerl.PackedWeight(qerl.FORMATS["bf16"], *parts), None)
+
+
+def test_awq_finds_the_scale_with_the_least_output_error():
+    """By running the inputs themselves through each of the 20 candidates."""
+    weight, x, gram = calibrated(1)
+    x[:, :3] *= 30                                                 # salient channels
+    layer = plain_layer(weight)
+    seen = calibration.Inputs(layer)
+    seen.mask = torch.ones(1, len(x), dtype=torch.bool)
+    layer(x[None])
+    assert seen.count == len(x)
+    torch.testing.assert_close(seen.gram, x.T @ x, rtol=1e-4, atol=1e-2)
+    errors = []
+    for a in range(20):
+        s = (x.abs().mean(0) ** (a * 0.05)).clamp(min=1e-4)
+        s = s / (s.max() * s.min()).sqrt()
+        decoded = qerl.dequantize_nvfp4(*qerl.quantize_nvfp4(weight * s), torch.float32)
+        errors.append((relative(x.double() / s @ decoded.T.double(), x.double() @ weight.T.double()), s))
+    best = min(errors, key=lambda e: e[0])
+    assert best[0] < 0.9 * errors[0][0]
+    torch.testing.assert_close(better_codes.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
+    """Of a model with biases; v -> o only where each head of o reads its own of v."""
+    monkeypatch.setitem(CONFIGS, "biased", lambda: transformers.LlamaConfig(
+        **{**SIZES, "num_key_value_heads": kv_heads}, attention_bias=True, mlp_bias=True))
+    folder, theirs = make_folder(tmp_path / "model", "biased")
+    tensors = theirs.state_dict()
+    model = qerl.load_model(folder, "bf16")
+    torch.manual_seed(0)
+    for block in model.blocks:
+        layers = [block.attention.qkv, block.mlp.gate_up, block.mlp.down] + [block.attention.o] * (kv_heads == 4)
+        scales = {layer: torch.rand(layer.weight.dequantize(torch.float32).shape[1]) + 0.5 for layer in layers}
+        folded = better_codes.fold(block, scales)
+        changed = [name for name, tensor in folded.items() if not torch.equal(tensor, tensors[name])]
+        assert any("o_proj" in name for name in changed) == (kv_heads == 4) and any("norm" in name for name in changed)
+        tensors.update(folded)
+    tokens = torch.arange(30)[None]
+    before = theirs(tokens).logits
+    theirs.load_state_dict(tensors)
+    assert relative(theirs(tokens).logits, before) < 1e-5
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder in which quantised models are kept, for one test."""
+    monkeypatch.setattr(run_folder, "CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("quantizer", better_codes.QUANTIZERS)
+def test_quantised_folder_is_one_of_compressed_tensors(qwen, data, cache, quantizer):
+    """transformers, with the library, loads it and computes our logits; what was calibrated is nearer to the 16-bit model."""
+    folder, theirs = qwen
+    questions = read_questions(data, "train*.jsonl")[:20]
+    text = train_gsm8k.ChatText(folder, "")
+    path = better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    ours = qerl.load_model(path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tokens = torch.tensor([text.prompt(questions[0]["question"])])
+    with torch.no_grad():
+        loaded(tokens[:, :1])                          # the library decodes its weights when they are first used, in 16 bit
+        for tensor in [*loaded.parameters(), *loaded.buffers()]:
+            tensor.data = tensor.data.float()
+        assert relative(ours(tokens), loaded(tokens).logits) < 0.01                   # and its embeddings
+        exact = theirs(tokens).logits
+    if quantizer != "four-over-six":                   # of a single text only what was calibrated on it has to be nearer
+        assert relative(ours(tokens), exact) < relative(qerl.load_model(folder)(tokens), exact)
+
+
+def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--quantizer", "gptq")
+    run_main(monkeypatch, *options, "--out", tmp_path / "run")
+    assert capsys.readouterr().out.count("finding NVFP4 codes by gptq") == 1
+    found, = cache.iterdir()
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(found) and found.name.startswith(os.path.basename(qwen[0]) + "-gptq-")
+    loaded = []
+    load_model = qerl.load_model
+    monkeypatch.setattr(qerl, "load_model", lambda folder, *rest, **options: loaded.append(folder) or load_model(folder, *rest, **options))
+    run_main(monkeypatch, *options, "--method", "better_codes:gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
+    assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
+    assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
+    rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
+    run_main(monkeypatch, *rounding)
+    assert without_times(tmp_path / "rtn" / "metrics.jsonl") != without_times(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--quantizer", "gptq", "--weights", "nf4"], "--quantizer gptq: chooses codes of NVFP4; use --weights nvfp4"),
+    (["--method", "better_codes", "--quantizer", "awq"], "use --quantizer awq alone"),
+    (["--method", "better_codes:awq", "--weights", "bf16"], "use --weights nvfp4"),
+    (["--method", "better_codes:int3"], "choose better_codes:four-over-six, better_codes:awq, better_codes:gptq"),
+    (["--quantizer", "gptq"], "is in 4 bits already"),
+])
+def test_quantizers_that_make_no_sense_are_refused(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
+    model = better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
+    base = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    assert message in refused(monkeypatch, capsys, *base, *options)
+
+
+def test_worked_answers_are_what_the_reward_asks_for(qwen):
+    gold = "She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200"
+    for scheme, whole in (("answer", 1.0), ("paper", 2.2)):
+        text = train_gsm8k.ChatText(qwen[0], train_gsm8k.SYSTEM[scheme])
+        tokens = text.worked_answer(gold)
+        assert tokens[-1] in text.eos and "<<" not in text.decode(tokens[:-1])
+        assert train_gsm8k.reward(text.decode(tokens[:-1]), 1200, scheme) == (whole, 1.0)
+
+
+def test_rows_of_worked_answers():
+    sequences = worked.worked_sequences([{"question": "ab", "answer": "c\n#### 5"}], ByteText(), 10)
+    longer = worked.Worked([1, 2, 3], [4])
+    rows = worked.rows_of([longer, worked.Worked([5], [6, 7])], "cpu")
+    assert rows.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert rows.mask.tolist() == [[True] * 4, [True] * 3 + [False]]
+    assert rows.answered.tolist() == [[False, False, True, False], [True, True, False, False]]
+    assert ByteText().decode(sequences[0].prompt + sequences[0].answer) == "ab\n<think>c</think><answer>5</answer>"

@@ -65,6 +65,8 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
+    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/better_codes.py",
+                             ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
     train_norms: bool = setting(False, "train the RMSNorm scales, too [code]")
@@ -200,7 +202,7 @@ def train(settings):
         with clock("logprobs"):
             batch.old_logprobs = method.old_logprobs(model, batch)                    # (N, C)
             if settings.beta:
-                with qerl.adapters_off(model):
+                with method.reference(model):          # qerl.adapters_off
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
 
         measured = method.measure(batch)
@@ -272,13 +274,15 @@ def load_all(settings, method):
     device = torch.device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
+    stored = method.stored_model(folder, questions, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
-        folder, settings.weights, settings.lora_rank, settings.device,
+        stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
         train_norms=settings.train_norms, checkpoint_class=method.checkpoint_class(),
     )
-    model.name_or_path = settings.model or folder              # what the adapter says it belongs to
+    # What the adapter says it belongs to.
+    model.name_or_path = (settings.model or folder) if stored == folder else stored
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -545,7 +549,8 @@ def evaluate_only(settings):
     saved = None
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
-        policy = ("model", "weights", "method", "lora_rank", "lora_alpha", "train_norms", "reward")
+        policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha", "train_norms",
+                  "reward")
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")

@@ -1,5 +1,6 @@
 """Text <-> tokens of a real model, by its own tokenizer and chat template."""
 import os
+import re
 
 import transformers
 
@@ -55,6 +56,18 @@ class ChatText:
                 f"the model's chat template cannot be used ({qerl.reason(e)}); "
                 "mend it or use another model"
             )
+
+    def worked_answer(self, answer):
+        """The token ids of a right answer ("work #### number"), in the form that the system asks for."""
+        work, final = answer.split("####")
+        work = re.sub(r"<<.*?>>", "", work).strip()    # GSM8K's notes for a calculator
+        boxed = f"\\boxed{{{final.strip()}}}"
+        text = f"{work}\n{boxed}"
+        if "<think>" in self.system:
+            text = f"<think>\n{work}\n</think>\n<answer>\n{boxed}\n</answer>"
+        end = self.tokenizer.eos_token_id
+        end = min(self.eos) if end is None else end
+        return self.tokenizer.encode(text, add_special_tokens=False) + [end]
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -36,6 +36,8 @@ def check_settings(settings):
     require(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
             settings.sigma_end,
             "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    require(settings.quantizer == "rtn" or settings.weights == "nvfp4", "quantizer",
+            settings.quantizer, "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn")
     if settings.lora_rank == 0:
         require(settings.weights == "bf16", "lora_rank", 0,
                 "trains the weights themselves, which 4 bits cannot take; use --weights bf16")

@@ -32,6 +32,18 @@ class Method:
     def check(self):
         """Refuse, by a UserError, settings that make no sense together with this method."""
 
+    def stored_model(self, folder, questions, tokenizer):
+        """The folder whose weights are loaded: the model's own, or one of other codes (--quantizer).
+
+        questions: dicts with "question" and "answer", to train on.
+        """
+        quantizer = self.settings.quantizer
+        if quantizer == "rtn":
+            return folder
+        better_codes = importlib.import_module("methods.better_codes")
+        return better_codes.quantized_folder(
+            folder, quantizer, questions, tokenizer, self.settings.device)
+
     def checkpoint_class(self):
         """What hands the model its weights: a subclass may read or quantise them otherwise."""
         return qerl.Checkpoint
@@ -42,6 +54,10 @@ class Method:
         folder: of the original weights; questions: dicts with "question", "answer" and "prompt"
         (token ids), to train on.
         """
+
+    def reference(self, model):
+        """The context in which the model is the reference policy of the KL term (Eq. 3)."""
+        return qerl.adapters_off(model)
 
     def noise(self, model, sigma, generator):
         """The context in which a step's completions are sampled: AQN (Eq. 7-10)."""

@@ -1,0 +1,52 @@
+"""The training questions with their worked answers, as token ids to learn or to calibrate from."""
+import random
+from typing import NamedTuple
+
+import torch
+
+
+class Worked(NamedTuple):
+    """One question and its worked answer, as the policy would be asked and would write it."""
+    prompt: list                   # token ids
+    answer: list                   # token ids, with the one that ends a completion
+
+
+def worked_sequences(questions, tokenizer, tokens, seed=0):
+    """Worked questions, drawn in a seeded order, until they hold so many tokens; all, if there are fewer.
+
+    questions: dicts with "question" and "answer"; tokenizer: a ByteText or a ChatText.
+    """
+    order = random.Random(seed).sample(questions, len(questions))
+    sequences = []
+    for question in order:
+        work, final = question["answer"].split("####")[:2]
+        answer = tokenizer.worked_answer(f"{work.strip()}\n#### {final.strip()}")
+        sequences.append(Worked(tokenizer.prompt(question["question"]), answer))
+        tokens -= len(sequences[-1].prompt) + len(answer)
+        if tokens <= 0:
+            break
+    return sequences
+
+
+class Rows(NamedTuple):
+    """Worked questions side by side. Attention is causal, so padding on the right hides itself."""
+    tokens: torch.Tensor           # int64 [B, T], padded on the right
+    mask: torch.Tensor             # bool [B, T], False at padding
+    answered: torch.Tensor         # bool [B, T], True where the next token is one of the answer
+
+
+def rows_of(sequences, device):
+    """Rows of B sequences."""
+    longest = max(len(s.prompt) + len(s.answer) for s in sequences)
+    padded = [s.prompt + s.answer for s in sequences]
+    padded = [row + [0] * (longest - len(row)) for row in padded]
+    prompt = torch.tensor([[len(s.prompt)] for s in sequences], device=device)          # (B, 1)
+    end = prompt + torch.tensor([[len(s.answer)] for s in sequences], device=device)
+    t = torch.arange(longest, device=device)
+    return Rows(torch.tensor(padded, device=device), t < end, (t >= prompt - 1) & (t < end - 1))
+
+
+def batches_of(sequences, size, device):
+    """All sequences as Rows of at most `size`, of similar lengths, so that little is padding."""
+    ordered = sorted(sequences, key=lambda s: len(s.prompt) + len(s.answer))
+    return [rows_of(ordered[i:i + size], device) for i in range(0, len(ordered), size)]
