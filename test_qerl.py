@@ -1332,7 +1332,7 @@ def logged_of(rows, everything):
 
 
 LOOP = dict(
-    device="cpu", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4,
+    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4,
     lr=0.02, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
     seed=3,
 )
@@ -2287,8 +2287,9 @@ def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypa
     settings = fields(train_gsm8k.Settings)
     for f in settings:
         flag = "--" + f.name.replace("_", "-")
-        value = (f.metadata["choices"] or {bool: [True], int: [7], float: [0.5], str: ["x"]}[f.type])[0]
-        argv = [flag] if f.type is bool else [flag, str(value)]
+        value = (f.metadata["choices"] or {bool: [True], int: [7], float: [0.5], str: ["x"], list: [["x", "y"]]}[f.type])[0]
+        values = value if f.type is list else [str(value)]
+        argv = [flag] if f.type is bool else [flag, *values]
         assert parse_flags(train_gsm8k.Settings, "", {}, argv) == {f.name: value}
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as stop:

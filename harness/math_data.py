@@ -6,6 +6,7 @@ here: pip install datasets math-verify.
 """
 import json
 import os
+import re
 
 from harness.answers import BOXED, LONGEST, one_number
 from qerl import UserError, reason
@@ -23,6 +24,7 @@ DATASETS = {
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "solution")
 FILES = (".jsonl", ".json", ".parquet")
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")      # of a dataset on Hugging Face: owner/name
 
 
 def math_questions(source):
@@ -52,6 +54,8 @@ def rows_of(source):
     if source.endswith(".jsonl") and os.path.isfile(source):
         return jsonl_rows(source)
     repository, split = DATASETS.get(source, (source, "train"))
+    if not os.path.isfile(source) and not NAME.fullmatch(source):
+        raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
     try:
         import datasets
     except ImportError:
