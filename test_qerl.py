@@ -1462,7 +1462,7 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
             assert summary[f"{kind}_{when}"] == sum(stated) / 5
     # What is drawn depends on the seed alone, not on what was drawn before.
     first = calls[0].rollout.tokens
-    model, tokenizer, _, held_out = train_gsm8k.load_all(settings)
+    model, tokenizer, _, held_out = train_gsm8k.load_all(settings, methods.Method(settings))
     for seed, same in ((settings.seed, True), (settings.seed, True), (settings.seed + 1, False)):
         settings.seed = seed
         train_gsm8k.evaluate(model, tokenizer, held_out, settings, "now")
