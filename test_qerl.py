@@ -464,6 +464,18 @@ def test_noise_schedules(schedule):
     assert qerl.noise_sigma(1, 2, 2, 0.1, 0.01, schedule) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("schedule,expected", [
+    ("exponential", [16, 8, 4, 2, 1]),
+    ("linear", [16, 12.25, 8.5, 4.75, 1]),
+    ("cosine", [16, 16 - 15 * (1 - 0.5 ** 0.5) / 2, 8.5, 16 - 15 * (1 + 0.5 ** 0.5) / 2, 1]),
+    ("logarithmic", [16] + [16 - 15 * math.log(stage, 5) for stage in (2, 3, 4)] + [1]),
+])
+def test_noise_schedules_by_hand(schedule, expected):
+    """Five noisy stages from 16 to 1, two steps each, after one without noise (Figure 9)."""
+    sigma = [qerl.noise_sigma(step, 12, 6, 16, 1, schedule) for step in range(12)]
+    assert sigma[::2] == sigma[1::2] == pytest.approx([0, *expected])
+
+
 # ------------------------------------------------------------------------------------------------------ 4. transformer
 
 def test_logits_equal_transformers(family):
@@ -1145,7 +1157,7 @@ def test_the_learning_rate_rises_linearly_then_falls_as_a_cosine():
     assert train_gsm8k.learning_rate(0, 1, 1.0, 0.5) == 1.0
 
 
-# The loop is held to a second one, without packing, pieces or autograd's optimiser, on a run in which
+# The loop is held to a second one, without packing, pieces or PyTorch's optimiser, on a run in which
 # each step has something to learn.
 
 def words_of(tokens):
@@ -1214,7 +1226,7 @@ def completions_of(call, settings):
         found.append(types.SimpleNamespace(
             prompt=prompt, tokens=tokens, correct=correct, reward=reward,
             finished=tokens[-1] == QUIZ_EOS, rollout_logprobs=call.rollout.logprobs[i, :length],
-            entropy=call.rollout.entropy[i, :length],
+            entropy=call.rollout.entropy[i, :length], clipped=[],
         ))
     return found
 
@@ -1234,11 +1246,12 @@ def loss_of(model, row, settings):
     ratio = (logprobs - row.old).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
+    is_clipped = (gain < ratio * row.advantage).tolist()
     if settings.tis:
         gain = gain * (row.old - row.rollout_logprobs).exp().clamp(max=settings.tis)
     log_ratio = row.reference - logprobs
     kl = log_ratio.exp() - 1 - log_ratio
-    return settings.beta * kl - gain, kl.detach(), gain.detach() < (ratio * row.advantage).detach()
+    return settings.beta * kl - gain, kl.detach(), is_clipped
 
 
 def minibatch_loss(model, rows, settings):
@@ -1247,8 +1260,7 @@ def minibatch_loss(model, rows, settings):
     tokens = sum(len(row.tokens) for row in counted)
     loss = kl = 0
     for row in counted:
-        losses, kls, clipped = loss_of(model, row, settings)
-        row.clipped = clipped.tolist()
+        losses, kls, row.clipped = loss_of(model, row, settings)
         share = 1 / tokens if settings.algo == "dapo" else 1 / len(row.tokens) / len(rows)
         loss = loss + losses.sum() * share
         kl += kls.sum().item() * share
@@ -1332,21 +1344,23 @@ def logged_of(rows, everything):
 
 
 LOOP = dict(
-    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2, stages=4,
-    lr=0.02, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
-    seed=3,
+    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2,
+    stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
+    seed=12,
 )
-GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.6)
+GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5)
 DAPO_LOOP = dict(
-    algo="dapo", reward="answer", warm_up=0.0, gradient_clip=0.8, max_new_tokens=12, lora_alpha=6.0,
+    algo="dapo", reward="answer", warm_up=0.0, gradient_clip=1.1, max_new_tokens=12, lora_alpha=6.0,
+    schedule="linear",
 )
 
 
-@pytest.mark.parametrize("options,rates", [
-    (GRPO_LOOP, [0.5, 1, 1, 0.5]),                  # two steps of warm-up, then half a cosine to zero
-    (DAPO_LOOP, [1, 1, 0.75, 0.25]),                # no warm-up but one step, then the cosine
+@pytest.mark.parametrize("options,rates,sigmas", [
+    # Two steps of warm-up, then half a cosine to zero; and without warm-up.
+    (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
+    (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
 ])
-def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates):
+def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **{**LOOP, **options})
     calls = recorded(monkeypatch)
@@ -1365,7 +1379,6 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     clipped = []
     importances = []
     noises = []
-    sigmas = [0, 0.3, 0.15, 0.075]
     for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
         # Sampled at temperature 1 and without top-p, by the policy of this step with one draw of noise.
         draws, groups, teaches = draws_of_a_step(rollouts, settings)
@@ -1399,12 +1412,11 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             loss.backward()
             norms.append(adamw(parameters, moments, settings.lr * rate, settings))
             kls.append(kl)
-            counted = [row for row in minibatch if row.finished]
-            clipped += [(row.advantage > 0, x) for row in counted for x in row.clipped]
+            clipped += [(row.advantage > 0, x) for row in minibatch for x in row.clipped]
         change = flat_policy(parameters).detach() - before
         following = calls[calls.index(draws[-1]) + 1].policy
         assert change.norm() > 0
-        assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 2e-3
+        assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 5e-4
 
         expected = {
             "step": step + 1,
@@ -1416,7 +1428,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             **logged_of(rows, everything),
         }
         logged = {name: log[step][name] for name in expected}
-        assert logged == pytest.approx(expected, rel=2e-3, abs=1e-5)
+        assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
     assert next(rollouts, None) is None and len(log) == 4
 
     # The noise: none, then a fresh draw in each step. Its law has a test of its own.
