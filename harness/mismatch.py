@@ -16,9 +16,9 @@ def effective_sample_size(ratio):
 def describe_mismatch(old_logprobs, rollout_logprobs, mask):
     """{name: number} for metrics.jsonl of log-probabilities float32 [N, C] and mask bool [N, C].
 
-    mismatch_k1 = E[-l] and mismatch_kl = E[eˡ - 1 - l] (K3) both estimate KL(π_rollout || π_old), in
-    nats a token; mismatch_chi2 = E[e²ˡ] - 1, the chi-squared divergence. The effective sample sizes
-    are fractions, of tokens and of whole completions, whose ratio is the product of their tokens'.
+    mismatch_k1 = E[-l] and mismatch_kl = E[eˡ - 1 - l] (K3) both estimate KL(π_rollout || π_old) in
+    nats a token; mismatch_chi2 = E[e²ˡ] - 1 is the chi-squared divergence. The effective sample
+    sizes are fractions, of tokens and of completions, whose ratio is the product of their tokens'.
     """
     kl, largest_ratio = qerl.mismatch(old_logprobs, rollout_logprobs, mask)
     log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)

@@ -1,8 +1,8 @@
 """FlashRL: sample with 8-bit weights and activations, train in 16 bits, weight the tokens.
 
-    python -m methods.flashrl                                          what 8 bits change in a rollout
-    python train_gsm8k.py --method flashrl                             INT8; flashrl:fp8 for FP8
-    python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0      all weights are trained
+    python -m methods.flashrl                                        what 8 bits change in a rollout
+    python train_gsm8k.py --method flashrl                           INT8; flashrl:fp8 for FP8
+    python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0    all weights are trained
 
 The problem (github.com/yaof20/Flash-RL, README: primary; fengyao.notion.site/flash-rl): most of the
 time goes into sampling, which 8-bit products make faster. But then another policy samples than is
@@ -22,15 +22,16 @@ What differs from QeRL: it trains on the very weights that sample, so that noise
 mismatch and is wanted; they have 4 bits and are frozen. Here W is trained, or has LoRA, which is
 merged into it before it is quantised, so that the rollout's LoRA has 8 bits, too. And from the
 authors' code: theirs quantises for INT8 with what a calibration found once, at the start, here
-every scale is a maximum of the current weights; compressed-tensors has amax / 127.5 for INT8. During
-a rollout the 16-bit and the 8-bit weights are both in memory. Held-out questions are answered by
-the 16-bit policy. --tis 0 shows the method without its correction.
+every scale is a maximum of the current weights; compressed-tensors has amax / 127.5 for INT8.
+During a rollout the 16-bit and the 8-bit weights are both in memory. Held-out questions are
+answered by the 16-bit policy. --tis 0 shows the method without its correction.
 
 The paper's result: the README recommends it from 14B on, with long completions; users saw no
 gain at 32B and 70B (issues 28 and 37). Ours will stand in methods/README.md.
 
-When would you use it? To train all weights, or LoRA on 16-bit weights, of a model for which decoding
-reads mostly weights. If LoRA on frozen weights is enough, 4 bits are faster and need no correction.
+When would you use it? To train all weights, or LoRA on 16-bit weights, of a model whose decoding
+mostly reads weights. If LoRA on frozen weights is enough, 4 bits are half as much to read, and need
+no correction.
 """
 import contextlib
 import copy
@@ -63,8 +64,8 @@ def quantize_rows(x, format):
 def multiply_codes(x, x_scale, weight, weight_scale):
     """Codes [n, in] and [out, in] with scales [n, 1] and [out, 1] -> float32 or bfloat16 [n, out].
 
-    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits. On a CPU the
-    products are float64's, in which integers up to 2^53 are exact.
+    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits. On a CPU
+    the products are float64's, in which integers up to 2^53 are exact.
     """
     if not x.is_cuda:
         return (x.double() @ weight.double().T).float() * x_scale * weight_scale.T
@@ -81,8 +82,9 @@ def current_weight(layer):
         return layer.master.detach()
     weight = layer.weight.dequantize(torch.float32)
     if layer.use_adapter:
-        pieces = zip(layer.lora_A.detach().split(layer.rank), layer.lora_B.detach().split(layer.sizes))
-        weight = weight + layer.alpha / layer.rank * torch.cat([B @ A for A, B in pieces])
+        pieces = zip(layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes))
+        delta = torch.cat([B @ A for A, B in pieces]).detach()
+        weight = weight + layer.alpha / layer.rank * delta
     return weight
 
 
@@ -97,8 +99,9 @@ class EightBitLinear(nn.Module):
         self.format = format
         self.codes, self.scale = quantize_rows(current_weight(layer), format)
         whole = self.codes.shape[0] % 16 == 0 and self.codes.shape[1] % 16 == 0
-        qerl.require(whole or not self.codes.is_cuda, f"layer {layer.names[0]}: 8-bit products on a GPU "
-                     "need features divisible by 16; use --method qerl with this model")
+        qerl.require(whole or not self.codes.is_cuda,
+                     f"layer {layer.names[0]}: a GPU's 8-bit products need features divisible by "
+                     "16; use --method qerl with this model")
 
     @property
     def weight(self):
@@ -116,7 +119,7 @@ class EightBitLinear(nn.Module):
 
 @contextlib.contextmanager
 def eight_bit(model, format):
-    """Inside, the linear layers are the current ones quantised to "int8" or "fp8"; then as before."""
+    """Inside, the linear layers are the current ones quantised to "int8" or "fp8"."""
     places = [(parent, name, child) for parent in model.modules()
               for name, child in parent.named_children() if isinstance(child, qerl.QuantLinear)]
     for parent, name, layer in places:
@@ -133,7 +136,7 @@ def check_gpu(name, settings):
     device = torch.device(settings.device)
     if name.endswith("fp8") and device.type == "cuda":
         if torch.version.hip or fp4_kernels.capability(device) < (8, 9):
-            raise UserError(f"--method {name}: this GPU has no FP8 products, which NVIDIA's have from "
+            raise UserError(f"--method {name}: this GPU has no FP8 products, NVIDIA's have them from "
                             f"Ada and Hopper on; use --method {name.replace('fp8', 'int8')}")
 
 
@@ -163,7 +166,7 @@ def main():
     model = qerl.load_model(warm_start(), "bf16")
     train_all_weights(model)
     four_bits = qerl.load_model(warm_start(), "nvfp4")
-    updated = copy.deepcopy(model)             # as if by one step of Adam with a learning rate of 1e-3
+    updated = copy.deepcopy(model)             # as by a step of Adam with a learning rate of 1e-3
     generator = torch.Generator().manual_seed(0)
     for layer in updated.quantized_layers():
         sign = torch.randn(layer.master.shape, generator=generator).sign()
@@ -190,9 +193,9 @@ def main():
     compare("INT8, quantised before an update", "float32", 8, model, updated, "int8")
     compare("NVFP4, quantised now", "float32", 4.5, four_bits, model)
     compare("NVFP4, as QeRL: trained as sampled", "NVFP4", 4.5, four_bits, four_bits)
-    print("\n8 bits cost little, INT8 less than FP8, whose codes have 3 bits behind the leading one. TIS is to\n"
-          "correct that. The codes must follow the policy: from before an update they are farther away.\n"
-          "4 bits are farther still, unless, as in QeRL, the 4-bit policy is itself the trained one.")
+    print("\n8 bits cost little, INT8 less than FP8, whose codes have 3 bits behind the leading one.\n"
+          "TIS is to correct that. Codes must follow the policy: those from before an update are\n"
+          "farther away. 4 bits are farther still, unless, as in QeRL, they are what is trained.")
 
 
 

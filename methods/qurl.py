@@ -1,8 +1,8 @@
 """QuRL: an 8-bit rollout whose clipping follows the truncation, and whose steps show in the codes.
 
-    python -m methods.qurl                                              both ideas in figures
-    python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6     INT8; qurl:fp8 for FP8
-    python train_gsm8k.py --method qurl:acr                             ACR alone, with QeRL's rollout
+    python -m methods.qurl                                    both ideas in figures
+    python train_gsm8k.py --method qurl:acr                   ACR alone, with QeRL's rollout
+    python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6    both, on an INT8 rollout
 
 The problem (arXiv 2602.13953, abstract; the formulas from secondary notes, two of which agree).
 FlashRL's truncated weights make long runs collapse, and steps of RL are so small that rounding
@@ -17,17 +17,17 @@ where r < 1 the bound of what is weighted by ρ fell from 1+ε to r (1+ε). ACR 
 
     w min(R A, clip(R, 1-ε, (1+ε) / r) A).
 
-So a bound moves only at tokens whose weight was truncated. (One note has r = π_old / π_rollout, which
-would move nearly all of them and narrow the range just where ρ is large; the derivation rules it
-out. That it does is our inference.)
+So a bound moves only at tokens whose weight was truncated. (One note has r = π_old / π_rollout,
+which moves nearly all bounds, and inwards where ρ is large. That contradicts the derivation, which
+we follow: an inference.)
 
 UAQ (update-aware quantisation): once, before training, norm scales γ <- s γ and the weights that
 read them W <- W / s, s = 1.5. The function stays; an optimiser's step in W is s times larger
 against the quantisation step. Our inference, which `main` checks: scales are maxima, so codes and
 relative rounding errors stay as they were, too. What is gained is the larger step alone, as from a
 learning rate times s, but only for the weights that read a norm. And so frozen weights gain
-nothing: NVFP4's codes and block scales do not change (--method qurl refuses them). A note counts s²,
-since it takes the rounding error in the units of the weights that became smaller.
+nothing: NVFP4's codes and block scales do not change (--method qurl refuses them). A note counts
+s², since it takes the rounding error in the units of the weights that became smaller.
 
 What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
 (secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3.
@@ -82,14 +82,14 @@ class Neighbour(Method):
     def check(self):
         name = f"--method qurl:{self.variant}"
         if self.update_aware and self.settings.weights != "bf16":
-            raise UserError(f"{name}: UAQ changes nothing about frozen {self.settings.weights} weights; "
+            raise UserError(f"{name}: UAQ does nothing to frozen {self.settings.weights} weights; "
                             "use --weights bf16 --lora-rank 0 --beta 0, or --method qurl:acr")
         if self.update_aware and self.settings.lora_rank:
-            raise UserError(f"{name}: UAQ is for weights that are trained; use --lora-rank 0 --beta 0 "
-                            f"with a lower --lr, or with LoRA --method qurl:acr-{self.format}")
+            raise UserError(f"{name}: UAQ is for weights that are trained; use --lora-rank 0 "
+                            f"--beta 0 and a lower --lr, or with LoRA --method qurl:acr-{self.format}")
         if self.format and self.settings.weights != "bf16":
-            raise UserError(f"{name}: quantises 16-bit weights for the rollout; use --weights bf16, or "
-                            "--method qurl:acr")
+            raise UserError(f"{name}: quantises 16-bit weights for the rollout; use --weights bf16, "
+                            "or --method qurl:acr")
         if not self.settings.tis:
             raise UserError(f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
         flashrl.check_gpu(f"qurl:{self.variant}", self.settings)
@@ -170,9 +170,10 @@ def show_updates():
     with torch.no_grad():
         moved = (plain(tokens) - scaled(tokens)).abs().max()
     error = [codes_of(model)[1] for model in (plain, scaled)]
-    print(f"\nUAQ on the built-in policy, s = {UAQ_SCALE}: its logits move by {moved:.0e}, the relative "
-          f"error of its INT8\nweights from {error[0]:.5f} to {error[1]:.5f}. Codes that one step of Adam changes:\n"
-          "learning rate    plain   rate times s    UAQ")
+    print(f"\nUAQ on the built-in policy, s = {UAQ_SCALE}: its logits move by {moved:.0e},\n"
+          f"the relative error of its INT8 weights from {error[0]:.5f} to {error[1]:.5f}.\n"
+          "Codes that one step of Adam changes:\n"
+          "learning rate    plain   rate times s      UAQ")
     for lr in (1e-6, 1e-5, 1e-4):
         changed = []
         for start, rate in ((plain, lr), (plain, lr * UAQ_SCALE), (scaled, lr)):
@@ -190,9 +191,10 @@ def show_frozen():
     packed_s, block_scale_s, global_scale_s = qerl.quantize_nvfp4(weight / UAQ_SCALE)
     codes = (packed != packed_s).sum()
     scales = (block_scale.float() != block_scale_s.float()).sum()
-    print(f"\nUAQ on a frozen NVFP4 weight [512, 1024]: of its codes {codes} pairs change, of its block "
-          f"scales {scales}.\nThe global scale takes the factor ({(global_scale_s / global_scale).item():.4f}), "
-          "the norm takes it back, and no step will come.")
+    factor = (global_scale_s / global_scale).item()
+    print(f"\nUAQ on a frozen NVFP4 weight [512, 1024]: {codes} pairs of codes and {scales} block scales\n"
+          f"change. The global scale takes the factor ({factor:.4f}), the norm takes it back, and no\n"
+          "step will come.")
 
 
 def main():

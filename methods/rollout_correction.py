@@ -94,8 +94,8 @@ class Neighbour(Method):
 
     def check(self):
         if self.settings.tis and self.mode == "bypass":
-            raise UserError("--method rollout_correction:bypass: its ratio already corrects for the "
-                            "rollout, and --tis would count that twice; leave out --tis")
+            raise UserError("--method rollout_correction:bypass: its ratio already corrects for "
+                            "the rollout, and --tis would count that twice; leave out --tis")
         if self.settings.tis and self.kind not in CAPPED:
             raise UserError(f"--method rollout_correction:{self.variant}: it has no cap that --tis "
                             "could set; leave out --tis")
@@ -117,7 +117,7 @@ class Neighbour(Method):
         if self.kind:
             weight = correction(log_ratio, piece.mask, self.kind, self.cap) / self.mean
         self.seen.append((log_ratio, piece.mask, weight))
-        # At R = π / π, whose value is 1, the gradient of R A is that of log π A, and nothing is clipped.
+        # R = π / π has the value 1, so that nothing is clipped, and the gradient of log π.
         anchor = logprobs.detach() if self.mode == "policy gradient" else piece.old_logprobs
         return qerl.policy_loss(
             logprobs, anchor, piece.advantages, piece.weights,
@@ -141,15 +141,15 @@ class Neighbour(Method):
         return result
 
 
-# The demonstration: a policy whose expected reward, and thereby its gradient, is known exactly. Each
-# of 16 tokens depends on the one before it alone; the reward is 1 if the last of them is 0.
+# The demonstration: a policy whose expected reward, and thereby its gradient, is known exactly.
+# Each of 16 tokens depends on the one before it alone; the reward is 1 if the last of them is 0.
 
 def expected_reward(logits):
     return torch.linalg.matrix_power(logits.softmax(-1), 16)[0, 0]
 
 
-def sampled_gradient(method, logits, noisy, size=256):
-    """The gradient in the logits [5, 5] that the method makes of completions of the noisy policy."""
+def sampled_gradient(method, logits, noisy, size=1024):
+    """The gradient in the logits [5, 5] that the method makes of the noisy policy's completions."""
     tokens = [torch.zeros(size, dtype=torch.long)]
     for _ in range(16):
         tokens.append(torch.multinomial(noisy.softmax(-1)[tokens[-1]], 1)[:, 0])
@@ -169,9 +169,9 @@ def main():
     torch.manual_seed(0)
     logits = torch.randn(5, 5, requires_grad=True)
     exact = torch.autograd.grad(expected_reward(logits), logits)[0]
-    print("100 gradients, each of 256 completions of 16 tokens, against the exact one. In per cent of\n"
-          "its length: how far their mean is off (bias) and how far one is from the mean (scatter).")
-    rows = [("no correction", None, 0), *((kind, kind, 0) for kind in KEPT), ("bypass", "bypass", 0)]
+    print("100 gradients, each of 1024 completions of 16 tokens, against the exact one. In per cent\n"
+          "of its length: how far their mean is off (bias), how far one is from the mean (scatter).")
+    rows = [("no correction", None, 0), *((kind, kind, 0) for kind in (*KEPT, "bypass"))]
     rows += [("sequence-tis, --tis 1e6", "sequence-tis", 1e6)]
     for sigma in (0.01, 0.3):
         noisy = logits.detach() + sigma * torch.randn(5, 5)
@@ -185,10 +185,10 @@ def main():
             scatter = (gradients - mean).norm() / 100 ** 0.5 / exact.norm()
             left_out = method.measure_updates().get("masked_fraction", 0)
             print(f"{name:40} {bias:6.0%} {scatter:8.0%} {left_out:16.0%}")
-    print("\nA mean of 100 is itself off by a tenth of the scatter. Only the whole product, uncapped,\n"
-          "has no bias, and it scatters most. The narrow masks of geometric and k3 leave nothing of\n"
-          "a rollout that is off everywhere. In bypass the noise alone leaves the clip range, in which\n"
-          "completions that did well lose their gradient, and those that did badly keep theirs.")
+    print("\nA mean of 100 is itself off by about a tenth of the scatter. Only the whole product,\n"
+          "uncapped, has no bias beyond that, and it scatters most. geometric and k3 leave little of\n"
+          "a rollout that is off everywhere. In bypass the noise alone leaves the clip range: what\n"
+          "did well loses tokens of its gradient there, and what did badly keeps them.")
 
 
 if __name__ == "__main__":
