@@ -1,6 +1,6 @@
 """Tests against oracles that no one here wrote: transformers, compressed-tensors, bitsandbytes, peft, trl.
 
-    python -m pytest                                             CPU, minutes; tests marked `gpu` skip without a GPU
+    python -m pytest -n auto                                     CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
 import copy
@@ -24,6 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from decimal import Decimal
 
+if "PYTEST_XDIST_WORKER" in os.environ:                   # of several processes, and what they start, each takes one thread
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +42,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness import calibration, checkpoint, checks, claims, cross_compile, demonstration, entropy
-from harness import memory, report, run_folder, small_policy, worked
+from harness import keeper, memory, report, run_folder, small_policy, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -1507,7 +1510,7 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
     assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
     whole = files_below(tmp_path / "whole")
-    save = train_gsm8k.save_checkpoint
+    save = keeper.save_checkpoint
 
     def stopped(*given):
         if given[-2]["step"] == step:
@@ -1516,7 +1519,7 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
     for step in range(1, 6):                        # in step 1 there is only the checkpoint before it
         resume = ("--resume",) if step > 1 else ()
         with monkeypatch.context() as patch:
-            patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+            patch.setattr(keeper, "save_checkpoint", stopped)
             with pytest.raises(SystemExit):
                 run_main(patch, *options, "--out", tmp_path / "run", *resume)
     calls.clear()
@@ -1693,14 +1696,14 @@ def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_
     """The first gradient overflows. The run goes on with half the scale, and after a stop as if there had been none."""
     scored_by_letters(monkeypatch)
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--dtype", "float16")
-    save, adapters = train_gsm8k.save_checkpoint, []
+    save, adapters = keeper.save_checkpoint, []
 
     def stopped(folder, model, optimizer, generators, state, settings):
         save(folder, model, optimizer, generators, state, settings)
         adapters.append([p.detach().clone() for p in qerl.trainable(model).values()])
         if state["step"] == stop_at:
             raise KeyboardInterrupt
-    monkeypatch.setattr(train_gsm8k, "save_checkpoint", stopped)
+    monkeypatch.setattr(keeper, "save_checkpoint", stopped)
     for stop_at, name in ((None, "whole"), (2, "cut")):
         with monkeypatch.context() as patch:
             losses_times(patch, 1e9, 1)
@@ -1849,7 +1852,7 @@ def test_a_model_that_gives_nan_is_refused(qwen, data, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_log_takes_no_nan(tmp_path, value):
     with pytest.raises(ValueError):
-        train_gsm8k.append_jsonl(tmp_path / "log.jsonl", {"kl": value})
+        keeper.append_jsonl(tmp_path / "log.jsonl", {"kl": value})
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -2083,7 +2086,7 @@ def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
     options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
                "--eval-questions", 2)
-    rename, line = (os, "replace"), (train_gsm8k, "append_jsonl")
+    rename, line = (os, "replace"), (keeper, "append_jsonl")
     renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
     assert renames >= 14
     kills = [(rename, n, "before") for n in range(1, renames + 1)] + [(rename, n, "after") for n in (2, 5, 7, renames)]
@@ -2154,14 +2157,14 @@ def windows(monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
 def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, windows):
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--eval-questions", 2)
-    save = train_gsm8k.save_checkpoint
+    save = keeper.save_checkpoint
 
     def stopped(folder, model, optimizer, generators, state, settings):
         save(folder, model, optimizer, generators, state, settings)
         if state["step"] == 2:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+        patch.setattr(keeper, "save_checkpoint", stopped)
         with pytest.raises(SystemExit) as stop:
             run_main(monkeypatch, *options, "--out", tmp_path / "run")
     assert stop.value.code == 130
@@ -2367,9 +2370,9 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
         if state["step"] == 5:
             raise KeyboardInterrupt
         save(folder, model, optimizer, generators, state, settings)
-    save = train_gsm8k.save_checkpoint
+    save = keeper.save_checkpoint
     with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "save_checkpoint", stopped)
+        patch.setattr(keeper, "save_checkpoint", stopped)
         with pytest.raises(SystemExit) as stop:
             run_main(monkeypatch, *options, "--out", tmp_path / "cut")
     assert stop.value.code == 130 and f"--resume --out {tmp_path / 'cut'}" in capsys.readouterr().err
@@ -2384,7 +2387,7 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
 def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     reported = []
-    monkeypatch.setattr(train_gsm8k, "write_report", lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
+    monkeypatch.setattr(keeper, "write_report", lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
     run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5, "--out", out)
     summary = json.loads((out / "summary.json").read_text())
     held_out = made_up_problems()[1][:5]
@@ -2597,13 +2600,13 @@ def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, package, fake)
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 4, "--out", tmp_path / "run", "--log", tracker)
 
-    def log_step(logged, *others):
-        original(logged, *others)
+    def log(self, logged):
+        original(self, logged)
         if logged["step"] == 3:
             raise KeyboardInterrupt
-    original = train_gsm8k.log_step
+    original = keeper.Keeper.log
     with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "log_step", log_step)
+        patch.setattr(keeper.Keeper, "log", log)
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *options)
     run_main(monkeypatch, *options, "--resume")
@@ -3409,49 +3412,50 @@ def run_exercise(blocks, folder):
     return [d for d in differences if d], outputs
 
 
-@pytest.fixture(scope="module")
-def course_results(tmp_path_factory):
-    """{number of an exercise: a future of run_exercise}; two exercises run at a time."""
-    warm_start()                                       # once, and not in two processes at a time
-    with ThreadPoolExecutor(2) as pool:
-        yield {number: pool.submit(run_exercise, blocks, tmp_path_factory.mktemp("exercise"))
-               for number, (_, blocks) in enumerate(course_exercises(), 1)}
-        pool.shutdown(cancel_futures=True)
+def columns(text, line):
+    """The numbers of each line of a program's output that begins so."""
+    return [[float(n) for n in NUMBER.findall(row.replace(line, "", 1).replace("inf", "1e9"))]
+            for row in text.splitlines() if row.startswith(line)]
+
+
+def claims_of_exercise_4(outputs):
+    noisy = columns(outputs[0], "nvfp4 sigma")          # sigma; mean and error of the entropy, its change, the accuracy
+    unchanged, changed = noisy[2], noisy[-1]
+    assert unchanged[0] == 0.01 and abs(unchanged[3]) < 0.1 * changed[3]
+    assert changed[0] == 0.3 and changed[3] > 3 * changed[4] and changed[5] < noisy[0][5] / 1.3
+
+
+def claims_of_exercise_6(outputs):
+    (_, spread, advantage), = columns(outputs[1], "somebody right:")
+    (_, small_spread, large_advantage), = columns(outputs[1], "nobody right:")
+    assert small_spread < spread / 5 and large_advantage > advantage / 2
+
+
+def claims_of_exercise_7(outputs):
+    k1, k3 = zip(*(row[2:5:2] for row in columns(outputs[0], "sigma ")[:4]))
+    assert sorted(k1) == list(k1) and k1[-1] == pytest.approx(k3[-1], rel=0.3)
+    capped = columns(outputs[0], "cap ")                # cap; mean and deviation of the weights; estimate and its error
+    for column in (1, 2, 3, 4):
+        assert sorted(row[column] for row in capped) == [row[column] for row in capped]
+    assert capped[-1][1] == pytest.approx(1, abs=0.05)
+
+
+# What the course concludes from the built-in policy's figures, on whatever policy this processor has made.
+COURSE_CLAIMS = {4: claims_of_exercise_4, 6: claims_of_exercise_6, 7: claims_of_exercise_7}
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize("number", range(1, 9))
-def test_course_exercise(course_results, number):
+def test_course_exercise(tmp_path, number):
     if number == 8:
         if fp4_kernels.triton is None:
             pytest.skip("there is no Triton")
         if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
             pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on")
-    differences, _ = course_results[number].result()
+    _, blocks = course_exercises()[number - 1]
+    differences, outputs = run_exercise(blocks, tmp_path)
     assert differences == []
-
-
-def test_course_claims(course_results):
-    """What the course concludes from the built-in policy's figures, on whatever policy this processor has made."""
-    def columns(number, output, line):
-        """The numbers of each line of an exercise's output that begins so."""
-        text = course_results[number].result()[1][output]
-        return [[float(n) for n in NUMBER.findall(row.replace(line, "", 1).replace("inf", "1e9"))]
-                for row in text.splitlines() if row.startswith(line)]
-
-    noisy = columns(4, 0, "nvfp4 sigma")               # sigma; mean and error of the entropy, its change, the accuracy
-    unchanged, changed = noisy[2], noisy[-1]
-    assert unchanged[0] == 0.01 and abs(unchanged[3]) < 0.1 * changed[3]
-    assert changed[0] == 0.3 and changed[3] > 3 * changed[4] and changed[5] < noisy[0][5] / 1.3
-    (_, spread, advantage), = columns(6, 1, "somebody right:")
-    (_, small_spread, large_advantage), = columns(6, 1, "nobody right:")
-    assert small_spread < spread / 5 and large_advantage > advantage / 2
-    k1, k3 = zip(*(row[2:5:2] for row in columns(7, 0, "sigma ")[:4]))
-    assert sorted(k1) == list(k1) and k1[-1] == pytest.approx(k3[-1], rel=0.3)
-    capped = columns(7, 0, "cap ")                     # cap; mean and deviation of the weights; estimate and its error
-    for column in (1, 2, 3, 4):
-        assert sorted(row[column] for row in capped) == [row[column] for row in capped]
-    assert capped[-1][1] == pytest.approx(1, abs=0.05)
+    COURSE_CLAIMS.get(number, lambda _: None)(outputs)
 
 
 def test_course_blocks_are_all_run():
@@ -3631,7 +3635,7 @@ def test_rollout_correction_trains_and_resumes(qwen, data, tmp_path, monkeypatch
         assert all(m["mismatch_kl"] > 1e-3 and m["effective_tokens"] < 1 for m in log[1:])
     cut = (*options, "--method", "rollout_correction:sequence-mis", "--out", tmp_path / "cut")
     with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        patch.setattr(keeper.Keeper, "log", lambda self, logged: None if logged["step"] < 3 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_main(patch, *cut)
     run_main(monkeypatch, *cut, "--resume")
@@ -3738,7 +3742,7 @@ def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tm
     settings = json.loads((tmp_path / "whole" / "summary.json").read_text())["settings"]
     assert (settings["tis"], settings["weights"], settings["sigma_start"]) == (2, "bf16", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+        patch.setattr(keeper.Keeper, "log", lambda self, logged: None if logged["step"] < 3 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_main(patch, *options, "--out", tmp_path / "cut")
     run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
@@ -3817,7 +3821,7 @@ def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
         run_main(monkeypatch, *options, *method, "--out", tmp_path / name)
         logs[name] = without_times(tmp_path / name / "metrics.jsonl")
         with monkeypatch.context() as patch:
-            patch.setattr(train_gsm8k, "log_step", lambda logged, *args: None if logged["step"] < 3 else 1 / 0)
+            patch.setattr(keeper.Keeper, "log", lambda self, logged: None if logged["step"] < 3 else 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run_main(patch, *options, *method, "--out", tmp_path / "cut" / name)
         run_main(monkeypatch, *options, *method, "--out", tmp_path / "cut" / name, "--resume")

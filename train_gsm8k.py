@@ -16,11 +16,9 @@ if __name__ == "__main__":
 
 import json
 import math
-import os
 import re
-import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -30,20 +28,19 @@ import qerl
 from harness.answers import answered_number, stated_number
 from harness.batches import Batch, join_rollouts
 from harness.chat_text import ChatText, check_tokens
-from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checks import check_settings, finite_metrics, finite_policy, finite_rollout
-from harness.checks import finite_update, rank_fits, say_what_stays
-from harness.figures import learning_curve, save_figure
+from harness.checkpoint import restore
+from harness.checks import check_settings, finite_policy, finite_rollout, finite_update, rank_fits
+from harness.checks import say_what_stays
 from harness.flags import dtype_name, full_name, parse_flags, require, setting
 from harness.full_weights import train_all_weights
-from harness.instruments import Clock, command_line, environment, open_tracker, peak_memory_gb
+from harness.instruments import Clock, peak_memory_gb
+from harness.keeper import Keeper, lasting, open_run, read_saved
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, slots_that_fit
 from harness.mismatch import describe_mismatch
 from harness.questions import load_questions, next_questions, with_prompts
-from harness.report import one_group, write_report
-from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder
-from harness.run_folder import read_log, write_jsonl
+from harness.report import one_group
+from harness.run_folder import atomic_write, write_jsonl
 from harness.small_policy import ByteText, warm_start
 from harness.stops import one_line
 from qerl import UserError
@@ -136,9 +133,7 @@ def train(settings):
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
     method = methods.find(settings.method, settings)
-    saved = read_saved(settings) if settings.resume else None
-    last_step = saved[0]["step"] if saved else None
-    track = open_tracker(settings.log, settings.out, lasting(settings), last_step)
+    keeper = Keeper(settings)                          # with --resume it has read the checkpoint
     model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
@@ -149,21 +144,12 @@ def train(settings):
     )
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    generators = [sampling_rng, noise_rng]
-    data = fingerprint(questions + held_out)
-    if saved:
-        state = resume(saved, model, optimizer, scaler, generators, data, settings.out)
-    else:
-        if settings.resume:
-            print(f"{settings.out} has no checkpoint yet: starting over")
-        state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "method": method.state}
-        state.update(scaler=scaler.state_dict(), slots=settings.slots)
+    state = keeper.begin(
+        model, optimizer, scaler, [sampling_rng, noise_rng], method, questions + held_out)
+    if not keeper.saved:
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, "before"))
-        save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
-    method.state = state["method"]
-    metrics = read_log(settings.out, state["step"])
-    started = time.perf_counter() - state["seconds"]
+        keeper.save()
     clock = Clock(model.device)
 
     def sample_and_score():
@@ -230,8 +216,6 @@ def train(settings):
 
         # Log and save.
         state["step"] = step + 1
-        state["seconds"] = time.perf_counter() - started
-        state["scaler"] = scaler.state_dict()
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
@@ -241,17 +225,16 @@ def train(settings):
         if scaler.is_enabled():
             learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
-        metrics.append({"step": step + 1, **learned, **seen, **measured, **method.measure_updates()})
-        log_step(metrics[-1], settings.out, progress, track)
+        keeper.log({"step": step + 1, **learned, **seen, **measured, **method.measure_updates()})
+        progress.set_postfix_str(PROGRESS.format(sigma=sigma, **seen))
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
-            shown = one_group(samples, batch, tokenizer)
-            append_jsonl(f"{settings.out}/samples.jsonl", {"step": step + 1, **shown})
+            keeper.show(step + 1, one_group(samples, batch, tokenizer))
         if checkpoint_due:
-            save_checkpoint(settings.out, model, optimizer, generators, state, lasting(settings))
+            keeper.save()
 
     state.update(evaluate(model, tokenizer, held_out, settings, "after"))
-    finish(state, metrics, len(held_out), time.perf_counter() - started, settings)
+    keeper.finish(len(held_out))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,30 +448,6 @@ def evaluate(model, tokenizer, questions, settings, when):
     return result
 
 
-def read_saved(settings, must_agree=None):
-    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
-
-    Unless --slots is given the run keeps its number, on which the random numbers depend.
-    """
-    saved = read_checkpoint(settings.out, lasting(settings), must_agree)
-    if saved:
-        state, _ = saved
-        settings.slots = state["slots"] = settings.slots or state.get("slots")
-    return saved
-
-
-def resume(saved, model, optimizer, scaler, generators, data, folder):
-    """Put everything where the saved checkpoint had it; returns its state."""
-    state, tensors = saved
-    if state["data"] != data:
-        raise UserError(f"--resume: {folder} was started with other questions or answers than the "
-                        "data now holds; give the same --data or another --out")
-    restore(tensors, model, optimizer, generators)
-    scaler.load_state_dict(state["scaler"])
-    print(f"resumed {folder} after step {state['step']}")
-    return state
-
-
 def describe(samples, batch, clock):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws."""
     rollout = samples.rollout
@@ -508,40 +467,8 @@ def describe(samples, batch, clock):
     }
 
 
-def log_step(logged, folder, progress, track):
-    finite_metrics(logged)
-    append_jsonl(f"{folder}/metrics.jsonl", logged)
-    track(logged["step"], logged)
-    progress.set_postfix_str(
-        "reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
-        "length {length:.0f}, {tokens_per_s:.0f} tok/s".format(**logged)
-    )
-
-
-def finish(state, metrics, held_out_questions, seconds, settings):
-    """Write summary.json, curve.png and report.html, say what came of the run."""
-    accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}
-    summary = {
-        "command": command_line(),
-        **accuracies,
-        "held_out_questions": held_out_questions,
-        "steps": settings.steps,
-        "seconds": seconds,
-        "settings": lasting(settings),
-        **environment(settings.device),
-    }
-    atomic_write(f"{settings.out}/summary.json", json.dumps(summary, indent=1))
-    before = state.get("accuracy_before")                     # None with --skip-eval-before
-    after = state["accuracy_after"]
-    save_figure(f"{settings.out}/curve.png", learning_curve, metrics, before, after)
-
-    def change(name):
-        known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
-        return " -> ".join(f"{accuracy:.1%}" for accuracy in known)
-
-    print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
-          f"look at {settings.out}/report.html")
-    write_report(settings.out)
+PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
+            "length {length:.0f}, {tokens_per_s:.0f} tok/s")
 
 
 def evaluate_only(settings):
@@ -582,22 +509,6 @@ def arguments(argv=None):
     settings.model = full_name(settings.model)
     settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings
-
-
-def lasting(settings):
-    """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
-    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-            "log", "preset")
-    return {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
-
-
-def open_run(settings):
-    """Choose (into settings.out), create and lock the run's folder; returns the lock."""
-    if settings.out is None:
-        name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
-        stem = f"runs/{name}-{settings.weights}-{settings.algo}"
-        settings.out = choose_folder(stem, settings.resume)
-    return open_folder(settings.out, settings.resume)
 
 
 def main():

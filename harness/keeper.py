@@ -1,0 +1,131 @@
+"""What lasts of a run, in its folder: checkpoint and adapter, log, samples, summary, report."""
+import json
+import os
+import time
+from dataclasses import asdict
+
+from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
+from harness.checks import finite_metrics
+from harness.figures import learning_curve, save_figure
+from harness.instruments import command_line, environment, open_tracker
+from harness.report import write_report
+from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
+from qerl import UserError
+
+
+def lasting(settings):
+    """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
+    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
+            "log", "preset")
+    return {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
+
+
+def read_saved(settings, must_agree=None):
+    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
+
+    Unless --slots is given the run keeps its number, on which the random numbers depend.
+    """
+    saved = read_checkpoint(settings.out, lasting(settings), must_agree)
+    if saved:
+        state, _ = saved
+        settings.slots = state["slots"] = settings.slots or state.get("slots")
+    return saved
+
+
+def open_run(settings):
+    """Choose (into settings.out), create and lock the run's folder; returns the lock."""
+    if settings.out is None:
+        name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
+        stem = f"runs/{name}-{settings.weights}-{settings.algo}"
+        settings.out = choose_folder(stem, settings.resume)
+    return open_folder(settings.out, settings.resume)
+
+
+class Keeper:
+    """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
+
+    state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
+    far, seconds, accuracies.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.folder = settings.out
+        self.saved = read_saved(settings) if settings.resume else None
+        last_step = self.saved[0]["step"] if self.saved else None
+        self.track = open_tracker(settings.log, self.folder, lasting(settings), last_step)
+
+    def begin(self, model, optimizer, scaler, generators, method, questions):
+        """Take charge of these and put them where the saved checkpoint had them -> state.
+
+        generators: list of torch.Generator; questions: all, whose content a resumed run must share.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.generators = generators
+        self.method = method
+        data = fingerprint(questions)
+        if self.saved:
+            self.state, tensors = self.saved
+            if self.state["data"] != data:
+                raise UserError(
+                    f"--resume: {self.folder} was started with other questions or answers than the "
+                    "data now holds; give the same --data or another --out")
+            restore(tensors, model, optimizer, generators)
+            scaler.load_state_dict(self.state["scaler"])
+            method.state = self.state["method"]
+            print(f"resumed {self.folder} after step {self.state['step']}")
+        else:
+            if self.settings.resume:
+                print(f"{self.folder} has no checkpoint yet: starting over")
+            slots = self.settings.slots
+            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "slots": slots}
+        self.metrics = read_log(self.folder, self.state["step"])
+        self.started = time.perf_counter() - self.state["seconds"]
+        return self.state
+
+    def save(self):
+        self.state["seconds"] = time.perf_counter() - self.started
+        self.state["scaler"] = self.scaler.state_dict()
+        self.state["method"] = self.method.state
+        save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
+                        lasting(self.settings))
+
+    def log(self, logged):
+        """Add a step's figures to metrics.jsonl, and to the tracker if there is one."""
+        finite_metrics(logged)
+        self.metrics.append(logged)
+        append_jsonl(f"{self.folder}/metrics.jsonl", logged)
+        self.track(logged["step"], logged)
+
+    def show(self, step, group):
+        """Add the completions of one question to samples.jsonl."""
+        append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+
+    def finish(self, held_out_questions):
+        """Write summary.json, curve.png and report.html, say what came of the run."""
+        state = self.state
+        seconds = time.perf_counter() - self.started
+        accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}
+        summary = {
+            "command": command_line(),
+            **accuracies,
+            "held_out_questions": held_out_questions,
+            "steps": self.settings.steps,
+            "seconds": seconds,
+            "settings": lasting(self.settings),
+            **environment(self.settings.device),
+        }
+        atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
+        before = state.get("accuracy_before")                 # None with --skip-eval-before
+        after = state["accuracy_after"]
+        save_figure(f"{self.folder}/curve.png", learning_curve, self.metrics, before, after)
+
+        def change(name):
+            known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
+            return " -> ".join(f"{accuracy:.1%}" for accuracy in known)
+
+        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
+              f"look at {self.folder}/report.html")
+        write_report(self.folder)
