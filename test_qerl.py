@@ -1204,7 +1204,9 @@ def recorded(monkeypatch):
 
     def recorded_generate(model, prompts, *args, **options):
         policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-        call = types.SimpleNamespace(prompts=prompts, policy=policy, drawn_with=set())
+        call = types.SimpleNamespace(
+            number=len(calls), prompts=prompts, policy=policy, drawn_with=set(),
+        )
         call.noise = [
             None if norm.noisy_weight is None else norm.noisy_weight - norm.weight.detach()
             for norm in scales(model)
@@ -1398,7 +1400,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         kept = [0, 1, 2, 3]
         if settings.algo == "dapo":
             kept = sorted(range(len(groups)), key=lambda k: not teaches[k])[:4]
-        assert sum(teaches[k] for k in kept) >= 2
+        assert any(teaches[k] for k in kept)
         rows = sum((groups[k] for k in kept), [])
         for k in kept:
             set_advantages(groups[k])
@@ -1417,7 +1419,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             kls.append(kl)
             clipped += [(row.advantage > 0, x) for row in minibatch for x in row.clipped]
         change = flat_policy(parameters).detach() - before
-        following = calls[calls.index(draws[-1]) + 1].policy
+        following = calls[draws[-1].number + 1].policy
         assert change.norm() > 0
         assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 5e-4
 
@@ -1821,8 +1823,9 @@ NO_NUMBER = re.compile("NaN|Infinity")
 
 
 @pytest.mark.parametrize("options,message,steps", [
-    (["--lr", 1e30, "--steps", 1, "--updates", 1], "lower --lr", 0),
-    (["--sigma-start", 1e38], "less noise (--sigma-start)", 1),
+    (["--lr", 1e30, "--steps", 1, "--updates", 1], "after this update the logits is NaN or infinite", 0),
+    (["--lr", 1e30, "--steps", 1, "--updates", 2], "gradient norm nan", 0),
+    (["--sigma-start", 1e38], "the policy's logits are NaN or infinite", 1),
     (["--lora-alpha", "inf"], "--lora-alpha inf: must be positive and finite", None),
 ])
 def test_nan_ends_a_run_before_it_is_stored(qwen, data, tmp_path, monkeypatch, capsys, options, message, steps):
