@@ -41,8 +41,8 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import calibration, checkpoint, checks, claims, cross_compile, demonstration, entropy
-from harness import keeper, memory, report, run_folder, small_policy, worked
+from harness import branches, calibration, checkpoint, checks, claims, cross_compile
+from harness import demonstration, entropy, keeper, memory, report, run_folder, small_policy, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -55,7 +55,7 @@ from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, flashrl, qurl, rollout_correction
+from methods import better_codes, exploration, flashrl, qurl, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -4051,11 +4051,163 @@ def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["dtype"] == "float16"
 
 
+@pytest.mark.parametrize("pieces,ends", [
+    (["One", ".", " Two", "!", " End", "."], [2, 4]),                                    # the end of all is no cut
+    (["a", ".\n\n", "b", "\n", "c", "\n", "\n"], [2, 4]), (["pi", " is", " 3", ".", "5", "."], []),
+    (["Why", "?\n", "So"], [2]), (["no", " end", ".", "\n"], []), (["amid. a", " token", ".", " x"], [3]), ([], []),
+    (["1+2=3", "\n", "3-2=1", "</think>", ""], [2]),
+])
+def test_sentences_end_at_tokens(pieces, ends):
+    assert branches.sentence_ends(pieces) == ends
+
+
+def newton(outcomes, steps=60):
+    """scikit-learn's logistic regression (slope penalised by b^2 / 2) by damped Newton steps in numpy."""
+    r, y = np.array(outcomes).T
+    x, line = np.stack([np.ones_like(r), r], 1), np.zeros(2)
+    for _ in range(steps):
+        p = 1 / (1 + np.exp(-x @ line))
+        line -= 0.5 * np.linalg.solve((x.T * (p * (1 - p))) @ x + np.diag([0, 1]), x.T @ (p - y) + line * [0, 1])
+    return line
+
+
+def test_pivots_are_drawn_by_success_and_depth():
+    deep_fails = [(0.25, 1)] * 60 + [(0.25, 0)] * 20 + [(0.75, 1)] * 30 + [(0.75, 0)] * 90
+    rng = random.Random(0)
+    rare = [(rng.random(), int(i % 400 == 0)) for i in range(2000)]
+    for outcomes in (deep_fails, rare, [(r, 1 - y) for r, y in rare]):
+        assert exploration.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
+    many = [outcome for outcome in deep_fails for _ in range(100)]                       # the penalty is negligible: the frequencies
+    a, b = exploration.fit_success(many)
+    assert [1 / (1 + math.exp(-a - b * r)) for r in (0.25, 0.75)] == pytest.approx([0.75, 0.25], abs=3e-3)
+    for too_little in ([], [(0.5, 0), (0.5, 1)] * 5, [(0.5, 1)] * 50):
+        assert exploration.fit_success(too_little) == (0, 0)
+    r, utility = exploration.pivot_utility(3, (a, b))
+    assert r.tolist() == [0.25, 0.5, 0.75]
+    assert (utility / utility.sum()).tolist() == pytest.approx(np.array([0.75 / 16, 0.5 / 4, 0.25 * 9 / 16]) / 0.3125, abs=3e-3)
+
+
+def test_branches_join_the_samples_behind_their_question(qwen):
+    """Two questions of two completions, three of them failed, two with pivots: what is asked, rewarded, remembered and weighed."""
+    method = neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    text = ByteText()
+    method.prepare(None, None, None, text)
+    model = qerl.load_model(qwen[0])
+
+    def samples_of(questions, texts, correct):
+        tokens = [text.encoding.encode_ordinary(t) for t in texts]
+        length = torch.tensor(list(map(len, tokens)))
+        padded = torch.tensor([t + [0] * (length.max() - len(t)) for t in tokens])
+        zeros = torch.zeros(padded.shape)
+        correct = torch.tensor(correct)
+        return train_gsm8k.Samples(questions, qerl.Rollout(padded, zeros, zeros, length, length > 0), texts, 2 * correct, correct)
+
+    questions = [{"question": "p", "prompt": [1, 2], "number": 3}, {"question": "q", "prompt": [4], "number": 5}]
+    samples = samples_of(questions, ["ab\ncd", "right\n.", "no end", "x\ny"], [[0.0, 1.0], [0.0, 0.0]])
+    asked = []
+
+    def complete(branched, phase, sampler_class):
+        rollout = qerl.generate(model, [q["prompt"] for q in branched], 12, 2, sampler_class=sampler_class)
+        asked.append((branched, phase, rollout.length.tolist()))
+        return samples_of(branched, ["b1", "b2", "b3", "b4"], [[1.0, 0.0], [0.0, 0.0]])
+    both = method.explore(samples, complete, torch.Generator().manual_seed(0))
+    (branched, phase, length), = asked
+    first, second = ({"question": "p", "prompt": [1, 2, *b"ab\n"], "number": 3, "begun": "ab\n"},
+                     {"question": "q", "prompt": [4, *b"x\n"], "number": 5, "begun": "x\n"})
+    assert branched == [first, second] and phase == "branches" and length == [9, 9, 10, 10]   # of 12, less what was begun
+    assert both.questions == [questions[0], first, questions[1], second] and both.draws == [samples]
+    assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
+    assert [bytes(row[:n].tolist()).decode() for row, n in zip(both.rollout.tokens, both.rollout.length)] == both.texts
+    assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
+    assert method.measure(None) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
+    advantages = method.advantages(both)
+    torch.testing.assert_close(advantages, torch.tensor([[-1, 1], [math.sqrt(2), -math.sqrt(2)], [0, 0], [0, 0]]) / math.sqrt(2), rtol=1e-3, atol=0)
+    batch = train_gsm8k.make_batch(both, advantages.flatten(), "grpo")
+    weights = method.token_weights(batch)
+    assert weights.sum(1).tolist() == pytest.approx([0.25] * 8)                          # four main completions, four branches
+    assert method.token_weights(batch.rows([0, 1, 2, 3, 4])).sum(1).tolist() == pytest.approx([1 / 3, 1 / 3, 0.5, 0.5, 1 / 3])
+    assert method.token_weights(batch.rows([2, 3])).sum().item() == pytest.approx(1)
+    scored = train_gsm8k.score([{"number": 6, "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
+    assert scored.correct.tolist() == [[0, 0]]
+    scored = train_gsm8k.score([{"number": 16, "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
+    assert scored.correct.tolist() == [[1, 0]]
+
+
+def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
+    """Any letter ends a sentence here, so that an untrained model's completions have pivots; every third branch is right."""
+    monkeypatch.setattr(branches, "SENTENCE_END", re.compile(r"(?s)."))
+    monkeypatch.setattr(exploration, "REMEMBERED", 7)
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (float(sum(map(ord, text)) % 7), float(sum(map(ord, text)) % 3 == 0)))
+    metrics = resumes_bit_for_bit(monkeypatch, tmp_path, ("--model", qwen[0], "--data", data, *QUICK, "--method",
+                                                          "exploration:deep_grpo", "--skip-eval-before", "--eval-questions", 1))
+    assert all(0 <= m["branches"] <= 4 and m["gradient_norm"] > 0 for m in metrics) and sum(m["branches"] for m in metrics) > 7
+    state, _ = read_checkpoint(str(tmp_path / "whole"), {}, must_agree=["none"])
+    outcomes = state["method"]["outcomes"]
+    assert len(outcomes) == 7 and all(0 < r < 1 and right in (0, 1) for r, right in outcomes)
+    timed = [m["seconds"] for m in read_jsonl(tmp_path / "whole" / "metrics.jsonl")]
+    assert all(("branches" in t) == (m["branches"] > 0) for t, m in zip(timed, metrics))
+
+
+def test_maspo_weights_by_hand():
+    """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1; else 1."""
+    def w(ratio, probability, advantage):
+        return exploration.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
+    assert w(1.5, 1.0, 1.0) == pytest.approx(math.exp(-0.25 / (2 * 1.03 ** 2)))
+    assert w(0.5, 1.0, -1.0) == pytest.approx(math.exp(-0.25 * 1.03 ** 2 / 2))
+    assert w(3.0, 0.01, 2.0) == pytest.approx(math.exp(-4 / (2 * (0.01 ** -0.3 * 1.06) ** 2)))
+    assert w(3.0, 1e-9, 1000.0) == pytest.approx(math.exp(-4 / (2 * (10 * 10) ** 2)))    # both factors at their bounds
+    assert w(0.1, 1.0, -1000.0) == pytest.approx(math.exp(-0.81 / (2 * 0.1 ** 2)))
+    assert w(0.5, 0.9, 1.0) == w(1.5, 0.9, -1.0) == w(1.0, 0.9, 1.0) == w(2.0, 0.9, 0.0) == 1
+
+
+def test_maspo_loss_is_weighted_and_detached():
+    """Its gradient is -w rho A, KL apart, which is Eq. 3's own; before any update it is GRPO's."""
+    method = neighbour("exploration:maspo", ["--beta", 0.1])
+    torch.manual_seed(0)
+    old, ref = -torch.rand(4, 3) - 0.1, -torch.rand(4, 3)
+    batch = Batch([[1]] * 4, None, None, None, torch.tensor([1.0, -1.0, 2.0, 0.0]), None, old, ref, torch.rand(4, 3))
+    logprobs = (old + 0.5 * torch.randn(4, 3)).requires_grad_()
+    loss, kl = method.loss(logprobs, batch)
+    loss.backward()
+    x = ref - logprobs.detach()
+    A, ratio = batch.advantages[:, None], (logprobs.detach() - old).exp()
+    w = exploration.maspo_weights(ratio, old, A)
+    assert (w < 0.99).any()
+    torch.testing.assert_close(logprobs.grad, batch.weights * (0.1 * (1 - x.exp()) - w * ratio * A))
+    assert kl.item() == pytest.approx((batch.weights * (x.exp() - 1 - x)).sum().item())
+    assert loss.item() == pytest.approx((batch.weights * (0.1 * (x.exp() - 1 - x) - w * ratio * A)).sum().item(), rel=1e-5)
+    gradients = []
+    for objective in (method, neighbour("qerl", ["--beta", 0.1])):
+        fresh = old.clone().requires_grad_()
+        objective.loss(fresh, batch)[0].backward()
+        gradients.append(fresh.grad)
+    torch.testing.assert_close(*gradients)
+    far = torch.tensor([[60.0, -60.0, 0.0]]) + old[:1]                                   # no NaN, no infinity
+    assert all(t.isfinite() for t in method.loss(far, batch.rows([0])))
+
+
+def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
+    scored_by_letters(monkeypatch)
+    weights, seen = exploration.maspo_weights, []
+
+    def recorded(*args):
+        seen.append(weights(*args))
+        return seen[-1]
+    monkeypatch.setattr(exploration, "maspo_weights", recorded)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "exploration:maspo", "--updates", 2, "--steps", 2,
+             "--lr", 0.03, "--warm-up", 0, "--skip-eval-before", "--eval-questions", 1, "--out", tmp_path / "run")
+    metrics = without_times(tmp_path / "run" / "metrics.jsonl")
+    assert len(seen) == 4 and all(m["gradient_norm"] > 0 for m in metrics) and "branches" not in metrics[0]
+    assert seen[0].min() > 1 - 1e-6 and seen[1].min() < 1 - 1e-4                         # a step's second update is bounded
+
+
 @pytest.mark.parametrize("options,message", [
     (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
     (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
     (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
     (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
+    (["--method", "exploration:maspo", "--updates", 1], "exploration:maspo: with one update a rollout the ratio is 1"),
+    (["--method", "exploration:maspo", "--tis", 2], "use --tis 0"),
     (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):

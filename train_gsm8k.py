@@ -152,18 +152,22 @@ def train(settings):
         keeper.save()
     clock = Clock(model.device)
 
-    def sample_and_score():
-        """A group of completions for each of the next questions, and their rewards."""
-        asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
-        state["drawn"] += len(asked)
-        with clock("rollout"):
+    def complete(asked, phase="rollout", **options):
+        """A group of completions for each of these questions, and their rewards."""
+        with clock(phase):
             rollout = method.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
-                eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng,
+                eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng, **options,
             )
         with clock("reward"):
             finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
+
+    def sample_and_score():
+        """The same for the next questions."""
+        asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
+        state["drawn"] += len(asked)
+        return complete(asked)
 
     steps = range(state["step"], settings.steps)
     progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step")
@@ -179,6 +183,7 @@ def train(settings):
             samples = sample_and_score()
             if settings.algo == "dapo":         # its further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score)
+            samples = method.explore(samples, complete, noise_rng)      # QeRL: none are added
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = method.advantages(samples)        # qerl.group_advantages           (P, G)
@@ -199,7 +204,7 @@ def train(settings):
         losses = []
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
-                minibatch.weights = qerl.token_weights(minibatch.mask, settings.algo)
+                minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
@@ -308,9 +313,12 @@ def decode_all(tokenizer, rollout):
 
 
 def score(questions, rollout, texts, scheme):
-    """Samples with the reward of each completion."""
+    """Samples with the reward of each completion, with what the question has "begun" of it."""
     group = len(texts) // len(questions)
-    scores = [reward(t, questions[i // group]["right"], scheme) for i, t in enumerate(texts)]
+    scores = []
+    for i, text in enumerate(texts):
+        question = questions[i // group]
+        scores.append(reward(question.get("begun", "") + text, question["right"], scheme))
     scores = torch.tensor(scores, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), group, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct)

@@ -67,6 +67,16 @@ class Method:
         """Sample the completions of a step, inside `noise` -> qerl.Rollout."""
         return qerl.generate(model, prompts, max_new_tokens, group_size, **options)
 
+    def explore(self, samples, complete, generator):
+        """Between scoring and the advantages, inside `noise`: may add groups -> train_gsm8k.Samples.
+
+        complete(questions, phase, **options) samples and scores a group for each of them. In such a
+        question "prompt" may end in the tokens of a completion that goes on there, and "begun"
+        holds their text, which is scored, too. phase: its name in the seconds of metrics.jsonl;
+        options: qerl.generate's; generator: on the CPU.
+        """
+        return samples
+
     def advantages(self, samples):
         """How much better a completion did than the others of its question, float32 [P, G] (Eq. 4)."""
         return qerl.group_advantages(samples.rewards)
@@ -74,6 +84,10 @@ class Method:
     def old_logprobs(self, model, batch):
         """log π_old: of the policy before this step's updates and without noise, float32 [N, C]."""
         return batch.logprobs_under(model, self.settings.micro_tokens)
+
+    def token_weights(self, minibatch):
+        """Each token's share of the loss of a harness.batches.Batch, float32 [N, C]."""
+        return qerl.token_weights(minibatch.mask, self.settings.algo)
 
     def loss(self, logprobs, piece):
         """(loss with gradient, KL to the reference) of some completions of a minibatch (Eq. 3).

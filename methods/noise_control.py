@@ -3,9 +3,9 @@
     python -m methods.noise_control                    the demonstration, on a CPU
     python train_gsm8k.py --method noise_control:VARIANT
 
-The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes, and
-the same sigma moves one model a hundred times as far as another. Besides, all completions of a step
-share one draw, so that a group compares answers of a single perturbed policy.
+The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes:
+how far the same sigma moves a policy depends on the model, its layers and the time. Besides, all
+completions of a step share one draw, so that a group compares answers of a single perturbed policy.
 
 Marks: [P] a paper or its code was read, [S] a secondary note, [I] our inference. mu is the noisy
 policy that sampled, pi_old the same without noise, l = log pi_old - log mu of a sampled token.
@@ -27,12 +27,12 @@ policy that sampled, pi_old the same without noise, l = log pi_old - log mu of a
 What differs from QeRL: `noise`, and for pooled draws also `generate` and the loss. The first stage
 stays without noise. PSN-RLVR truncates importance weights at 10: add --tis 10.
 
-The papers' results: with one draw a step 3PO's authors found no gain over GRPO on average, with pooled
-draws and sequence-MIS 0.9 points, three seeds [S]. Ours will stand in methods/README.md.
+The papers' results: with one draw a step 3PO's authors found no gain over GRPO on average, with
+pooled draws and sequence-MIS 0.9 points, three seeds [S]. Ours will stand in methods/README.md.
 
-When would you use it? `divergence` where no good sigma is known: for a new model, format or number of
-layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small. `pooled`
-where rewards within a group hardly differ; it starts the sampler four times, and with long
+When would you use it? `divergence` where no good sigma is known: for a new model, format or number
+of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small.
+`pooled` where rewards within a group hardly differ; it starts the sampler four times, and with long
 completions w leaves its range, so look at kept_fraction. The others are for ablations.
 """
 import contextlib
@@ -203,9 +203,9 @@ def main():
     model, text, prompts = small_policy(12)
     settings = types.SimpleNamespace(sigma_start=0.02, micro_tokens=16384)
 
-    print("1. What sigma does to the small policy. K3 = mean(e^l - 1 - l) grows about as sigma^2, so one\n"
-          "measurement tells the sigma of a target; the entropy hardly grows: AQN moves the policy more\n"
-          "than it flattens it. kept: by sequence-MIS.\n\n"
+    print("1. What sigma does to the small policy. K3 = mean(e^l - 1 - l) grows about as sigma^2, so\n"
+          "one measurement tells the sigma of a target; the entropy hardly grows: AQN moves a policy\n"
+          "more than it flattens it. kept: the completions that sequence-MIS leaves.\n\n"
           "  sigma        K3  K3/sigma^2  entropy  kept")
     for sigma in (0, 0.01, 0.03, 0.1, 0.2):
         rollout, batch = sample_step(Neighbour(settings), model, text, prompts, sigma)
@@ -214,8 +214,8 @@ def main():
         kept = (sequence_weights(batch) > 0).float().mean()
         print(f"{sigma:7} {k3_of(batch):9.1e} {slope:>11} {entropy:8.3f} {kept:5.0%}")
 
-    print("\n2. sigma = 0.1 elsewhere and of other distributions, K3 over four draws. The spread between\n"
-          "draws is what a step with one draw is exposed to, and what pooling averages.\n\n"
+    print("\n2. sigma = 0.1 elsewhere and of other distributions, K3 over four draws. The spread\n"
+          "between draws is what a step with one draw is exposed to, and what pooling averages.\n\n"
           "  noise          mean     least      most")
     _, clean = sample_step(Neighbour(settings), model, text, prompts)
     for variant in (None, *PLACES, *UNIT_VARIANCE):
