@@ -55,7 +55,7 @@ from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, exploration, flashrl, qurl, rollout_correction
+from methods import better_codes, exploration, flashrl, qurl, rilq, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -4427,3 +4427,113 @@ def test_rows_of_worked_answers():
     assert rows.mask.tolist() == [[True] * 4, [True] * 3 + [False]]
     assert rows.answered.tolist() == [[False, False, True, False], [True, True, False, False]]
     assert ByteText().decode(sequences[0].prompt + sequences[0].answer) == "ab\n<think>c</think><answer>5</answer>"
+
+
+def test_rilq_loss_equals_transformers(qwen, tmp_path):
+    """MSE of the final hidden states over all tokens, cross-entropy over the answers'."""
+    student_folder, student = make_folder(tmp_path / "student", seed=1)
+    _, teacher = qwen
+    sequences = [worked.Worked([1, 2, 3], [4, 5]), worked.Worked([6], [7, 8, 9, 10, 11])]
+    rows = worked.rows_of(sequences, "cpu")
+    target = qerl.load_model(qwen[0], "bf16").hidden(rows.tokens)
+    model = qerl.load_model(student_folder, "bf16", lora_rank=2)
+    loss, mse, cross_entropy = rilq.rilq_loss(model, target, rows)
+    squares, losses = [], []
+    for s in sequences:
+        tokens = torch.tensor([s.prompt + s.answer])
+        labels = torch.tensor([[-100] * len(s.prompt) + s.answer])
+        ours, theirs = (m(tokens, labels=labels, output_hidden_states=True) for m in (student, teacher))
+        squares.append((ours.hidden_states[-1] - theirs.hidden_states[-1]).square().flatten())
+        losses += [ours.loss] * len(s.answer)
+    assert mse.item() == pytest.approx(torch.cat(squares).mean().item(), rel=1e-4)
+    assert cross_entropy.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    assert loss.item() == pytest.approx((mse + cross_entropy).item() / 2)
+
+
+def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
+    """Eckart and Young: what is left of each layer's error are the singular values beyond the rank."""
+    monkeypatch.setitem(qerl.FORMATS, "low", rilq.low_bit_format(2))
+    teacher = qerl.load_model(qwen[0], "bf16")
+    model = qerl.load_model(qwen[0], "low", 8, lora_alpha=16)
+    rilq.svd_start(model, teacher)
+    for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
+        A = layer.lora_A.split(layer.rank)
+        for i, rows in enumerate((exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)).split(layer.sizes)):
+            left = rows - 2 * layer.lora_B.split(layer.sizes)[i] @ A[i]
+            beyond = np.linalg.svd(rows.numpy(), compute_uv=False)[8:]
+            assert left.norm().item() == pytest.approx(np.linalg.norm(beyond), rel=1e-3)
+
+
+@pytest.mark.parametrize("bits,values", [(2, {-3, -1, 1, 3}), (3, {-7, -5, -3, -1, 1, 3, 5, 7})])
+def test_low_bit_format_takes_the_nearest_of_few_values(bits, values):
+    format = rilq.low_bit_format(bits)
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    decoded = format.dequantize(*format.quantize(weight), torch.float32)
+    for block, found in zip(weight.view(-1, 16), decoded.view(-1, 16)):
+        table = torch.tensor(sorted(values)) * block.abs().max() / max(values)
+        torch.testing.assert_close(found, table[(block[:, None] - table).abs().argmin(1)])
+
+
+def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
+    questions = read_questions(data, "train*.jsonl")
+    sequences = rilq.texts_of(questions, train_gsm8k.ChatText(qwen[0], ""), 10)
+    assert len(sequences) == 10 and all(len(s.prompt) + len(s.answer) <= rilq.LONGEST for s in sequences)
+    teacher = qerl.load_model(qwen[0], "bf16")
+    torch.manual_seed(0)
+    model = qerl.load_model(qwen[0], lora_rank=4)
+    start = rilq.adapter(model)
+    losses = rilq.compensate(model, teacher, sequences, lr=10.0)   # it is NaN at once
+    assert len(losses) == 1 + rilq.PATIENCE and not any(loss <= losses[0] for loss in losses[1:])
+    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
+    losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
+    assert losses[-1] < losses[0] and len(losses) == 3
+    held = worked.rows_of(sequences[:2], "cpu")
+    with torch.no_grad():
+        loss, _, _ = rilq.rilq_loss(model, teacher.hidden(held.tokens), held)
+    assert loss.item() == pytest.approx(min(losses))
+
+
+def stopped_and_resumed(monkeypatch, options, tmp_path):
+    """Metrics of a run, which has to be the same bit for bit if it is stopped in its second step and resumed."""
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    describe, calls = train_gsm8k.describe, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return describe(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "describe", stop)
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, *options, "--out", tmp_path / "stopped")
+    run_main(monkeypatch, *options, "--out", tmp_path / "stopped", "--resume")
+    whole, resumed = (without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    assert len(whole) == 3 and whole == resumed
+    assert files_below(tmp_path / "whole" / "adapter") == files_below(tmp_path / "stopped" / "adapter")
+    return whole
+
+
+def test_rilq_starts_lora_and_is_the_reference(qwen, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rilq, "TEXTS", 10)
+    monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8, 0))
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--method", "rilq", "--beta", 0.1)
+    metrics = stopped_and_resumed(monkeypatch, options, tmp_path)
+    before, after = re.search(r"RILQ: validation loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups()
+    assert float(after) < float(before)
+    assert metrics[0]["kl"] < 1e-9 < metrics[2]["kl"]              # the reference is the policy of the first step
+    adapter = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
+    assert all(tensor.abs().max() > 0.01 for name, tensor in adapter.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--weights", "bf16"], "--method rilq: there is no error of quantisation to undo"),
+    (["--train-norms"], "leave --train-norms out"),
+    (["--model", None], "is in 4 bits already"),
+])
+def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
+    if None in options:
+        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+    base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "rilq", "--out", tmp_path / "out")
+    assert message in refused(monkeypatch, capsys, *base, *options)

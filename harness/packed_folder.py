@@ -29,6 +29,13 @@ NVFP4A16 = {
 }
 
 
+def require_16_bit(folder, flag):
+    """Refuse a folder of which a layer is in 4 bits: `flag` needs the weights before that."""
+    packed = any(name.endswith(".weight_packed") for name in qerl.Checkpoint(folder).files)
+    qerl.require(not packed, f"{flag}: {folder} is in 4 bits already; give the model before it was "
+                             "quantised, or leave the flag out")
+
+
 def named_parts(name, packed, block_scale, global_scale):
     """What quantize_nvfp4 returns of the layer `name`, under compressed-tensors' names."""
     return {

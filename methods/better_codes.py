@@ -49,7 +49,8 @@ import torch
 import qerl
 from harness.calibration import calibrate
 from harness.demonstration import accuracy, distance, worked_problems
-from harness.packed_folder import cached_folder, named_parts, weights_of, write_packed_folder
+from harness.packed_folder import cached_folder, named_parts, require_16_bit, weights_of
+from harness.packed_folder import write_packed_folder
 from harness.small_policy import ByteText, warm_start
 from harness.worked import worked_sequences
 from methods import Method
@@ -218,9 +219,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device, tokens=CAL
 
     quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences.
     """
-    if any(name.endswith(".weight_packed") for name in qerl.Checkpoint(folder).files):
-        raise qerl.UserError(f"--quantizer {quantizer}: {folder} is in 4 bits already; give the "
-                             "model before it was quantised, or use --quantizer rtn")
+    require_16_bit(folder, f"--quantizer {quantizer}")
     sequences = worked_sequences(questions, tokenizer, tokens)
 
     def make(path):

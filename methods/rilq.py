@@ -1,0 +1,221 @@
+"""RILQ: LoRA that starts by undoing the quantisation, found from the whole model's output.
+
+"RILQ: Rank-Insensitive LoRA-based Quantization Error Compensation for Boosting 2-bit Large Language
+Model Accuracy", arXiv 2412.01129; the recipe is that of the authors' main.py.
+
+Problem. LoRA can carry part of what quantisation lost. Done layer by layer, B A is the best
+approximation of W - Ŵ of rank r, its truncated singular value decomposition (SVD). But the error of few
+bits is of high rank, nearly as noise is, so small ranks catch little of it.
+
+Formula. Train the LoRA of all layers together, from text, to give the model its output back:
+
+    L = 1/2 MSE(h_q, h) + 1/2 CE(next token)
+
+h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with LoRA.
+Layers can then make up for one another's errors, and the rank matters little. Adam at 1e-4,
+batches of 8 of 320 texts; a fifth of them is for validation: the LoRA with the least loss on it is kept,
+and training ends when it has not fallen for a while. Where the authors leave this to a flag we wait
+3 validations, one each 8 steps, 200 steps at most.
+
+What differs from QeRL. LoRA does not start at zero but here, before the first step of RL; the reference
+policy of the KL term is the one with this LoRA. The texts are the training questions and answers, up
+to 512 tokens of each, where the authors' are C4 and WikiText; the cross-entropy is of the answers alone.
+So it is also a little supervised fine-tuning, which a comparison with QeRL has to count. The 16-bit
+teacher has to fit the device beside the quantised model. A run that is resumed finds this start again.
+
+Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do not
+[from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
+
+When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits and
+7B there is little to undo, and RL would train the same LoRA anyway.
+"""
+import contextlib
+import random
+
+import torch
+import torch.nn.functional as F
+
+import qerl
+from harness.demonstration import distance, worked_problems
+from harness.packed_folder import require_16_bit
+from harness.small_policy import ByteText, warm_start
+from harness.worked import Worked, rows_of, worked_sequences
+from methods import Method
+
+TEXTS = 320
+LONGEST = 512                      # tokens of a text
+BATCH = 8
+EVERY = 8                          # steps between two validations
+PATIENCE = 3                       # validations without progress, after which training ends
+
+
+def rilq_loss(model, teacher_hidden, rows):
+    """(loss, its MSE, its cross-entropy) of Rows; teacher_hidden [B, T, d] of the 16-bit model."""
+    hidden = model.hidden(rows.tokens)
+    mse = F.mse_loss(hidden[rows.mask].float(), teacher_hidden[rows.mask].float())
+    labels = rows.tokens.roll(-1, 1)[rows.answered]
+    logits = F.linear(hidden[rows.answered], model.lm_head)
+    cross_entropy = F.cross_entropy(logits.float(), labels)
+    return 0.5 * mse + 0.5 * cross_entropy, mse, cross_entropy
+
+
+def adapter(model):
+    """A copy of what is trained: {name: tensor}."""
+    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+
+
+@torch.no_grad()
+def put_adapter(model, tensors):
+    for name, p in qerl.trainable(model).items():
+        p.copy_(tensors[name])
+
+
+def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
+    """Train the model's LoRA by rilq_loss; returns the validation losses, the first of the start.
+
+    sequences: of harness.worked. The adapter with the least validation loss stays in the model.
+    """
+    device = model.device
+    held = max(1, len(sequences) // 5)
+    batches = [rows_of(sequences[i:i + BATCH], device) for i in range(0, held, BATCH)]
+    training = sequences[held:] or sequences
+    optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
+    rng = random.Random(seed)
+
+    def loss_of(rows):
+        with torch.no_grad():
+            target = teacher.hidden(rows.tokens)
+        return rilq_loss(model, target, rows)[0]
+
+    def validate():
+        with torch.no_grad():
+            return sum(loss_of(rows).item() for rows in batches) / len(batches)
+
+    losses = [validate()]
+    lowest = losses[0]
+    best = adapter(model)
+    waited = 0
+    for step in range(1, steps + 1):
+        rows = rows_of(rng.sample(training, min(BATCH, len(training))), device)
+        loss_of(rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY:
+            continue
+        losses.append(validate())
+        waited += 1
+        if losses[-1] < lowest:                        # never, if it is NaN
+            lowest = losses[-1]
+            best = adapter(model)
+            waited = 0
+        if waited == PATIENCE:
+            break
+    put_adapter(model, best)
+    return losses
+
+
+def texts_of(questions, tokenizer, count=TEXTS):
+    """`count` worked questions of at most LONGEST tokens, answers cut."""
+    some = worked_sequences(questions, tokenizer, tokens=count * LONGEST)[:count]
+    return [Worked(s.prompt, s.answer[:LONGEST - len(s.prompt)])
+            for s in some if len(s.prompt) < LONGEST]
+
+
+class Neighbour(Method):
+    """QeRL whose LoRA starts at RILQ's."""
+
+    def check(self):
+        settings = self.settings
+        if settings.weights == "bf16":
+            raise qerl.UserError("--method rilq: there is no error of quantisation to undo in bf16; "
+                                 "use --weights nvfp4, mxfp4 or nf4")
+        if settings.train_norms:
+            raise qerl.UserError("--method rilq: starts LoRA alone; leave --train-norms out")
+
+    def prepare(self, model, folder, questions, tokenizer):
+        require_16_bit(folder, "--method rilq")
+        teacher = qerl.load_model(folder, "bf16", device=self.settings.device)
+        losses = compensate(model, teacher, texts_of(questions, tokenizer))
+        self.start = adapter(model)
+        print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "
+              f"{len(losses) - 1} validations")
+
+    @contextlib.contextmanager
+    def reference(self, model):
+        """The policy of the first step, LoRA included."""
+        now = adapter(model)
+        put_adapter(model, self.start)
+        try:
+            yield
+        finally:
+            put_adapter(model, now)
+
+
+# --------------------------------------------------------------------------------------------------
+# The demonstration: 2 and 3 bits, ranks 4 to 64, both ways to find LoRA
+
+def low_bit_format(bits):
+    """A Format of 2 or 3 bits: 2^bits evenly spaced values of both signs, one scale to 16 weights.
+
+    Half a step beside 0, as -3, -1, 1, 3 at 2 bits. A code takes a byte: it is for the demonstration.
+    """
+    levels = 2 ** bits
+
+    def quantize(weight):
+        blocks = weight.unflatten(1, (-1, 16)).float()
+        scale = blocks.abs().amax(-1).clamp_min(1e-12) / (levels - 1)
+        codes = ((blocks / scale[..., None] + levels - 1) / 2).round().clamp(0, levels - 1)
+        return codes.flatten(1).to(torch.uint8), scale, scale.new_ones(1)
+
+    def dequantize(codes, scale, _global_scale, dtype):
+        values = 2 * codes.float().unflatten(1, (-1, 16)) - (levels - 1)
+        return (values * scale[..., None]).flatten(1).to(dtype)
+
+    return qerl.Format(quantize, dequantize, block=16)
+
+
+@torch.no_grad()
+def svd_start(model, teacher):
+    """Set each layer's LoRA to the best approximation of its own W - Ŵ (truncated SVD)."""
+    for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
+        error = exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)
+        for i, rows in enumerate(error.split(layer.sizes)):
+            U, S, Vh = torch.linalg.svd(rows, full_matrices=False)
+            root = (S[:layer.rank] / (layer.alpha / layer.rank)).sqrt()
+            first = sum(layer.sizes[:i])
+            layer.lora_B[first:first + len(rows)] = U[:, :layer.rank] * root
+            layer.lora_A[i * layer.rank:(i + 1) * layer.rank] = root[:, None] * Vh[:layer.rank]
+
+
+def main(ranks=(4, 16, 64), steps=24):
+    print("The built-in policy in 2 and 3 bits, and LoRA that undoes the error: layer by layer, by\n"
+          f"the SVD of W - Ŵ, or by RILQ's loss of the whole model ({steps} steps of Adam at 2e-3,\n"
+          "as the policy is small). KL to the 16-bit policy in nats per token, on held-out answers.\n")
+    folder = warm_start()
+    questions, held_out = worked_problems()
+    sequences = texts_of(questions, ByteText(), 160)
+    teacher = qerl.load_model(folder, "bf16")
+    print(f"{'bits':>4} {'LoRA':6}" + "".join(f"{f'rank {r}':>10}" for r in ranks))
+    for bits in (2, 3):
+        qerl.FORMATS["low"] = low_bit_format(bits)
+        kl = distance(qerl.load_model(folder, "low"), teacher, held_out)["kl"]
+        print(f"{bits:4} {'none':6}{kl:10.4f}")
+        for start in ("SVD", "RILQ"):
+            line = ""
+            for rank in ranks:
+                torch.manual_seed(0)
+                model = qerl.load_model(folder, "low", rank)
+                if start == "SVD":
+                    svd_start(model, teacher)
+                else:
+                    compensate(model, teacher, sequences, lr=2e-3, steps=steps)
+                line += f"{distance(model, teacher, held_out)['kl']:10.4f}"
+            print(f"{bits:4} {start:6}{line}")
+    del qerl.FORMATS["low"]
+    print("\nSVD needs the ranks, RILQ hardly any: four do what SVD needs many times as many for. But the\n"
+          "layers are only 128 wide, so that rank 64 is half of all: there SVD has nearly all of the\n"
+          "error, while RILQ's cross-entropy fits a large adapter to its few texts.")
+
+
+if __name__ == "__main__":
+    main()
