@@ -3861,7 +3861,7 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
 
 # ------------------------------------------------------------------- neighbours: noise control, float16, exploration
 
-def neighbour(name, settings=(), **state):
+def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
     method = methods.find(name, train_gsm8k.arguments(["--device", "cpu", "--method", name, *map(str, settings)]))
     method.state.update(state)
@@ -3887,7 +3887,7 @@ def steered(method, model, scheduled, log_ratios):
 def test_noise_control_holds_a_divergence(qwen):
     """The noise of a made-up policy has the divergence 100 sigma^2 on top of a rounding of 1e-3: the loop must find both."""
     model = qerl.load_model(qwen[0])
-    method = neighbour("noise_control:divergence")
+    method = small_neighbour("noise_control:divergence")
 
     def divergent(sigma):                            # half of the tokens at +x, half at -x: mean(e^l - 1 - l) = cosh(x) - 1
         x = math.acosh(1 + 1e-3 + 100 * sigma ** 2)
@@ -3899,7 +3899,7 @@ def test_noise_control_holds_a_divergence(qwen):
     assert 100 * sigmas[-1] ** 2 == pytest.approx(3e-3, rel=1e-2)
     fallen = [steered(method, model, 0.005, divergent(method.state["sigma"])) for _ in range(30)]
     assert 100 * fallen[-1] ** 2 == pytest.approx(3e-3 / 4, rel=1e-2)                     # half of Eq. 8's sigma: a quarter
-    up = neighbour("noise_control:divergence")
+    up = small_neighbour("noise_control:divergence")
     assert [steered(up, model, 0.01, [[0.0, 0.0]]) for _ in range(2)] == [0.01, 0.0125]  # up by 1.25 at most
     for _ in range(40):
         steered(up, model, 0.01, [[0.0, 0.0]])
@@ -3908,14 +3908,14 @@ def test_noise_control_holds_a_divergence(qwen):
 
 def test_noise_control_by_plappert_and_by_entropy(qwen):
     model = qerl.load_model(qwen[0])
-    method = neighbour("noise_control:plappert")
+    method = small_neighbour("noise_control:plappert")
     assert steered(method, model, 0.01, [[-0.002, -0.004]]) == 0.01                      # mean(-l) = 0.003 is near enough
     assert steered(method, model, 0.01, [[-0.002, -0.0041]]) == pytest.approx(0.0101)
     assert method.state["sigma"] == pytest.approx(0.01)
-    method = neighbour("noise_control:entropy", sigma=0.05)
-    for entropy, sigma in ((0.19, 0.054), (0.21, 0.05)):                                 # steps of a 50th of 0.2
+    method = small_neighbour("noise_control:entropy", sigma=0.05)
+    for nats, sigma in ((0.19, 0.054), (0.21, 0.05)):                                 # steps of a 50th of 0.2
         with method.noise(model, 0.01, torch.Generator()):
-            method.entropy = entropy
+            method.entropy = nats
         method.measure(batch_with_log_ratios([[0.0]]))
         assert method.state["sigma"] == pytest.approx(sigma)
 
@@ -3931,7 +3931,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
              for m in model.modules() if isinstance(m, qerl.RMSNorm)}
     with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
         expected = {name: norm.noisy_weight for name, norm in norms.items()}
-    with neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
+    with small_neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
         assert sorted(name for name, norm in norms.items() if norm.noisy_weight is not None) == noisy
         assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
     assert all(norm.noisy_weight is None for norm in norms.values())
@@ -3944,7 +3944,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
 def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
     """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the distribution's formula."""
     model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
-    method, drawn = neighbour(f"noise_control:{variant}"), []
+    method, drawn = small_neighbour(f"noise_control:{variant}"), []
     for _ in range(100):
         with method.noise(model, 0.01, rng):
             drawn += [(m.noisy_weight - m.weight.detach()) / 0.01 for m in model.modules() if isinstance(m, qerl.RMSNorm)]
@@ -3959,7 +3959,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
     """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it has the same log-probabilities."""
     model = with_lora(qwen[0])
     prompts, sampling, noise = [[5, 6, 7], [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    method = neighbour("noise_control:pooled")
+    method = small_neighbour("noise_control:pooled")
     with method.noise(model, 0.3, noise):
         rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
     repeated, agrees = [p for p in prompts for _ in range(8)], []
@@ -3973,7 +3973,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
 
 def test_noise_control_drops_completions_far_from_the_policy():
     """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as in its gradient."""
-    method = neighbour("noise_control:pooled")
+    method = small_neighbour("noise_control:pooled")
     ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
     batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(), [1.0, 1.0, -1.0, -2.0])
     batch.weights = torch.full((4, 2), 1 / 8)
@@ -4030,7 +4030,7 @@ def test_fp16_rounds_more_finely_than_bfloat16(qwen):
     errors, mismatches = {}, {}
     for dtype in (torch.bfloat16, torch.float16):
         model = qerl.load_model(folder, "bf16", dtype=dtype)
-        rollout, batch = demonstration.sample_step(neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
+        rollout, batch = demonstration.sample_step(small_neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
         tokens = torch.cat([torch.tensor([[5, 6, 7]]).repeat(16, 1), rollout.tokens], 1)
         exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1, rollout.tokens[..., None])[..., 0]
         errors[dtype] = (batch.old_logprobs - exact).std().item()
@@ -4089,7 +4089,7 @@ def test_pivots_are_drawn_by_success_and_depth():
 
 def test_branches_join_the_samples_behind_their_question(qwen):
     """Two questions of two completions, three of them failed, two with pivots: what is asked, rewarded, remembered and weighed."""
-    method = neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    method = small_neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
     text = ByteText()
     method.prepare(None, None, None, text)
     model = qerl.load_model(qwen[0])
@@ -4162,7 +4162,7 @@ def test_maspo_weights_by_hand():
 
 def test_maspo_loss_is_weighted_and_detached():
     """Its gradient is -w rho A, KL apart, which is Eq. 3's own; before any update it is GRPO's."""
-    method = neighbour("exploration:maspo", ["--beta", 0.1])
+    method = small_neighbour("exploration:maspo", ["--beta", 0.1])
     torch.manual_seed(0)
     old, ref = -torch.rand(4, 3) - 0.1, -torch.rand(4, 3)
     batch = Batch([[1]] * 4, None, None, None, torch.tensor([1.0, -1.0, 2.0, 0.0]), None, old, ref, torch.rand(4, 3))
@@ -4177,7 +4177,7 @@ def test_maspo_loss_is_weighted_and_detached():
     assert kl.item() == pytest.approx((batch.weights * (x.exp() - 1 - x)).sum().item())
     assert loss.item() == pytest.approx((batch.weights * (0.1 * (x.exp() - 1 - x) - w * ratio * A)).sum().item(), rel=1e-5)
     gradients = []
-    for objective in (method, neighbour("qerl", ["--beta", 0.1])):
+    for objective in (method, small_neighbour("qerl", ["--beta", 0.1])):
         fresh = old.clone().requires_grad_()
         objective.loss(fresh, batch)[0].backward()
         gradients.append(fresh.grad)
