@@ -53,6 +53,7 @@ from harness.instruments import flat
 from harness.math_data import is_equal, math_questions
 from harness.mismatch import describe_mismatch
 from harness.questions import read_questions
+from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from methods import better_codes, exploration, flashrl, qurl, rilq, rollout_correction
@@ -3493,6 +3494,121 @@ def test_course_wrong_numbers_are_noticed():
             for number in NUMBER.finditer(text):
                 wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
                 assert course_difference(text, wrong), (heading, number[0])
+
+
+# ------------------------------------------------------------------------------------ several processes
+
+# train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who samples them, and a reward with a signal.
+SAME_COMPLETIONS = """
+import sys
+import torch
+import qerl, train_gsm8k
+
+def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
+    rows = []
+    for prompt in prompts:
+        generator = torch.Generator().manual_seed(sum(i * token for i, token in enumerate(prompt)))
+        for _ in range(group_size):
+            length = int(torch.randint(2, 9, (), generator=generator))
+            rows.append(torch.randint(20, 250, (length,), generator=generator))
+    length = torch.tensor([len(row) for row in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    logprobs = -torch.ones(tokens.shape) * qerl.length_mask(length, tokens.shape[1])
+    return qerl.Rollout(tokens, logprobs, -logprobs, length, length < 8)
+
+def reward(text, *_):
+    value = sum(text.encode()) % 3
+    return float(value), float(value == 2)
+
+qerl.generate = generate
+train_gsm8k.reward = reward
+train_gsm8k.main()
+"""
+
+
+def torchrun(count, script, *args):
+    """The command that starts `count` processes of a script on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script, *map(str, args)]
+
+
+def run_processes(count, script, *args):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True)
+
+
+SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2,
+           "--save-every", 1, "--device", "cpu", "--beta", 0.1, "--eval-questions", 5)
+
+
+@pytest.mark.parametrize("algo", [(), ("--algo", "dapo", "--beta", 0)])
+def test_two_processes_take_the_steps_of_one(qwen, data, tmp_path, algo):
+    """The same global batch: the same adapter and figures within rounding."""
+    script = tmp_path / "same.py"
+    script.write_text(SAME_COMPLETIONS)
+    adapters, logs, answers = [], [], []
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        done = run_processes(count, script, "--model", qwen[0], "--data", data, *SEVERAL, *algo, "--out", out)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("held-out pass@1") == 1                                  # one of them speaks
+        adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
+        logs.append(read_jsonl(out / "metrics.jsonl"))
+        answers.append(read_jsonl(out / "answers_after.jsonl"))
+    one, two = adapters
+    moved = max(t.abs().max() for name, t in one.items() if "lora_B" in name)
+    assert moved > 1e-3                                                                   # there was something to learn
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+    for a, b in zip(*logs):
+        assert a.keys() == b.keys()
+        for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-7), name
+    assert len(logs[1]) == 3 and answers[0] == answers[1]
+
+
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path):
+    out = tmp_path / "run"
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 60, "--out", out)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(torchrun(2, f"{HERE}/train_gsm8k.py", *options), env=environment, cwd=HERE, stdout=subprocess.DEVNULL,
+                           stderr=subprocess.PIPE, text=True)
+    while run.poll() is None and len(read_jsonl(out / "metrics.jsonl")) < 3:
+        time.sleep(0.05)
+    children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
+    ranks = {}
+    for child in children:
+        with open(f"/proc/{child}/environ", "rb") as f:
+            ranks[dict(line.split(b"=", 1) for line in f.read().split(b"\0") if b"=" in line)[b"RANK"]] = int(child)
+    os.kill(ranks[b"1"], signal.SIGKILL)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode != 0 and not (out / "summary.json").exists()
+    assert errors.count("error: ") <= 1 and ("go on with --resume" in errors or "SIGKILL" in errors)
+    done_steps = len(read_jsonl(out / "metrics.jsonl"))
+    done = subprocess.run([sys.executable, f"{HERE}/train_gsm8k.py", *map(str, options), "--resume", "--steps", "60"], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and f"resumed {out} after step {done_steps}" in done.stdout, done.stderr
+    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
+    (["--device", "cpu:0"], "use")])
+def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *SEVERAL, *options, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_share_each_minibatch():
+    one, questions = Ranks(), list(range(24))
+    assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(2.5) == 2.5
+    shares = []
+    for rank in range(2):
+        ranks = Ranks()
+        ranks.count, ranks.rank = 2, rank
+        shares.append(ranks.share(questions, 3))
+    assert shares == [[0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]]
 
 
 # -------------------------------------------------------------- methods: rollout_correction, flashrl, qurl

@@ -5,6 +5,7 @@
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
     python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
     python train_gsm8k.py --resume [--out FOLDER]         go on where a run stopped
+    torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
 # which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
@@ -26,7 +27,7 @@ from tqdm import tqdm
 import methods
 import qerl
 from harness.answers import answered_number, stated_number
-from harness.batches import Batch, join_rollouts
+from harness.batches import Batch, pick_groups
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore
 from harness.checks import check_settings, finite_policy, finite_rollout, finite_update, rank_fits
@@ -39,6 +40,7 @@ from harness.math_data import is_equal
 from harness.memory import keep_decoded, slots_that_fit
 from harness.mismatch import describe_mismatch
 from harness.questions import load_questions, next_questions, with_prompts
+from harness.ranks import Ranks
 from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
 from harness.small_policy import ByteText, warm_start
@@ -132,8 +134,9 @@ def train(settings):
 
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
+    ranks = Ranks()                                    # as many processes as torchrun started, or one
     method = methods.find(settings.method, settings)
-    keeper = Keeper(settings)                          # with --resume it has read the checkpoint
+    keeper = Keeper(settings, ranks)                   # with --resume it has read the checkpoint
     model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
@@ -146,9 +149,10 @@ def train(settings):
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     state = keeper.begin(
         model, optimizer, scaler, [sampling_rng, noise_rng], method, questions + held_out)
+    ranks.differ(sampling_rng, settings.seed, state["step"])
     if not keeper.saved:
         if not settings.skip_eval_before:
-            state.update(evaluate(model, tokenizer, held_out, settings, "before"))
+            state.update(evaluate(model, tokenizer, held_out, settings, "before", ranks))
         keeper.save()
     clock = Clock(model.device)
 
@@ -164,13 +168,14 @@ def train(settings):
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def sample_and_score():
-        """The same for the next questions."""
+        """The same for the next questions, of which this process takes its share."""
         asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
         state["drawn"] += len(asked)
-        return complete(asked)
+        return complete(ranks.share(asked, settings.updates))
 
     steps = range(state["step"], settings.steps)
-    progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step")
+    progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step",
+                    disable=not ranks.main)
     for step in progress:
         clock.restart()
 
@@ -182,7 +187,7 @@ def train(settings):
         with method.noise(model, sigma, noise_rng):    # qerl.adaptive_quantization_noise
             samples = sample_and_score()
             if settings.algo == "dapo":         # its further draws share the noise of this step
-                samples = dynamic_sampling(samples, sample_and_score)
+                samples = dynamic_sampling(samples, sample_and_score, ranks, settings.updates)
             samples = method.explore(samples, complete, noise_rng)      # QeRL: none are added
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
@@ -204,14 +209,16 @@ def train(settings):
         losses = []
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
-                minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
+                share = share_of(minibatch, settings.algo, ranks)       # of all processes: 1 of one
+                minibatch.weights = method.token_weights(minibatch) * share    # qerl.token_weights
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
                     scaler.scale(loss).backward()
                     losses.append((loss.item(), kl.item()))
-                scaler.unscale_(optimizer)
                 trained = qerl.trainable(model).values()
+                ranks.add_gradients(trained)
+                scaler.unscale_(optimizer)
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
                 finite_update(losses, norm, scaler)
                 scaler.step(optimizer)
@@ -230,15 +237,16 @@ def train(settings):
         if scaler.is_enabled():
             learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
-        keeper.log({"step": step + 1, **learned, **seen, **measured, **method.measure_updates()})
-        progress.set_postfix_str(PROGRESS.format(sigma=sigma, **seen))
+        logged = ranks.join({**learned, **seen, **measured, **method.measure_updates()})
+        keeper.log({"step": step + 1, **logged})
+        progress.set_postfix_str(PROGRESS.format(**logged))
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
         if step == 0 or checkpoint_due:
             keeper.show(step + 1, one_group(samples, batch, tokenizer))
         if checkpoint_due:
             keeper.save()
 
-    state.update(evaluate(model, tokenizer, held_out, settings, "after"))
+    state.update(evaluate(model, tokenizer, held_out, settings, "after", ranks))
     keeper.finish(len(held_out))
 
 
@@ -353,27 +361,24 @@ def reward(completion, answer, scheme):
     return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
 
 
-def dynamic_sampling(samples, draw, attempts=4):
+def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
     """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
 
     Groups that are all right or all wrong teach nothing. After `attempts` draws they fill the rest.
+    Of several processes each has its share of the groups that all of them have drawn.
     """
-    wanted = len(samples.questions)
-    draws = [samples]
+    own_draws = [samples]
+    draws = [ranks.pool(samples, updates)]
+    wanted = len(draws[0].questions)
     while len(draws) < attempts and sum(qerl.has_signal(s.rewards).sum() for s in draws) < wanted:
-        draws.append(draw())
+        own_draws.append(draw())
+        draws.append(ranks.pool(own_draws[-1], updates))
     rewards = torch.cat([s.rewards for s in draws])
-    correct = torch.cat([s.correct for s in draws])
-    questions = [q for s in draws for q in s.questions]
-    texts = [t for s in draws for t in s.texts]
     # Groups with a signal first, each kind in the order in which it was drawn.
     kept = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:wanted].tolist()
-    group = rewards.shape[1]
-    rows = [k * group + g for k in kept for g in range(group)]
-    return Samples(
-        [questions[k] for k in kept], join_rollouts([s.rollout for s in draws], rows),
-        [texts[i] for i in rows], rewards[kept], correct[kept], draws,
-    )
+    samples = pick_groups(draws, ranks.share(kept, updates))
+    samples.draws = own_draws
+    return samples
 
 
 # --------------------------------------------------------------------------------------------------
@@ -388,6 +393,12 @@ def make_batch(samples, advantages, algo):
     if algo == "dapo":
         mask = mask & rollout.finished[:, None]        # a truncated completion gives no gradient
     return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
+
+
+def share_of(minibatch, algo, ranks):
+    """What fraction of all processes' minibatch is here: of its completions, or for DAPO its tokens."""
+    count = minibatch.mask.sum().item() if algo == "dapo" else len(minibatch.prompts)
+    return count / ranks.total(count)
 
 
 def make_optimizer(model, lr, weight_decay):
@@ -416,25 +427,29 @@ def set_learning_rate(optimizer, step, settings):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
-def evaluate(model, tokenizer, questions, settings, when):
+def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
     pass@1 is the mean over questions and `eval_samples` answers to each; of several sets of
     questions (--eval) it is the mean of the sets' own. The first of the answers and the greedy ones
     go to answers_WHEN.jsonl in the run's folder.
     """
-    prompts = [q["prompt"] for q in questions]
+    own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
+    prompts = [questions[i]["prompt"] for i in own]
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
     measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
     for name, samples, temperature, top_p in measures:
         rng = torch.Generator(model.device).manual_seed(settings.seed)
+        ranks.differ(rng, settings.seed, 0)
         rollout = qerl.generate(
             model, prompts, settings.max_new_tokens, samples, temperature, top_p,
             eos=tokenizer.eos, slots=settings.slots, generator=rng,
         )
         finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
-        texts = decode_all(tokenizer, rollout)
+        places = [i * samples + k for i in own for k in range(samples)]
+        ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
+        _, texts, lengths = zip(*sorted(ranks.collect(list(ours))))
         right = [is_right(text, questions[i // samples]["right"], anywhere=True)
                  for i, text in enumerate(texts)]
         for i, answer in enumerate(answers):
@@ -450,8 +465,8 @@ def evaluate(model, tokenizer, questions, settings, when):
             print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
         print(f"{'pass@1' if name == 'accuracy' else name} {when}: {accuracy:.1%} "
               f"of {len(questions)} held-out questions, "
-              f"{rollout.length.float().mean():.0f} tokens on average")
-    if settings.out:
+              f"{sum(lengths) / len(lengths):.0f} tokens on average")
+    if settings.out and ranks.main:
         write_jsonl(f"{settings.out}/answers_{when}.jsonl", answers)
     return result
 
@@ -489,14 +504,15 @@ def evaluate_only(settings):
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
+    ranks = Ranks()
     method = methods.find(settings.method, settings)
     model, tokenizer, _, held_out = load_all(settings, method)
     if saved:
         state, tensors = saved
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
-    result = evaluate(model, tokenizer, held_out, settings, "now")
-    if settings.out:
+    result = evaluate(model, tokenizer, held_out, settings, "now", ranks)
+    if settings.out and ranks.main:
         result["settings"] = lasting(settings)
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
 
@@ -523,13 +539,17 @@ def main():
     with one_line() as run:                     # an error that the user can mend is one line
         interrupts.as_exception()
         settings = arguments()
-        if settings.out or settings.resume or not settings.eval_only:
+        ranks = Ranks()
+        ranks.start(settings)
+        if ranks.main and (settings.out or settings.resume or not settings.eval_only):
             run.lock = open_run(settings)
+        settings.out = ranks.collect([settings.out])[0]            # rank 0 has chosen it
         if settings.eval_only:
             evaluate_only(settings)
         else:
             run.folder = settings.out           # what a stopped run goes on from
             train(settings)
+        ranks.stop()
 
 
 if __name__ == "__main__":

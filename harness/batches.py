@@ -83,6 +83,30 @@ def cut_rows(prompts, lengths, budget):
     return pieces
 
 
+def pick_groups(parts, order):
+    """The groups of several train_gsm8k.Samples, one below the other, in this order: one Samples."""
+    group = parts[0].rewards.shape[1]
+    rows = [k * group + g for k in order for g in range(group)]
+    questions = [question for s in parts for question in s.questions]
+    texts = [text for s in parts for text in s.texts]
+    return replace(
+        parts[0],
+        questions=[questions[k] for k in order],
+        rollout=join_rollouts([s.rollout for s in parts], rows),
+        texts=[texts[i] for i in rows],
+        rewards=torch.cat([s.rewards for s in parts])[order],
+        correct=torch.cat([s.correct for s in parts])[order],
+    )
+
+
+def move_samples(samples, device):
+    """train_gsm8k.Samples with its tensors on a device."""
+    rollout = samples.rollout
+    rollout = qerl.Rollout(*(getattr(rollout, f.name).to(device) for f in fields(rollout)))
+    return replace(samples, rollout=rollout, rewards=samples.rewards.to(device),
+                   correct=samples.correct.to(device))
+
+
 def join_rollouts(rollouts, rows):
     """These rows of rollouts that lie one below the other, padded to the longest."""
     longest = max(r.tokens.shape[1] for r in rollouts)

@@ -1,12 +1,11 @@
 """Completions that go on from the middle of others, for methods/exploration.py."""
-import dataclasses
 import itertools
 import re
 
 import torch
 
 import qerl
-from harness.batches import join_rollouts
+from harness.batches import pick_groups
 
 # The end of a line, or a full stop and the like before a space.
 SENTENCE_END = re.compile(r"\n+|[.!?](?=[ \t])")
@@ -42,16 +41,6 @@ def join_samples(samples, branched, parents):
     count = len(samples.questions)
     belongs_to = [*range(count), *parents]
     order = sorted(range(len(belongs_to)), key=lambda k: belongs_to[k])      # equals keep their order
-    group = samples.rewards.shape[1]
-    rows = [k * group + g for k in order for g in range(group)]
-    questions = samples.questions + branched.questions
-    texts = samples.texts + branched.texts
-    return dataclasses.replace(
-        samples,
-        questions=[questions[k] for k in order],
-        rollout=join_rollouts([samples.rollout, branched.rollout], rows),
-        texts=[texts[i] for i in rows],
-        rewards=torch.cat([samples.rewards, branched.rewards])[order],
-        correct=torch.cat([samples.correct, branched.correct])[order],
-        draws=samples.draws or [samples],
-    )
+    joined = pick_groups([samples, branched], order)
+    joined.draws = samples.draws or [samples]
+    return joined

@@ -17,7 +17,8 @@ def lasting(settings):
     """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
     free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
             "log", "preset")
-    return {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
+    kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
+    return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
 
 
 def read_saved(settings, must_agree=None):
@@ -48,12 +49,14 @@ class Keeper:
     far, seconds, accuracies.
     """
 
-    def __init__(self, settings):
+    def __init__(self, settings, ranks):
         self.settings = settings
+        self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
         last_step = self.saved[0]["step"] if self.saved else None
-        self.track = open_tracker(settings.log, self.folder, lasting(settings), last_step)
+        log = settings.log if self.writes else None
+        self.track = open_tracker(log, self.folder, lasting(settings), last_step)
 
     def begin(self, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
@@ -81,7 +84,7 @@ class Keeper:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             slots = self.settings.slots
             self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "slots": slots}
-        self.metrics = read_log(self.folder, self.state["step"])
+        self.metrics = read_log(self.folder, self.state["step"]) if self.writes else []
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 
@@ -89,22 +92,28 @@ class Keeper:
         self.state["seconds"] = time.perf_counter() - self.started
         self.state["scaler"] = self.scaler.state_dict()
         self.state["method"] = self.method.state
-        save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
-                        lasting(self.settings))
+        if self.writes:
+            save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
+                            lasting(self.settings))
 
     def log(self, logged):
         """Add a step's figures to metrics.jsonl, and to the tracker if there is one."""
         finite_metrics(logged)
+        if not self.writes:
+            return
         self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged["step"], logged)
 
     def show(self, step, group):
         """Add the completions of one question to samples.jsonl."""
-        append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+        if self.writes:
+            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
 
     def finish(self, held_out_questions):
         """Write summary.json, curve.png and report.html, say what came of the run."""
+        if not self.writes:
+            return
         state = self.state
         seconds = time.perf_counter() - self.started
         accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}

@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=4 train_gsm8k.py --model Qwen2.5-7B
 
-A rank samples, scores and trains on its share of a step's questions. The gradients of LoRA are
-summed over the ranks once a minibatch, before they are clipped, so all ranks take the same step
-and hold the same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone
-writes. Without torchrun there is one rank, and everything here returns what it was given.
+A rank samples, scores and trains on its share of a step's questions. The gradients are summed over
+the ranks once a minibatch, before they are clipped, so all ranks take the same step and hold the
+same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone writes and
+speaks. Without torchrun there is one rank, and everything here returns what it was given.
 """
 import contextlib
 import os
@@ -15,10 +15,12 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
+from harness.batches import move_samples, pick_groups
+from harness.flags import require
 from qerl import UserError
 
-# How the ranks' figures of a step become one; the mean of them where nothing else is said.
-JOINED = {"mismatch_max_ratio": max, "peak_memory_gb": max, "tokens_per_s": sum}
+# How the ranks' figures of a step become one, where that is not their mean.
+JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max}
 
 
 class Ranks:
@@ -27,18 +29,27 @@ class Ranks:
     def __init__(self):
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
-        self.main = self.rank == 0             # the one that writes and speaks
+        self.main = self.rank == 0
 
-    def start(self, device):
-        """Meet the other ranks; returns the device of this one: --device cuda is its own GPU."""
+    def start(self, settings):
+        """Meet the other ranks; --device cuda becomes the GPU of this one. Raises UserError."""
         if self.count == 1:
-            return device
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            return
+        require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
+                f"is not divisible by --updates {settings.updates} times {self.count} processes")
+        require(settings.method == "qerl", "method", settings.method,
+                "the neighbours run in one process; start without torchrun")
+        require(settings.device in ("cuda", "cpu"), "device", settings.device,
+                "torchrun's processes choose their GPUs themselves; use cuda or cpu")
+        if settings.device == "cuda":
+            number = int(os.environ["LOCAL_RANK"])
+            require(number < torch.cuda.device_count(), "nproc-per-node", number + 1,
+                    f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
+            settings.device = f"cuda:{number}"
+            torch.cuda.set_device(number)
         if not self.main:
             sys.stdout = open(os.devnull, "w")
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        return device
+        dist.init_process_group("gloo" if settings.device == "cpu" else "nccl")
 
     def stop(self):
         if dist.is_initialized():
@@ -46,25 +57,26 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self):
-        """Around a call that all ranks take part in: a rank that is gone ends it by a UserError."""
+        """Around what all ranks do together: a rank that is gone ends it, in one line."""
         try:
             yield
         except RuntimeError as e:
-            raise UserError(f"rank {self.rank} waited for a rank that has ended ({type(e).__name__}); "
-                            "see its own line, then go on with --resume")
+            if "out of memory" in str(e):
+                raise
+            raise UserError(f"rank {self.rank} waited for another that has ended; go on with --resume")
 
-    def share(self, items, parts=1):
-        """This rank's items: of each of `parts` equal pieces of the list its part.
+    def share(self, questions, parts):
+        """This rank's questions: its part of each of `parts` equal pieces of the list.
 
-        So that minibatch i of all ranks together is minibatch i of one process.
+        So minibatch i of all ranks together is minibatch i of a single process.
         """
-        size = len(items) // parts
-        step = size // self.count
-        starts = range(self.rank * step, len(items), size)
-        return [item for start in starts for item in items[start:start + step]]
+        piece = len(questions) // parts
+        own = piece // self.count
+        starts = range(self.rank * own, len(questions), piece)
+        return [question for start in starts for question in questions[start:start + own]]
 
     def collect(self, items):
-        """The lists of all ranks, one behind the other; what they hold is pickled on the way."""
+        """The lists of all ranks, one behind the other."""
         if self.count == 1:
             return items
         lists = [None] * self.count
@@ -72,30 +84,43 @@ class Ranks:
             dist.all_gather_object(lists, items)
         return [item for each in lists for item in each]
 
-    def first(self, value):
-        """Rank 0's value, on all ranks."""
-        return self.collect([value])[0]
+    def pool(self, samples, parts):
+        """The train_gsm8k.Samples of all ranks as one, in the order of a single process: see share."""
+        if self.count == 1:
+            return samples
+        every = self.collect([move_samples(samples, "cpu")])
+        groups = len(samples.questions)
+        own = groups // parts
+        order = [rank * groups + piece * own + i
+                 for piece in range(parts) for rank in range(self.count) for i in range(own)]
+        return move_samples(pick_groups(every, order), samples.rewards.device)
 
     def total(self, number):
         """The sum of a number over the ranks."""
         return sum(self.collect([number]))
 
+    def differ(self, generator, seed, step):
+        """Let the ranks draw different numbers; rank 0 draws those of a single process."""
+        if not self.main:
+            generator.manual_seed(seed + (self.rank << 32) + (step << 48))
+
     def add_gradients(self, parameters):
-        """Replace the gradients by their sums over the ranks, in one exchange."""
+        """Replace each gradient by its sum over the ranks, all of them in one exchange."""
         if self.count == 1:
             return
         gradients = [p.grad for p in parameters]
-        line = torch.cat([g.flatten() for g in gradients])
+        line = torch.cat([gradient.flatten() for gradient in gradients])
         with self.together():
             dist.all_reduce(line)
-        for gradient, summed in zip(gradients, line.split([g.numel() for g in gradients])):
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, summed in zip(gradients, line.split(sizes)):
             gradient.copy_(summed.view_as(gradient))
 
     def join(self, metrics):
-        """A step's figures over all ranks; times are rank 0's."""
+        """A step's figures of all ranks as one; what is no fraction, as times are, is rank 0's."""
         every = self.collect([metrics])
         joined = dict(every[0])
         for name, value in metrics.items():
             if isinstance(value, float):
-                joined[name] = JOINED.get(name, fmean)(m[name] for m in every)
+                joined[name] = JOINED.get(name, fmean)([m[name] for m in every])
         return joined
