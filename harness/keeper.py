@@ -84,7 +84,9 @@ class Keeper:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             slots = self.settings.slots
             self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "slots": slots}
-        self.metrics = read_log(self.folder, self.state["step"]) if self.writes else []
+        self.metrics = []
+        if self.saved and self.writes:
+            self.metrics = read_log(self.folder, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 

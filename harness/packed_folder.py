@@ -31,7 +31,7 @@ NVFP4A16 = {
 
 def require_16_bit(folder, flag):
     """Refuse a folder of which a layer is in 4 bits: `flag` needs the weights before that."""
-    packed = any(name.endswith(".weight_packed") for name in qerl.Checkpoint(folder).files)
+    packed = any(name.endswith(".weight_packed") for name in qerl.open_tensors(folder, "cpu"))
     qerl.require(not packed, f"{flag}: {folder} is in 4 bits already; give the model before it was "
                              "quantised, or leave the flag out")
 
@@ -50,7 +50,7 @@ def write_packed_folder(source, found, folder):
 
     found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight".
     """
-    files = qerl.Checkpoint(source).files
+    files = qerl.open_tensors(source, "cpu")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
     for name, file in files.items():
         if name not in found and f"{name}_packed" not in found:
