@@ -1364,6 +1364,8 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
+        drawn_tokens = log[step]["tokens_per_s"] * log[step]["seconds"]["rollout"]
+        assert drawn_tokens == pytest.approx(sum(len(row.tokens) for row in everything))
     assert next(rollouts, None) is None and len(log) == 4
 
     # The noise: none, then a fresh draw in each step. Its law has a test of its own.
@@ -1467,6 +1469,10 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
     expected = load_file(tmp_path / "whole" / "checkpoint.safetensors")
     assert stored.keys() == expected.keys()
     assert all(stored[name].equal(expected[name]) for name in expected)
+    model = qerl.load_model(quiz, lora_rank=2, train_norms="--train-norms" in options)
+    load_adapter(model, tmp_path / "run" / "adapter")
+    for name, p in qerl.trainable(model).items():
+        assert p.equal(stored[f"model.{name}"])
 
 
 def command(*args):
