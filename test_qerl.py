@@ -679,6 +679,8 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
 def test_reference_policy_is_the_model_without_adapters(qwen):
     tokens = torch.arange(20)[None]
     plain, tuned = qerl.load_model(qwen[0]), with_lora(qwen[0], train_norms=True)
+    fresh = qerl.load_model(qwen[0], lora_rank=4)
+    assert torch.equal(fresh(tokens), plain(tokens))            # where training starts
     assert not torch.allclose(tuned(tokens), plain(tokens))
     with qerl.adapters_off(tuned):
         assert torch.equal(tuned(tokens), plain(tokens))
@@ -1220,6 +1222,17 @@ def recorded(monkeypatch):
     return calls
 
 
+def policy_of(settings, policy):
+    """The model of a run with these trained parameters."""
+    model = qerl.load_model(
+        settings.model, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha,
+        train_norms=settings.train_norms,
+    )
+    for name, p in qerl.trainable(model).items():
+        p.data.copy_(policy[name])
+    return model
+
+
 def completions_of(call, settings):
     """The completions of a call of `generate`, each with its question, its verdict and its reward."""
     found = []
@@ -1435,6 +1448,8 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
+        drawn_tokens = log[step]["tokens_per_s"] * log[step]["seconds"]["rollout"]
+        assert drawn_tokens == pytest.approx(sum(len(row.tokens) for row in everything))
     assert next(rollouts, None) is None and len(log) == 4
 
     # The noise: none, then a fresh draw in each step. Its law has a test of its own.
@@ -1473,7 +1488,12 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
             assert call.drawn_with == {how} and all(noise is None for noise in call.noise)
             assert flat_policy(call.policy).equal(flat_policy(policy))
             assert call.prompts == [list(map(QUIZ_TOKENS.index, q["question"])) for q in held_out]
-            assert len(call.rollout.tokens) == 5
+            generator = torch.Generator().manual_seed(settings.seed)
+            expected = qerl.generate(
+                policy_of(settings, policy), call.prompts, settings.max_new_tokens,
+                temperature=how[0], top_p=how[1], eos=[QUIZ_EOS], slots=2, generator=generator,
+            )
+            assert call.rollout.tokens.equal(expected.tokens)
             rows = zip(call.rollout.tokens.tolist(), call.rollout.length, call.prompts)
             stated = [quiz_stated(tokens[:n]) == quiz_number(prompt) for tokens, n, prompt in rows]
             assert [a[kind]["correct"] for a in answers] == stated
@@ -1486,6 +1506,31 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
         train_gsm8k.evaluate(model, tokenizer, held_out, settings, "now")
         again = calls[-2].rollout.tokens
         assert (again.shape == first.shape and again.equal(first)) == same
+
+
+def test_the_seed_decides_all_that_is_drawn(quiz, tmp_path, monkeypatch):
+    """LoRA's A, questions, completions and noise: the same with the same seed, others with another."""
+    calls = recorded(monkeypatch)
+    drawn = []
+    for i, seed in enumerate((3, 3, 4)):
+        calls.clear()
+        (tmp_path / str(i)).mkdir()
+        options = {**LOOP, "steps": 2, "stages": 2, "eval_questions": 1, "seed": seed}
+        settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path / str(i)), **options)
+        torch.manual_seed(i)                        # which decides nothing
+        train_gsm8k.train(settings)
+        first, second = calls[2:4]
+        # Of the same policy after the same prompts.
+        model = policy_of(settings, {name: torch.zeros_like(p) for name, p in first.policy.items()})
+        generator = torch.Generator().manual_seed(seed)
+        alike = qerl.generate(model, first.prompts, 6, 4, eos=[QUIZ_EOS], generator=generator)
+        assert alike.tokens.equal(first.rollout.tokens)
+        drawn.append([flat_policy(first.policy), first.prompts, torch.cat(second.noise)])
+    for a, b, c in zip(*drawn):
+        if isinstance(a, list):
+            assert a == b and a != c
+        else:
+            assert a.equal(b) and not a.equal(c)
 
 
 LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
@@ -1538,6 +1583,10 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
     expected = load_file(tmp_path / "whole" / "checkpoint.safetensors")
     assert stored.keys() == expected.keys()
     assert all(stored[name].equal(expected[name]) for name in expected)
+    model = qerl.load_model(quiz, lora_rank=2, train_norms="--train-norms" in options)
+    load_adapter(model, tmp_path / "run" / "adapter")
+    for name, p in qerl.trainable(model).items():
+        assert p.equal(stored[f"model.{name}"])
 
 
 def command(*args):
