@@ -42,7 +42,8 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, cross_compile
-from harness import demonstration, entropy, keeper, memory, report, run_folder, small_policy, worked
+from harness import demonstration, entropy, keeper, memory, packed_folder, report, run_folder
+from harness import small_policy, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -56,7 +57,7 @@ from harness.questions import read_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, exploration, flashrl, qurl, rilq, rollout_correction
+from methods import better_codes, exploration, flashrl, qat, qurl, rilq, rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -4701,4 +4702,112 @@ def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypat
     if None in options:
         options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "rilq", "--out", tmp_path / "out")
+    assert message in refused(monkeypatch, capsys, *base, *options)
+
+
+@pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
+def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp_path, cache, quantizer):
+    folder = qwen[0]
+    text = train_gsm8k.ChatText(folder, "")
+    questions = read_questions(data, "train*.jsonl")[:16]
+    start = folder if quantizer == "rtn" else better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    student, ordinary = qat.fake_quantised(start), qerl.load_model(start)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert relative(student(tokens), ordinary(tokens)) < 1e-5
+    teacher = qerl.load_model(folder, "bf16")
+    sequences = worked.worked_sequences(questions, text, 10 ** 6)
+    rows = worked.rows_of(sequences, "cpu")
+    before = qat.answer_loss(student, teacher, rows).item()
+    qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
+    assert qat.answer_loss(student, teacher, rows).item() < before
+    (tmp_path / "trained").mkdir()
+    packed_folder.write_packed_folder(folder, qat.packed_model(student), tmp_path / "trained")
+    trained = qerl.load_model(str(tmp_path / "trained"))
+    with torch.no_grad():
+        assert relative(trained(tokens), student(tokens)) < 1e-5 < 1e-3 < relative(trained(tokens), ordinary(tokens))
+    for layer, first in zip(trained.quantized_layers(), ordinary.quantized_layers()):
+        assert not torch.equal(layer.weight.parts[0], first.weight.parts[0])
+        for scales in (1, 2):
+            assert torch.equal(layer.weight.parts[scales].float(), first.weight.parts[scales].float())
+
+
+def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
+    """A cold start's loss and gradients, of transformers with the library's decoded weights as parameters."""
+    folder, theirs = qwen
+    student = qat.fake_quantised(folder)
+    sequences = [worked.Worked([1, 2, 3], [4, 5]), worked.Worked([6], [7, 8, 9, 10, 11])]
+    loss = qat.answer_loss(student, None, worked.rows_of(sequences, "cpu"))
+    loss.backward()
+    theirs = copy.deepcopy(theirs).requires_grad_(True)
+    for name, p in theirs.named_parameters():
+        if name.endswith("_proj.weight"):
+            p.data = packed_values(qerl.quantize_nvfp4(p.data))
+    expected = sum(theirs(torch.tensor([s.prompt + s.answer]), labels=torch.tensor([[-100] * len(s.prompt) + s.answer])).loss
+                   * len(s.answer) for s in sequences) / 7
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)                       # the library decodes in 16 bit
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for layer in student.quantized_layers():
+        for name, gradient in zip(layer.names, layer.master.grad.split(layer.sizes)):
+            assert relative(gradient, gradients[f"{name}.weight"]) < 0.03
+
+
+def test_distillation_is_forward_kl(qwen, tmp_path):
+    folder, _ = make_folder(tmp_path / "teacher", seed=1)
+    teacher, student = qerl.load_model(folder, "bf16"), qerl.load_model(qwen[0], "bf16")
+    sequences = [worked.Worked([1, 2, 3], [4, 5]), worked.Worked([6], [7, 8, 9])]
+    loss = qat.answer_loss(student, teacher, worked.rows_of(sequences, "cpu"))
+    divergences = []
+    for s in sequences:
+        p, q = (torch.distributions.Categorical(logits=m(torch.tensor([s.prompt + s.answer]))[0, len(s.prompt) - 1:-1])
+                for m in (teacher, student))
+        divergences.append(torch.distributions.kl_divergence(p, q))
+    torch.testing.assert_close(loss, torch.cat(divergences).mean())
+
+
+def test_cold_start_warms_up_and_falls_as_a_cosine(qwen, monkeypatch):
+    seen = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a: seen.append(self.param_groups[0]["lr"]) or step(self, *a))
+    qat.cold_start(qat.fake_quantised(qwen[0]), None, [worked.Worked([1], [2, 3])], lr=1.0, steps=40, batch=1)
+    expected = [0.5, 0.75] + [(1 + math.cos(math.pi * i / 38)) / 2 for i in range(38)]
+    assert seen == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("variant", qat.Neighbour.variants)
+def test_qat_is_the_frozen_start_of_a_run(qwen, data, tmp_path, cache, monkeypatch, capsys, variant):
+    monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1, "--method", f"qat:{variant}")
+    stopped_and_resumed(monkeypatch, options, tmp_path)
+    assert capsys.readouterr().out.count(f"cold start by {variant}, 4 steps, once") == 1
+    found, = cache.iterdir()
+    config = json.loads((tmp_path / "whole" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(found)
+    name = "model.layers.0.mlp.down_proj.weight"
+    trained = load_file(found / "model.safetensors")
+    packed, scale, _ = qerl.quantize_nvfp4(load_file(f"{qwen[0]}/model.safetensors")[name])
+    changed = (trained[f"{name}_packed"] != packed).float().mean()
+    assert 0 < changed < 0.5 and torch.equal(trained[f"{name}_scale"].float(), scale.float())
+
+
+def test_qat_starts_from_the_quantizers_folder(qwen, data, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(qat, "RECIPE", dict(lr=1e-12, steps=1, batch=2))
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--method", "qat", "--quantizer", "gptq",
+             "--out", tmp_path / "run")
+    stored = {("qat" if "-qat-" in path.name else "gptq"): qerl.load_model(str(path)) for path in cache.iterdir()}
+    for layer, start in zip(stored["qat"].quantized_layers(), stored["gptq"].quantized_layers()):
+        assert torch.equal(layer.weight.dequantize(torch.float32), start.weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--weights", "mxfp4"], "--method qat: trains weights for NVFP4, not for mxfp4"),
+    (["--weights", "bf16", "--lora-rank", 0], "not for bf16; use --weights nvfp4"),
+    (["--method", "qat:rl"], "choose qat:distil, qat:sft"),
+    (["--model", None], "is in 4 bits already"),
+])
+def test_qat_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
+    if None in options:
+        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+    base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "qat", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)

@@ -76,9 +76,9 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     sequences: of harness.worked. The adapter with the least validation loss stays in the model.
     """
     device = model.device
-    held = max(1, len(sequences) // 5)
-    batches = [rows_of(sequences[i:i + BATCH], device) for i in range(0, held, BATCH)]
-    training = sequences[held:] or sequences
+    count = max(1, len(sequences) // 5)
+    held_out = [rows_of(sequences[i:min(i + BATCH, count)], device) for i in range(0, count, BATCH)]
+    training = sequences[count:] or sequences
     optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
     rng = random.Random(seed)
 
@@ -89,7 +89,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
 
     def validate():
         with torch.no_grad():
-            return sum(loss_of(rows).item() for rows in batches) / len(batches)
+            return sum(loss_of(rows).item() for rows in held_out) / len(held_out)
 
     losses = [validate()]
     lowest = losses[0]

@@ -1,0 +1,215 @@
+"""QAT: weights are trained to work in NVFP4, and reinforcement learning begins with those.
+
+"What Makes Low-Bit Quantization-Aware Training Work for Reasoning LLMs?", arXiv 2601.14888 [from notes,
+the paper itself was not read], and the distillation of NVIDIA's Model-Optimizer (QAD).
+
+Problem. Rounding costs reasoning models more than it costs others. QeRL leaves it to LoRA to make up for it;
+here the weights themselves learn to, before RL starts (a cold start).
+
+Formula. The forward pass sees the rounded weight, the gradient passes the rounding straight through:
+
+    Ŵ = s · E2M1(W / s),    ∂L/∂W := ∂L/∂Ŵ             (straight-through estimator, STE)
+
+with the block scales s fixed where quantisation put them, so that the training starts at the very model
+that it quantised to, and ends in NVFP4 bytes with the same scales. W stays in float32. The loss:
+
+    distil    KL(π_teacher || π_Ŵ) of each answer token, T = 1; the teacher is the 16-bit model
+    sft       cross-entropy of the answer tokens: supervised fine-tuning
+
+The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`), not from rounding;
+RL without such a cold start may collapse; calibrate on text like that which is trained on. AdamW, cosine
+from 1e-5 with a warm-up of 5 %.
+
+What differs from QeRL. Only the frozen weights, as in better_codes.py: after the cold start they are
+packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes on to
+train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and biases of the linear
+layers are trained; norms, embeddings and output layer stay. The cold start needs the memory of full
+fine-tuning, 16 bytes a weight, and the teacher's. It learns from the training questions and answers, of which
+sft sees the right answers: the reward's job, so that only distil compares with QeRL. Neither number of
+steps is from the paper.
+
+Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
+
+When would you use it? If what better_codes.py leaves of the error still costs accuracy, and a machine
+for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
+"""
+import inspect
+import os
+import random
+import sys
+import tempfile
+
+import torch
+import torch.nn.functional as F
+
+import qerl
+from harness.demonstration import accuracy, distance, worked_problems
+from harness.full_weights import TrainedLinear, replace_layers
+from harness.packed_folder import cached_folder, named_parts, require_16_bit, weights_of
+from harness.packed_folder import write_packed_folder
+from harness.small_policy import ByteText, warm_start
+from harness.worked import rows_of, worked_sequences
+from methods import Method
+from methods.better_codes import gptq, round_e2m1
+
+TOKENS = 2 ** 20                   # of worked answers to draw from
+RECIPE = dict(lr=1e-5, steps=500, batch=16)
+SMALL_RECIPE = dict(lr=3e-5, steps=60, batch=16)       # for the built-in policy
+
+
+class RoundStraightThrough(torch.autograd.Function):
+    """W [out, in] and block scales [out, in/16], both float32 -> Ŵ; the gradient of Ŵ is W's."""
+
+    @staticmethod
+    def forward(ctx, weight, scale):
+        blocks = weight.unflatten(1, (-1, 16))
+        return (round_e2m1(blocks / scale[..., None]) * scale[..., None]).flatten(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class FakeQuantLinear(TrainedLinear):
+    """A QuantLinear's layers with trained weights that are rounded to NVFP4 in each forward pass."""
+
+    def __init__(self, layer, parts):
+        """parts: for each of its layers what quantize_nvfp4 returned, whose scales are kept."""
+        super().__init__(layer)
+        self.block_scales = [block_scale for _, block_scale, _ in parts]
+        self.global_scales = [global_scale for _, _, global_scale in parts]
+        scales = [b.float() / g for b, g in zip(self.block_scales, self.global_scales)]
+        self.scale = torch.cat(scales)                                           # [out, in/16]
+
+    def cast(self, dtype):
+        _, bias = super().cast(dtype)
+        return RoundStraightThrough.apply(self.master, self.scale).to(dtype), bias
+
+    def pack(self):
+        """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
+        found = {}
+        packed = qerl.encode_e2m1(self.master.detach(), self.scale).split(self.sizes)
+        for name, *parts in zip(self.names, packed, self.block_scales, self.global_scales):
+            found.update(named_parts(name, *parts))
+        if self.bias is not None:
+            biases = self.bias.detach().split(self.sizes)
+            found.update((f"{name}.bias", bias) for name, bias in zip(self.names, biases))
+        return found
+
+
+def fake_quantised(folder, device="cpu"):
+    """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
+    model = qerl.load_model(folder, "bf16", device=device)
+    checkpoint = qerl.Checkpoint(folder, device=device)
+
+    def make(layer):
+        in_features = layer.weight.dequantize(torch.float32).shape[1]
+        parts = [checkpoint.quantized(name, size, in_features, "nvfp4")
+                 for name, size in zip(layer.names, layer.sizes)]
+        return FakeQuantLinear(layer, [(p, b, g[:1, 0]) for p, b, g in parts])
+
+    replace_layers(model, make)
+    return model
+
+
+def answer_loss(student, teacher, rows):
+    """Mean over answer tokens of KL(teacher || student), or of the cross-entropy without a teacher."""
+    logits = F.linear(student.hidden(rows.tokens)[rows.answered], student.lm_head).float()
+    if teacher is None:
+        return F.cross_entropy(logits, rows.tokens.roll(-1, 1)[rows.answered])
+    with torch.no_grad():
+        hidden = teacher.hidden(rows.tokens)[rows.answered]
+        target = F.linear(hidden, teacher.lm_head).float().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), target, log_target=True, reduction="batchmean")
+
+
+def cold_start(student, teacher, sequences, lr, steps, batch, seed=0):
+    """Train the student's weights; returns the losses. teacher None: supervised fine-tuning."""
+    optimizer = torch.optim.AdamW(qerl.trainable(student).values(), lr, weight_decay=0.0)
+    warm_up = max(1, round(0.05 * steps))
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up))
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
+    rng = random.Random(seed)
+    losses = []
+    for _ in range(steps):
+        rows = rows_of(rng.sample(sequences, min(batch, len(sequences))), student.device)
+        loss = answer_loss(student, teacher, rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def packed_model(student):
+    """{tensor name: tensor} in NVFP4 of all layers of a fake-quantised model."""
+    found = {}
+    for layer in student.quantized_layers():
+        found.update(layer.pack())
+    return found
+
+
+class Neighbour(Method):
+    """QeRL on weights that were trained for NVFP4; the start is chosen by --quantizer."""
+
+    variants = ("distil", "sft")
+
+    def check(self):
+        settings = self.settings
+        if settings.weights != "nvfp4":
+            raise qerl.UserError("--method qat: trains weights for NVFP4, not for "
+                                 f"{settings.weights}; use --weights nvfp4")
+
+    def stored_model(self, folder, questions, tokenizer):
+        require_16_bit(folder, "--method qat")
+        start = super().stored_model(folder, questions, tokenizer)
+        device = self.settings.device
+        recipe = RECIPE if self.settings.model else SMALL_RECIPE
+        sequences = worked_sequences(questions, tokenizer, TOKENS)
+
+        def make(path):
+            print(f"cold start by {self.variant}, {recipe['steps']} steps, once")
+            student = fake_quantised(start, device)
+            if device != "cpu":
+                student.recompute_in_backward()
+            distilled = self.variant == "distil"
+            teacher = qerl.load_model(folder, "bf16", device=device) if distilled else None
+            losses = cold_start(student, teacher, sequences, **recipe)
+            write_packed_folder(folder, packed_model(student), path)
+            print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
+
+        source = inspect.getsource(sys.modules[__name__])
+        key = [weights_of(folder), start, self.variant, sequences, recipe, device, source]
+        return cached_folder(f"{os.path.basename(os.path.realpath(folder))}-qat", key, make)
+
+
+def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
+    print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by distillation\n"
+          f"from itself in 16 bit or by supervised fine-tuning, {recipe['steps']} steps, from rounded weights or from\n"
+          "GPTQ's. KL to its 16-bit self on held-out answers, their perplexity, greedy accuracy.\n")
+    folder = warm_start()
+    questions, held_out = worked_problems()
+    sequences = worked_sequences(questions, ByteText(), 65536)
+    teacher = qerl.load_model(folder, "bf16")
+    print(f"{'start':7}{'training':10}{'KL':>10}{'perplexity':>12}{'accuracy':>10}")
+
+    def show(start, training, model):
+        far = distance(model, teacher, held_out)
+        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}{accuracy(model):10.1%}")
+
+    show("16 bit", "-", teacher)
+    with tempfile.TemporaryDirectory() as path:
+        found = gptq(qerl.load_model(folder, "bf16"), sequences[:128])
+        write_packed_folder(folder, found, path)
+        for start, stored in (("RTN", folder), ("GPTQ", path)):
+            for training in ("none", "sft", "distil"):
+                student = fake_quantised(stored)
+                if training != "none":
+                    cold_start(student, teacher if training == "distil" else None, sequences, **recipe)
+                show(start, training, student)
+
+
+if __name__ == "__main__":
+    main()
