@@ -13,6 +13,7 @@ first and mma with a picture.
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
+    python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
 
 kernels, mma, rollout and step make random weights of the given shapes on the GPU. On a CPU they run
 a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper GPU.
@@ -43,7 +44,7 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims, entropy
+from harness import claims, compare, entropy
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
@@ -1102,10 +1103,9 @@ def run(args):
 
 def main():
     try:
-        if sys.argv[1:2] == ["claims"]:
-            sys.exit(claims.main(sys.argv[2:]))
-        if sys.argv[1:2] == ["entropy"]:
-            sys.exit(entropy.main(sys.argv[2:]))
+        studies = {"claims": claims, "entropy": entropy, "methods": compare}
+        if sys.argv[1:2] and sys.argv[1] in studies:
+            sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))
         run(arguments())
     except (qerl.UserError, OSError) as e:
         sys.exit(fail(str(e)))

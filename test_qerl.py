@@ -41,9 +41,9 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import branches, calibration, checkpoint, checks, claims, cross_compile
+from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
 from harness import demonstration, entropy, keeper, memory, packed_folder, report, run_folder
-from harness import small_policy, worked
+from harness import small_policy, study, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -2849,14 +2849,29 @@ def test_claims_tables():
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
 
 
+def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    arms = ["qerl", "rollout_correction:token-tis", "fp16"]
+    quick = list(map(str, QUICK))
+    lr = quick.index("--lr")
+    del quick[lr:lr + 2]
+    assert compare.main(["--model", qwen[0], "--data", data, "--lrs", "1e-3", "--seeds", "0", "--arms", *arms, "--out", f"{tmp_path}/out",
+                         "--runs", f"{tmp_path}/runs", *quick]) == 0
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[1] for line in lines[4:]] == arms and "float16" in lines[-1]
+    assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG" and "pass@1" in capsys.readouterr().out
+    for arm, flags in compare.FLAGS.items():                                             # every method's flags go together
+        train_gsm8k.arguments(["--device", "cpu", *flags])
+
+
 def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert claims.visible_devices() == ["0", "1"]
+    assert study.visible_devices() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert claims.visible_devices() == ["2", "3"]
+    assert study.visible_devices() == ["2", "3"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert claims.visible_devices() == ["cpu"]
+    assert study.visible_devices() == ["cpu"]
 
 
 def test_entropy_before_training(tmp_path, monkeypatch, capsys):

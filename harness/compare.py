@@ -1,0 +1,124 @@
+"""The methods of methods/ side by side: what each quantises, costs and reaches.
+
+    python bench.py methods                                     the small policy, on this machine
+    python bench.py methods --model FOLDER --data FOLDER        a real model, one run a GPU
+    python bench.py methods --tables                            only the table and the picture
+
+How runs are made, stopped and resumed: harness/study.py. table.md and accuracy.png are made from
+runs.jsonl; flags that are not named here go to train_gsm8k.py.
+"""
+import os
+from statistics import fmean as mean
+from typing import NamedTuple
+
+from harness.figures import save_figure
+from harness.run_folder import atomic_write, read_jsonl
+from harness.study import NO_NOISE, arguments, run_missing, with_error
+
+
+class Row(NamedTuple):
+    """A method as the table has it: the weights that sample, those that train, and its flags."""
+    rollout: str
+    training: str
+    flags: list
+
+
+# Full fine-tuning wants a lower learning rate than LoRA.
+FULL = ["--weights", "bf16", "--lora-rank", "0", "--beta", "0"]
+NVFP4 = "NVFP4 + LoRA"
+ROWS = {
+    "qerl": Row(f"{NVFP4}, noise", NVFP4, []),
+    "no noise": Row(NVFP4, NVFP4, NO_NOISE),
+    "bf16": Row("BF16 + LoRA", "BF16 + LoRA", ["--weights", "bf16", *NO_NOISE]),
+    "rollout_correction:token-tis": Row(f"{NVFP4}, noise", NVFP4, []),
+    "rollout_correction:sequence-mis": Row(f"{NVFP4}, noise", NVFP4, []),
+    "rollout_correction:bypass": Row(f"{NVFP4}, noise", NVFP4, []),
+    "flashrl:int8": Row("INT8, activations too", "BF16 + LoRA", []),
+    "flashrl:fp8": Row("FP8, activations too", "BF16 + LoRA", []),
+    "qurl:acr": Row(f"{NVFP4}, noise", NVFP4, []),
+    "qurl:int8": Row("INT8, activations too", "BF16, all weights", [*FULL, "--lr", "1e-5"]),
+    "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
+    "rilq": Row(f"{NVFP4}, noise", f"{NVFP4} from RILQ", []),
+    "qat:distil": Row("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA", []),
+    "better_codes:four-over-six": Row(f"{NVFP4}, noise", NVFP4, []),
+    "better_codes:awq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "better_codes:gptq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
+    "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
+    "noise_control:pooled": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
+    "exploration:deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
+    "exploration:maspo": Row(f"{NVFP4}, noise", NVFP4, []),
+}
+WITHOUT_FILE = ("qerl", "no noise", "bf16")
+FLAGS = {
+    arm: row.flags if arm in WITHOUT_FILE else ["--method", arm, *row.flags]
+    for arm, row in ROWS.items()
+}
+
+
+def table(rows):
+    """A line for each model and method: means and standard errors over the seeds."""
+    lines = ["| model | method | sampled with | trained | memory, GB | seconds a step | mismatch K3 "
+             "| pass@1 before | after | greedy after | seeds |",
+             "|---|---|---|---|---|---|---|---|---|---|---|"]
+    for model in sorted({r["model"] for r in rows}):
+        for arm, row in ROWS.items():
+            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+            if not same:
+                continue
+            before = [f"{100 * r['accuracy_before']:.1f}" for r in same if "accuracy_before" in r]
+            cells = [
+                row.rollout,
+                row.training,
+                f"{max(r['peak_memory_gb'] for r in same):.1f}",
+                f"{mean(r['seconds_a_step'] for r in same):.2f}",
+                f"{mean(r['mismatch_kl'] for r in same):.1e}",
+                before[0] if before else "-",
+                with_error([r["accuracy_after"] for r in same]),
+                with_error([r["greedy_after"] for r in same]),
+                str(len(same)),
+            ]
+            lines.append(f"| {model} | {arm} | {' | '.join(cells)} |")
+    return lines
+
+
+def plot_accuracy(rows, plt):
+    """pass@1 after the training against the seconds of a run, a panel a model, a point a method."""
+    models = sorted({r["model"] for r in rows})
+    figure, axes = plt.subplots(1, len(models), figsize=(8 * len(models), 6), layout="constrained",
+                                squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for arm in ROWS:
+            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+            if not same:
+                continue
+            seconds = mean(r["seconds"] for r in same)
+            accuracy = mean(r["accuracy_after"] for r in same)
+            axis.plot(seconds, accuracy, "o", color="tab:green" if arm == "qerl" else "tab:blue")
+            axis.annotate(arm, (seconds, accuracy), xytext=(4, 3), textcoords="offset points",
+                          fontsize=8)
+        axis.set(title=model, xlabel="seconds of a run", ylabel="held-out pass@1 after")
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def make_table(out):
+    """table.md and accuracy.png from runs.jsonl."""
+    rows = read_jsonl(f"{out}/runs.jsonl")
+    if not rows:
+        print(f"{out}/runs.jsonl holds no finished run yet")
+        return
+    lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
+             "seeds, in percent.", "", *table(rows)]
+    atomic_write(f"{out}/table.md", "\n".join(lines) + "\n")
+    save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
+    print("\n".join(lines))
+
+
+def main(argv):
+    """The exit status: 1 if a run failed."""
+    args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="results/methods")
+    os.makedirs(args.out, exist_ok=True)
+    failed = [] if args.tables else run_missing(FLAGS, args)
+    make_table(args.out)
+    return 1 if failed else 0

@@ -1,0 +1,196 @@
+"""Many runs of train_gsm8k.py, one after the other on each GPU: what studies have in common.
+
+A run is an arm, a model, a learning rate and a seed. Runs of one seed see the same questions in the
+same order. Each is a process of its own, and is resumed if it was stopped. One that ends becomes a
+line of runs.jsonl, and its metrics are kept beside it; tables and pictures are made from these
+files alone. Flags that a study does not know go to train_gsm8k.py.
+"""
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from statistics import fmean as mean
+from statistics import median, stdev
+from typing import NamedTuple
+
+import torch
+
+from harness.flags import Parser, require
+from harness.run_folder import append_jsonl, read_jsonl
+from harness.small_policy import warm_start
+
+NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
+TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
+
+
+class Run(NamedTuple):
+    """One training run of a study."""
+    arm: str
+    model: str | None              # a Hugging Face name or folder; None: the small policy
+    lr: float
+    seed: int
+
+    @property
+    def model_name(self):
+        return os.path.basename(os.path.normpath(self.model)) if self.model else "small"
+
+    @property
+    def name(self):
+        arm = self.arm.replace(" ", "").replace("/", "over").replace(":", "-")
+        return f"{self.model_name}-{arm}-lr{self.lr:g}-seed{self.seed}"
+
+    def command(self, folder, data, flags, more):
+        """The process of this run: `flags` are the arm's, `more` those of all runs.
+
+        pass@1 is the mean of four answers to each question. Before the training only seed 0 is
+        measured: the other seeds start from the same policy.
+        """
+        model = ["--model", self.model] if self.model else []
+        data = ["--data", data] if data else []
+        resume = ["--resume"] if os.path.isdir(folder) else []
+        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
+        measured = ["--eval-samples", "4", *(["--skip-eval-before"] if self.seed else [])]
+        return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
+
+
+def standard_error(values):
+    """Of the mean, from the spread of the values; None for a single one."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def with_error(values, scale=100, digits=1):
+    """"mean ± standard error" of fractions, in percent."""
+    error = standard_error(values)
+    text = f"{scale * mean(values):.{digits}f}"
+    return text if error is None else f"{text} ± {scale * error:.{digits}f}"
+
+
+def visible_devices():
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
+    gpus = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(i) for i in range(gpus)]
+    return names[:gpus] or ["cpu"]
+
+
+def commit():
+    """The commit that the code stands at, or None outside a checkout."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                           cwd=os.path.dirname(TRAIN))
+    return found.stdout.strip() or None
+
+
+def row_of(run, folder):
+    """What runs.jsonl says of a finished run."""
+    with open(f"{folder}/summary.json") as f:
+        summary = json.load(f)
+    metrics = read_jsonl(f"{folder}/metrics.jsonl")
+    settings = summary["settings"]
+    accuracies = {k: v for k, v in summary.items() if k.endswith(("_before", "_after"))}
+    return {
+        "name": run.name,
+        "model": run.model_name,
+        "arm": run.arm,
+        "weights": settings["weights"],
+        "aqn": settings["sigma_start"] > 0,
+        "lora": settings["lora_rank"],                     # 0: full fine-tuning
+        "algo": settings["algo"],
+        "lr": settings["lr"],
+        "seed": run.seed,
+        "steps": summary["steps"],
+        **accuracies,
+        "training_accuracy": mean([m["accuracy"] for m in metrics[-10:]]),
+        "entropy": mean([m["entropy"] for m in metrics]),
+        "mismatch_kl": mean([m["mismatch_kl"] for m in metrics]),
+        "peak_memory_gb": max(m["peak_memory_gb"] for m in metrics),
+        "seconds_a_step": median([m["seconds"]["step"] for m in metrics]),
+        "seconds": summary["seconds"],
+        "hardware": summary["hardware"],
+        "commit": commit(),
+    }
+
+
+def work(device, missing, flags, args, failed):
+    """Run what is in the queue, one after the other, on a device: "cpu" or the number of a GPU."""
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.jobs))
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    while True:
+        try:
+            run = missing.get_nowait()
+        except queue.Empty:
+            return
+        folder = f"{args.runs}/{run.name}"
+        os.makedirs(args.runs, exist_ok=True)
+        print(f"{device}: {run.name}", flush=True)
+        command = run.command(folder, args.data, flags[run.arm], args.more)
+        with open(f"{folder}.log", "a") as log:
+            code = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                   stderr=log)
+        if code:
+            failed.append(run.name)
+            print(f"{run.name} ended with status {code}; {folder}.log says why", flush=True)
+            continue
+        shutil.copy(f"{folder}/metrics.jsonl", f"{args.out}/{run.name}.metrics.jsonl")
+        append_jsonl(f"{args.out}/runs.jsonl", row_of(run, folder))      # one short write: whole
+
+
+def run_missing(flags, args):
+    """Start a worker on each device; returns the names of the runs that failed.
+
+    flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
+    the next begins.
+    """
+    done = {row["name"] for row in read_jsonl(f"{args.out}/runs.jsonl")}
+    wanted = [
+        Run(arm, model, lr, seed)
+        for lr in args.lrs
+        for model in args.model
+        for seed in args.seeds
+        for arm in args.arms
+    ]
+    missing = queue.Queue()
+    for run in wanted:
+        if run.name not in done:
+            missing.put(run)
+    print(f"{len(wanted)} runs, {missing.qsize()} missing")
+    if None in args.model:
+        warm_start()                   # once, before several runs ask for it at the same time
+    failed = []
+    workers = []
+    for device in visible_devices() * args.jobs:
+        workers.append(threading.Thread(target=work, args=(device, missing, flags, args, failed)))
+        workers[-1].start()
+    for worker in workers:
+        worker.join()
+    return failed
+
+
+def arguments(argv, description, arms, default_arms, seeds, out):
+    """The command line of a study. seeds: by default so many, (of the small policy, of a model)."""
+    p = Parser(description)
+    p.add_argument("--model", nargs="+", default=[None],
+                   help="names or folders (default: the small policy)")
+    p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl")
+    p.add_argument("--arms", nargs="+", choices=arms, default=default_arms,
+                   help=f"of {', '.join(arms)} (default {', '.join(default_arms)})", metavar="ARM")
+    p.add_argument("--lrs", nargs="+", type=float,
+                   help="learning rates (default 5e-5; small policy 3e-3)")
+    p.add_argument("--seeds", nargs="+", type=int,
+                   help=f"default 0 to {seeds[1] - 1}; small policy 0 to {seeds[0] - 1}")
+    p.add_argument("--jobs", type=int, default=1, help="processes on each GPU, or on the CPU (default 1)")
+    p.add_argument("--out", default=out, help=f"results (default {out})")
+    p.add_argument("--runs", help=f"folders of runs (default runs/{os.path.basename(out)})")
+    p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
+    args, args.more = p.parse_known_args(argv)
+    require(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
+    small = args.model == [None]
+    args.lrs = args.lrs or [3e-3 if small else 5e-5]
+    args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
+    args.runs = args.runs or f"runs/{os.path.basename(out)}"
+    return args
