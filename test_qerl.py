@@ -1037,6 +1037,15 @@ def test_cut_rows_covers_every_row_within_the_budget():
     assert len(pieces) < 1.3 * (sum(lengths) + sum(map(len, map(list, set(map(tuple, prompts)))))) / 400 + 2
 
 
+def test_cut_rows_by_hand():
+    """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
+    prompts = [[1] * 50] * 8
+    assert cut_rows(prompts, [10] * 8, 130) == [list(range(8))]
+    assert cut_rows(prompts, [10] * 8, 129) == [list(range(7)), [7]]
+    assert cut_rows(prompts, [10] * 8, 30) == [[i] for i in range(8)]
+    assert cut_rows(prompts, [50] + [1] * 7, 150) == [list(range(6)), [6, 7]]        # 6 rows of 100
+
+
 def test_dynamic_sampling_replaces_groups_without_variance():
     draws = iter([[[1, 1], [0, 1]], [[0, 0], [1, 1]], [[1, 0], [0, 0]], None])
 
@@ -1338,6 +1347,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
             assert torch.cat(call.noise).equal(noises[-1])
         assert_sampled_by(model, draws[0].noise, everything)
+        assert all(row.finished or len(row.tokens) == settings.max_new_tokens for row in everything)
 
         # What is learned from; DAPO prefers groups with a signal. The advantages.
         kept = [0, 1, 2, 3]
@@ -1477,7 +1487,7 @@ def assert_learned(log, calls=None):
 
 
 @pytest.mark.parametrize("options", [
-    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo", "--updates", 2),
+    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo"),
 ])
 def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
     """Adapter, AdamW's moments, both generators, the questions' order: all of it after each step."""
