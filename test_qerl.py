@@ -1060,6 +1060,14 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
 
 
+def test_a_completions_text_is_of_its_own_tokens():
+    """Without the padding behind it, and without its end."""
+    tokens = torch.tensor([[65, 66, 67], [68, 260, 69], [70, 71, 72]])
+    length = torch.tensor([3, 2, 1])
+    rollout = qerl.Rollout(tokens, None, None, length, None)
+    assert train_gsm8k.decode_all(ByteText(), rollout) == ["ABC", "D", "F"]
+
+
 def test_dynamic_sampling_gives_up_after_four_draws():
     """Groups without a signal then fill the batch, in the order in which they were drawn."""
     drawn = []
@@ -1068,7 +1076,7 @@ def test_dynamic_sampling_gives_up_after_four_draws():
         rewards = torch.zeros(2, 2)
         rewards[1, 1] = float(len(drawn) == 2)                  # one group of the third draw
         drawn.append(rewards)
-        rows = torch.full((4, 1), len(drawn))
+        rows = torch.full((4, len(drawn)), len(drawn))
         finished = torch.ones(4, dtype=torch.bool)
         rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], finished)
         questions = [{"prompt": [len(drawn), i]} for i in range(2)]
@@ -1076,7 +1084,8 @@ def test_dynamic_sampling_gives_up_after_four_draws():
     samples = train_gsm8k.dynamic_sampling(draw(), draw)
     assert len(drawn) == len(samples.draws) == 4
     assert [q["prompt"] for q in samples.questions] == [[3, 1], [1, 0]]
-    assert samples.rollout.tokens[:, 0].tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
+    assert samples.rollout.tokens.tolist() == [[3, 3, 3, 0]] * 2 + [[1, 0, 0, 0]] * 2
+    assert samples.rollout.length.tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
     assert samples.rewards.tolist() == samples.correct.tolist() == [[0, 1], [0, 0]]
 
 
