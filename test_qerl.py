@@ -1109,6 +1109,15 @@ def test_cut_rows_covers_every_row_within_the_budget():
     assert len(pieces) < 1.3 * (sum(lengths) + sum(map(len, map(list, set(map(tuple, prompts)))))) / 400 + 2
 
 
+def test_cut_rows_by_hand():
+    """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
+    prompts = [[1] * 50] * 8
+    assert cut_rows(prompts, [10] * 8, 130) == [list(range(8))]
+    assert cut_rows(prompts, [10] * 8, 129) == [list(range(7)), [7]]
+    assert cut_rows(prompts, [10] * 8, 30) == [[i] for i in range(8)]
+    assert cut_rows(prompts, [50] + [1] * 7, 150) == [list(range(6)), [6, 7]]        # 6 rows of 100
+
+
 def test_dynamic_sampling_replaces_groups_without_variance():
     draws = iter([[[1, 1], [0, 1]], [[0, 0], [1, 1]], [[1, 0], [0, 0]], None])
 
@@ -1123,6 +1132,14 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     assert len(samples.draws) == 3 and samples.draws[1].rewards.tolist() == [[0, 0], [1, 1]]
 
 
+def test_a_completions_text_is_of_its_own_tokens():
+    """Without the padding behind it, and without its end."""
+    tokens = torch.tensor([[65, 66, 67], [68, 260, 69], [70, 71, 72]])
+    length = torch.tensor([3, 2, 1])
+    rollout = qerl.Rollout(tokens, None, None, length, None)
+    assert train_gsm8k.decode_all(ByteText(), rollout) == ["ABC", "D", "F"]
+
+
 def test_dynamic_sampling_gives_up_after_four_draws():
     """Groups without a signal then fill the batch, in the order in which they were drawn."""
     drawn = []
@@ -1131,7 +1148,7 @@ def test_dynamic_sampling_gives_up_after_four_draws():
         rewards = torch.zeros(2, 2)
         rewards[1, 1] = float(len(drawn) == 2)                  # one group of the third draw
         drawn.append(rewards)
-        rows = torch.full((4, 1), len(drawn))
+        rows = torch.full((4, len(drawn)), len(drawn))
         finished = torch.ones(4, dtype=torch.bool)
         rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], finished)
         questions = [{"prompt": [len(drawn), i]} for i in range(2)]
@@ -1139,7 +1156,8 @@ def test_dynamic_sampling_gives_up_after_four_draws():
     samples = train_gsm8k.dynamic_sampling(draw(), draw)
     assert len(drawn) == len(samples.draws) == 4
     assert [q["prompt"] for q in samples.questions] == [[3, 1], [1, 0]]
-    assert samples.rollout.tokens[:, 0].tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
+    assert samples.rollout.tokens.tolist() == [[3, 3, 3, 0]] * 2 + [[1, 0, 0, 0]] * 2
+    assert samples.rollout.length.tolist() == [3, 3, 1, 1] and samples.texts == list("cdab")
     assert samples.rewards.tolist() == samples.correct.tolist() == [[0, 1], [0, 0]]
 
 
@@ -1410,6 +1428,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
             assert torch.cat(call.noise).equal(noises[-1])
         assert_sampled_by(model, draws[0].noise, everything)
+        assert all(row.finished or len(row.tokens) == settings.max_new_tokens for row in everything)
 
         # What is learned from; DAPO prefers groups with a signal. The advantages.
         kept = [0, 1, 2, 3]
@@ -1549,7 +1568,7 @@ def assert_learned(log, calls=None):
 
 
 @pytest.mark.parametrize("options", [
-    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo", "--updates", 2),
+    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo"),
 ])
 def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
     """Adapter, AdamW's moments, both generators, the questions' order: all of it after each step."""
