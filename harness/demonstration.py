@@ -15,7 +15,7 @@ def worked_problems():
     """(questions to learn from, held-out Rows), their answers as the policy once imitated them."""
     questions, held_out = made_up_problems(careless=0.6)
     known = {p["question"] for p in questions + held_out}
-    text = word_problems(256, seed=3, exclude=known, careless=0.6)
+    text = word_problems(128, seed=3, exclude=known, careless=0.6)
     sequences = worked_sequences(text, ByteText(), tokens=10 ** 9)
     return questions, batches_of(sequences, 64, "cpu")
 

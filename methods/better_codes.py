@@ -32,13 +32,15 @@ gate, up behind the MLP, and clip weights afterwards; we measure each layer's ow
 not clip. With AWQ the norms' scales become w / s, so that the same σ of AQN is more noise where s
 is large.
 
-Results. Four over six: on Gaussian weights a mean squared error about 16.5 % lower [our measurement].
-GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001, where
-the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
+Results. Four over six: on Gaussian weights a mean squared error about 16.5 % lower [our
+measurement]. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ
+1.001, where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours:
+methods/README.md.
 
-When would you use it? Four over six where there are no data: it costs nothing, but a smaller error
-of the weights does not promise that the model is nearer (see the demonstration). GPTQ where the quantised policy starts visibly below the 16-bit one, or before qat.py; its
-codes are fitted to the text they were calibrated on. AWQ where your serving stack asks for it.
+When would you use it? Four over six where there are no data: it costs nothing, but a smaller
+error of the weights does not promise that the model is nearer (see the demonstration). GPTQ where
+the quantised policy starts visibly below the 16-bit one, or before qat.py; its codes are fitted
+to the text they were calibrated on. AWQ where your serving stack asks for it.
 """
 import inspect
 import os
@@ -58,6 +60,7 @@ from harness.worked import worked_sequences
 from methods import Method
 
 CALIBRATION_TOKENS = 256 * 2048
+SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
 
 
 def quantize_four_over_six(weight):
@@ -219,12 +222,13 @@ QUANTIZERS = {"four-over-six": four_over_six, "awq": awq, "gptq": gptq}
 
 
 @torch.no_grad()
-def quantized_folder(folder, quantizer, questions, tokenizer, device, tokens=CALIBRATION_TOKENS):
+def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.
 
     quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences.
     """
     require_16_bit(folder, f"--quantizer {quantizer}")
+    tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
 
     def make(path):

@@ -214,9 +214,9 @@ def main(ranks=(4, 16, 64), steps=24):
                 line += f"{distance(model, teacher, held_out)['kl']:10.4f}"
             print(f"{bits:4} {start:6}{line}")
     del qerl.FORMATS["low"]
-    print("\nThe SVD gains with the rank; RILQ is about as good at the smallest rank as at any. The\n"
-          "layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly the\n"
-          "whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
+    print("\nThe SVD gains with the rank; RILQ is about as good at the smallest rank as at any.\n"
+          "The layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly\n"
+          "the whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
 
 
 if __name__ == "__main__":
