@@ -499,8 +499,8 @@ def evaluate_only(settings):
     saved = None
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
-        policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha", "train_norms",
-                  "reward")
+        policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
+                  "train_norms", "reward")
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")

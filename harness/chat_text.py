@@ -58,7 +58,7 @@ class ChatText:
             )
 
     def worked_answer(self, answer):
-        """The token ids of a right answer ("work #### number"), in the form that the system asks for."""
+        """The token ids of a right answer ("work #### number"), in the form that is rewarded."""
         work, final = answer.split("####")
         work = re.sub(r"<<.*?>>", "", work).strip()    # GSM8K's notes for a calculator
         boxed = f"\\boxed{{{final.strip()}}}"

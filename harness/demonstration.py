@@ -40,17 +40,17 @@ def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
 
 
 def worked_problems():
-    """(questions to learn from, held-out Rows) with answers as the built-in policy imitated them."""
+    """(questions to learn from, held-out Rows), their answers as the policy once imitated them."""
     questions, held_out = made_up_problems(careless=0.6)
     known = {p["question"] for p in questions + held_out}
-    text = word_problems(256, seed=3, exclude=known, careless=0.6)
+    text = word_problems(128, seed=3, exclude=known, careless=0.6)
     sequences = worked_sequences(text, ByteText(), tokens=10 ** 9)
     return questions, batches_of(sequences, 64, "cpu")
 
 
 @torch.no_grad()
 def answer_logits(model, rows):
-    """(logits [n, V] that predict the n tokens of the answers of some Rows, these tokens int64 [n])."""
+    """(logits [n, V] that predict the n answer tokens of some Rows, these tokens int64 [n])."""
     hidden = model.hidden(rows.tokens)[rows.answered]
     return F.linear(hidden, model.lm_head), rows.tokens.roll(-1, 1)[rows.answered]
 

@@ -12,7 +12,7 @@ class Worked(NamedTuple):
 
 
 def worked_sequences(questions, tokenizer, tokens, seed=0):
-    """Worked questions, drawn in a seeded order, until they hold so many tokens; all, if there are fewer.
+    """Worked questions in a seeded order, until they hold so many tokens; all, if there are fewer.
 
     questions: dicts with "question" and "answer"; tokenizer: a ByteText or a ChatText.
     """

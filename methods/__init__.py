@@ -33,7 +33,7 @@ class Method:
         """Refuse, by a UserError, settings that make no sense together with this method."""
 
     def stored_model(self, folder, questions, tokenizer):
-        """The folder whose weights are loaded: the model's own, or one of other codes (--quantizer).
+        """The folder whose weights are loaded: the model's, or one of other codes (--quantizer).
 
         questions: dicts with "question" and "answer", to train on.
         """

@@ -1,20 +1,21 @@
 """Better codes in the same bytes: four over six, AWQ and GPTQ.
 
-Problem. QeRL here rounds each weight to the nearest code (RTN). Nothing obliges it to: the bytes of
-NVFP4 hold whatever codes and block scales one chooses, and some give the layers' outputs, or even
-the weights, back more exactly. The paper's own models were calibrated by AWQ.
+Problem. QeRL here rounds each weight to the nearest code (RTN). Nothing obliges it to: the bytes
+of NVFP4 hold whatever codes and block scales one chooses, and some give the layers' outputs, or
+even the weights, back more exactly. The paper's own models were calibrated by AWQ.
 
 Formulas. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, H = Σ x xᵀ over them.
 
-    four over six  a block's largest value becomes 6, as ever, or 4: both are tried, and the one with
-                   the smaller squared error is kept. 4 is better where a value lies near 5, for
-                   between 4 and 6 there is no code. Block scales are E4M3(amax_b / (6α)) and
+    four over six  a block's largest value becomes 6, as ever, or 4: both are tried, and the one
+                   with the smaller squared error is kept. 4 is better where a value lies near
+                   5, for between 4 and 6 there is no code. Block scales are E4M3(amax_b / (6α)) and
                    E4M3(1.5 amax_b / (6α)), α = amax / (6 · 256).
                    [arXiv 2512.02010; from notes on its reference code]
     AWQ            scale the input channels that carry large activations up before rounding:
                    min over a in 0, 0.05 .. 0.95 of ‖Q(W s) s⁻¹ X - W X‖², s = max(x̄ᵃ, 1e-4),
-                   divided by √(max s · min s), x̄ the mean |x| of a channel. s⁻¹ is folded into the norm before (q, k, v; gate,
-                   up) or the layer before (v -> o if they have as many heads; up -> down).
+                   divided by √(max s · min s), x̄ the mean |x| of a channel. s⁻¹ is folded
+                   into the norm before (q, k, v; gate, up) or the layer before (v -> o if they
+                   have as many heads; up -> down).
                    [arXiv 2306.00978, Eq. 4-5; the normalisation from the authors' code]
     GPTQ           round the columns one after the other; what a column j loses is made up by those
                    not yet rounded: W[:, k] -= (W - Q)[:, j] / U_jj · U_jk, with UᵀU = (H + λI)⁻¹, U
@@ -27,16 +28,19 @@ What differs from QeRL. Only the bytes that are loaded: `--quantizer four-over-s
 with every method. They are found once, from 256 x 2,048 tokens of the training questions and
 answers, written to the cache as a compressed-tensors folder and read from there; the whole 16-bit
 model has to fit the device meanwhile. AWQ's authors measure q, k, v behind the attention, and
-gate, up behind the MLP, and clip weights afterwards; we measure each layer's own output, and do not
-clip. With AWQ the norms' scales become w / s, so that the same σ of AQN is more noise where s is large.
+gate, up behind the MLP, and clip weights afterwards; we measure each layer's own output, and do
+not clip. With AWQ the norms' scales become w / s, so that the same σ of AQN is more noise where s
+is large.
 
-Result of the papers. Four over six: a mean squared error 16.6 % lower on Gaussian weights. GSM8K as a
-fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001, where the noise of
-the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
+Results. Four over six: on Gaussian weights a mean squared error about 16.5 % lower [our
+measurement]. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ
+1.001, where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours:
+methods/README.md.
 
-When would you use it? Four over six always, if you quantise anyway: it costs nothing and needs no
-data. GPTQ where the quantised policy starts visibly below the 16-bit one, or before qat.py; its
-codes are fitted to the text they were calibrated on. AWQ where your serving stack asks for it.
+When would you use it? Four over six where there are no data: it costs nothing, but a smaller
+error of the weights does not promise that the model is nearer (see the demonstration). GPTQ where
+the quantised policy starts visibly below the 16-bit one, or before qat.py; its codes are fitted
+to the text they were calibrated on. AWQ where your serving stack asks for it.
 """
 import inspect
 import os
@@ -56,10 +60,11 @@ from harness.worked import worked_sequences
 from methods import Method
 
 CALIBRATION_TOKENS = 256 * 2048
+SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
 
 
 def quantize_four_over_six(weight):
-    """weight [out, in] -> packed, block_scale, global_scale, of quantize_nvfp4's shapes and dtypes."""
+    """weight [out, in] -> packed, block_scale, global_scale, as quantize_nvfp4 returns them."""
     weight = weight.float()
     blocks = weight.unflatten(1, (-1, 16))
     amax = blocks.abs().amax(-1)                                                  # [out, in/16]
@@ -114,7 +119,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
 
 
 def pieces(layer, weight):
-    """(a layer's name in the folder, its rows of the stacked weight [out, in]), one after the other."""
+    """(a layer's name in the folder, its rows of the stacked weight [out, in]), in order."""
     return zip(layer.names, weight.split(layer.sizes))
 
 
@@ -124,7 +129,7 @@ def rounded(parts):
 
 
 def four_over_six(model, sequences):
-    """{tensor name: tensor} that take the place of a 16-bit model's; sequences of harness.worked."""
+    """{tensor name: tensor} that replace a 16-bit model's; sequences: of harness.worked."""
     found = {}
     for layer in model.quantized_layers():
         for name, weight in pieces(layer, layer.weight.dequantize(torch.float32)):
@@ -172,7 +177,10 @@ def fold(block, scales):
     scales: {layer: s [in]}; a layer that is not in it keeps its input.
     """
     found = {}
-    qkv, o, gate_up, down = block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down
+    qkv = block.attention.qkv
+    o = block.attention.o
+    gate_up = block.mlp.gate_up
+    down = block.mlp.down
     outputs = {layer: torch.ones(sum(layer.sizes), device=block.attention_norm.weight.device)
                for layer in (qkv, o, gate_up, down)}
     if o in scales:
@@ -214,12 +222,13 @@ QUANTIZERS = {"four-over-six": four_over_six, "awq": awq, "gptq": gptq}
 
 
 @torch.no_grad()
-def quantized_folder(folder, quantizer, questions, tokenizer, device, tokens=CALIBRATION_TOKENS):
+def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.
 
     quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences.
     """
     require_16_bit(folder, f"--quantizer {quantizer}")
+    tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
 
     def make(path):
@@ -239,8 +248,8 @@ class Neighbour(Method):
 
     def check(self):
         if self.settings.quantizer != "rtn":
-            raise qerl.UserError(f"--method better_codes: chooses the codes as --quantizer does; use "
-                                 f"--quantizer {self.settings.quantizer} alone")
+            raise qerl.UserError("--method better_codes: chooses the codes as --quantizer does; "
+                                 f"use --quantizer {self.settings.quantizer} alone")
         if self.settings.weights != "nvfp4":
             raise qerl.UserError(f"--method better_codes: its codes are NVFP4's, not "
                                  f"{self.settings.weights}'s; use --weights nvfp4")
@@ -251,9 +260,9 @@ class Neighbour(Method):
 
 
 def main():
-    print("The built-in policy, its weights in 16 bit and in NVFP4 by four quantizers: the error of\n"
-          "its logits and the KL to its 16-bit self on held-out answers, their perplexity, and how\n"
-          "many problems it solves greedily before any RL. 16,384 tokens of calibration.\n")
+    print("The built-in policy in 16 bit and in NVFP4 by four quantizers: the error of its logits\n"
+          "and the KL to its 16-bit self on held-out answers, their perplexity, and how many\n"
+          "problems it solves greedily before any RL. 16,384 tokens of calibration.\n")
     folder = warm_start()
     questions, held_out = worked_problems()
     exact = qerl.load_model(folder, "bf16")
@@ -267,8 +276,8 @@ def main():
         far = distance(model, exact, held_out)
         print(f"{name:14}{far['error']:9.4f}{far['kl']:10.5f}{far['perplexity']:12.4f}"
               f"{accuracy(model):10.1%}{seconds:9.1f}")
-    print("\nAll rows but the first take 4.5 bits a weight, and the same kernels. The policy imitates\n"
-          "careless answers: exact is the one that solves as many as 16 bit, not the most.")
+    print("\nAll rows but the first take 4.5 bits a weight, and the same kernels. The policy\n"
+          "imitates careless answers: exact is who solves as many as in 16 bit, not the most.")
 
 
 def demonstrated(folder, name, questions, tokens=16384):

@@ -1,37 +1,40 @@
 """QAT: weights are trained to work in NVFP4, and reinforcement learning begins with those.
 
-"What Makes Low-Bit Quantization-Aware Training Work for Reasoning LLMs?", arXiv 2601.14888 [from notes,
-the paper itself was not read], and the distillation of NVIDIA's Model-Optimizer (QAD).
+"What Makes Low-Bit Quantization-Aware Training Work for Reasoning LLMs?", arXiv 2601.14888 [from
+notes, the paper itself was not read], and the distillation of NVIDIA's Model-Optimizer (QAD).
 
-Problem. Rounding costs reasoning models more than it costs others. QeRL leaves it to LoRA to make up for it;
-here the weights themselves learn to, before RL starts (a cold start).
+Problem. Rounding after training costs accuracy in reasoning. QeRL leaves it to LoRA to make up
+for it; here the weights themselves learn to, before RL starts (a cold start).
 
-Formula. The forward pass sees the rounded weight, the gradient passes the rounding straight through:
+Formula. The forward pass sees the rounded weight, the gradient passes the rounding straight
+through:
 
     Ŵ = s · E2M1(W / s),    ∂L/∂W := ∂L/∂Ŵ             (straight-through estimator, STE)
 
-with the block scales s fixed where quantisation put them, so that the training starts at the very model
-that it quantised to, and ends in NVFP4 bytes with the same scales. W stays in float32. The loss:
+with the block scales s fixed where the quantiser put them, so that training starts at the
+quantised model itself and ends in NVFP4 bytes with the same scales [ours; I]. W stays in float32:
+at the start the 16-bit weights, or with GPTQ its decoded codes, which lie in the middle between
+two roundings. The loss:
 
     distil    KL(π_teacher || π_Ŵ) of each answer token, T = 1; the teacher is the 16-bit model
     sft       cross-entropy of the answer tokens: supervised fine-tuning
 
-The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`), not from rounding;
-RL without such a cold start may collapse; calibrate on text like that which is trained on. AdamW, cosine
-from 1e-5 with a warm-up of 5 %.
+The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`), not from
+rounding; RL without such a cold start may collapse; calibrate on text like that which is trained
+on. AdamW, cosine from 1e-5 with a warm-up of 5 %.
 
-What differs from QeRL. Only the frozen weights, as in better_codes.py: after the cold start they are
-packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes on to
-train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and biases of the linear
-layers are trained; norms, embeddings and output layer stay. The cold start needs the memory of full
-fine-tuning, 16 bytes a weight, and the teacher's. It learns from the training questions and answers, of which
-sft sees the right answers: the reward's job, so that only distil compares with QeRL. Neither number of
-steps is from the paper.
+What differs from QeRL. Only the frozen weights, as in better_codes.py: after the cold start they
+are packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes
+on to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and
+biases of the linear layers are trained; norms, embeddings and output layer stay. The cold start
+needs the memory of full fine-tuning, 16 bytes a weight, and the teacher's. It learns from the
+training questions and answers, of which sft sees the right answers: the reward's job, so that
+only distil compares with QeRL. Neither number of steps is from the paper.
 
 Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
 
-When would you use it? If what better_codes.py leaves of the error still costs accuracy, and a machine
-for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
+When would you use it? If what better_codes.py leaves of the error still costs accuracy, and a
+machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
 import inspect
 import os
@@ -71,7 +74,7 @@ class RoundStraightThrough(torch.autograd.Function):
 
 
 class FakeQuantLinear(TrainedLinear):
-    """A QuantLinear's layers with trained weights that are rounded to NVFP4 in each forward pass."""
+    """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass."""
 
     def __init__(self, layer, parts):
         """parts: for each of its layers what quantize_nvfp4 returned, whose scales are kept."""
@@ -113,7 +116,7 @@ def fake_quantised(folder, device="cpu"):
 
 
 def answer_loss(student, teacher, rows):
-    """Mean over answer tokens of KL(teacher || student), or of the cross-entropy without a teacher."""
+    """Mean over answer tokens of KL(teacher || student); without a teacher the cross-entropy."""
     logits = F.linear(student.hidden(rows.tokens)[rows.answered], student.lm_head).float()
     if teacher is None:
         return F.cross_entropy(logits, rows.tokens.roll(-1, 1)[rows.answered])
@@ -186,9 +189,10 @@ class Neighbour(Method):
 
 
 def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
-    print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by distillation\n"
-          f"from itself in 16 bit or by supervised fine-tuning, {recipe['steps']} steps, from rounded weights or from\n"
-          "GPTQ's. KL to its 16-bit self on held-out answers, their perplexity, greedy accuracy.\n")
+    print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by\n"
+          "distillation from itself in 16 bit or by supervised fine-tuning, from rounded weights\n"
+          f"or from GPTQ's, {recipe['steps']} steps. KL to its 16-bit self on held-out answers,\n"
+          "their perplexity, greedy accuracy:\n")
     folder = warm_start()
     questions, held_out = worked_problems()
     sequences = worked_sequences(questions, ByteText(), 65536)
@@ -197,7 +201,8 @@ def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
 
     def show(start, training, model):
         far = distance(model, teacher, held_out)
-        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}{accuracy(model):10.1%}")
+        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}"
+              f"{accuracy(model):10.1%}")
 
     show("16 bit", "-", teacher)
     with tempfile.TemporaryDirectory() as path:
@@ -206,9 +211,13 @@ def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
         for start, stored in (("RTN", folder), ("GPTQ", path)):
             for training in ("none", "sft", "distil"):
                 student = fake_quantised(stored)
+                guide = teacher if training == "distil" else None
                 if training != "none":
-                    cold_start(student, teacher if training == "distil" else None, sequences, **recipe)
+                    cold_start(student, guide, sequences, **recipe)
                 show(start, training, student)
+    print("\nFrom rounded weights distillation gives back more of the KL than fine-tuning. GPTQ\n"
+          "alone does better than either, and its weights hardly change their codes at this\n"
+          "learning rate: they start in the middle between two roundings.")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,34 @@
 """RILQ: LoRA that starts by undoing the quantisation, found from the whole model's output.
 
-"RILQ: Rank-Insensitive LoRA-based Quantization Error Compensation for Boosting 2-bit Large Language
-Model Accuracy", arXiv 2412.01129; the recipe is that of the authors' main.py.
+"RILQ: Rank-Insensitive LoRA-based Quantization Error Compensation for Boosting 2-bit Large
+Language Model Accuracy", arXiv 2412.01129; the recipe is that of the authors' main.py.
 
 Problem. LoRA can carry part of what quantisation lost. Done layer by layer, B A is the best
-approximation of W - Ŵ of rank r, its truncated singular value decomposition (SVD). But the error of few
-bits is of high rank, nearly as noise is, so small ranks catch little of it.
+approximation of W - Ŵ of rank r, its truncated singular value decomposition (SVD). But the error
+of few bits is of high rank, nearly as noise is, so small ranks catch little of it.
 
 Formula. Train the LoRA of all layers together, from text, to give the model its output back:
 
     L = 1/2 MSE(h_q, h) + 1/2 CE(next token)
 
-h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with LoRA.
-Layers can then make up for one another's errors, and the rank matters little. Adam at 1e-4,
-batches of 8 of 320 texts; a fifth of them is for validation: the LoRA with the least loss on it is kept,
-and training ends when it has not fallen for a while. Where the authors leave this to a flag we wait
-3 validations, one each 8 steps, 200 steps at most.
+h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with
+LoRA. Layers can then make up for one another's errors, and the rank matters little. Adam at 1e-4,
+batches of 8 of 320 texts; a fifth of them is for validation: the LoRA with the least loss on it
+is kept, and training ends when it has not fallen for a while. Where the authors leave this to a
+flag we wait 3 validations, one each 8 steps, 200 steps at most.
 
-What differs from QeRL. LoRA does not start at zero but here, before the first step of RL; the reference
-policy of the KL term is the one with this LoRA. The texts are the training questions and answers, up
-to 512 tokens of each, where the authors' are C4 and WikiText; the cross-entropy is of the answers alone.
-So it is also a little supervised fine-tuning, which a comparison with QeRL has to count. The 16-bit
-teacher has to fit the device beside the quantised model. A run that is resumed finds this start again.
+What differs from QeRL. LoRA does not start at zero but here, before the first step of RL; the
+reference policy of the KL term is the one with this LoRA. The texts are the training questions
+and answers, up to 512 tokens of each, where the authors' are C4 and WikiText; the cross-entropy
+is of the answers alone. So it is also a little supervised fine-tuning, which a comparison with
+QeRL has to count. The 16-bit teacher has to fit the device beside the quantised model. A run that
+is resumed finds this start again.
 
-Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do not
-[from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
+Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do
+not [from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
 
-When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits and
-7B there is little to undo, and RL would train the same LoRA anyway.
+When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
+and 7B there is little to undo, and RL would train the same LoRA anyway.
 """
 import contextlib
 import random
@@ -127,8 +128,8 @@ class Neighbour(Method):
     def check(self):
         settings = self.settings
         if settings.weights == "bf16":
-            raise qerl.UserError("--method rilq: there is no error of quantisation to undo in bf16; "
-                                 "use --weights nvfp4, mxfp4 or nf4")
+            raise qerl.UserError("--method rilq: there is no error of quantisation to undo in "
+                                 "bf16; use --weights nvfp4, mxfp4 or nf4")
         if settings.train_norms:
             raise qerl.UserError("--method rilq: starts LoRA alone; leave --train-norms out")
 
@@ -157,7 +158,7 @@ class Neighbour(Method):
 def low_bit_format(bits):
     """A Format of 2 or 3 bits: 2^bits evenly spaced values of both signs, one scale to 16 weights.
 
-    Half a step beside 0, as -3, -1, 1, 3 at 2 bits. A code takes a byte: it is for the demonstration.
+    Half a step beside 0, as -3, -1, 1, 3 at 2 bits. A code takes a byte.
     """
     levels = 2 ** bits
 
@@ -188,9 +189,10 @@ def svd_start(model, teacher):
 
 
 def main(ranks=(4, 16, 64), steps=24):
-    print("The built-in policy in 2 and 3 bits, and LoRA that undoes the error: layer by layer, by\n"
-          f"the SVD of W - Ŵ, or by RILQ's loss of the whole model ({steps} steps of Adam at 2e-3,\n"
-          "as the policy is small). KL to the 16-bit policy in nats per token, on held-out answers.\n")
+    print("The built-in policy in 2 and 3 bits, and LoRA that undoes the error: layer by layer,\n"
+          "by the SVD of W - Ŵ, or by RILQ's loss of the whole model.\n"
+          f"({steps} steps of Adam at 2e-3, as the policy is small.)\n"
+          "KL to the 16-bit policy in nats per token, on held-out answers:\n")
     folder = warm_start()
     questions, held_out = worked_problems()
     sequences = texts_of(questions, ByteText(), 160)
@@ -212,9 +214,9 @@ def main(ranks=(4, 16, 64), steps=24):
                 line += f"{distance(model, teacher, held_out)['kl']:10.4f}"
             print(f"{bits:4} {start:6}{line}")
     del qerl.FORMATS["low"]
-    print("\nSVD needs the ranks, RILQ hardly any: four do what SVD needs many times as many for. But the\n"
-          "layers are only 128 wide, so that rank 64 is half of all: there SVD has nearly all of the\n"
-          "error, while RILQ's cross-entropy fits a large adapter to its few texts.")
+    print("\nThe SVD gains with the rank; RILQ is about as good at the smallest rank as at any.\n"
+          "The layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly\n"
+          "the whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
 
 
 if __name__ == "__main__":
