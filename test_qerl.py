@@ -42,8 +42,8 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
-from harness import demonstration, entropy, keeper, memory, packed_folder, report, run_folder
-from harness import small_policy, study, worked
+from harness import demonstration, entropy, keeper, memory, packed_folder, questions, report
+from harness import run_folder, small_policy, study, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -1893,7 +1893,7 @@ NO_NUMBER = re.compile("NaN|Infinity")
 
 
 @pytest.mark.parametrize("options,message,steps", [
-    (["--lr", 1e30, "--steps", 1, "--updates", 1], "after this update the logits is NaN or infinite", 0),
+    (["--lr", 1e30, "--steps", 1, "--updates", 1], "after this update a vector of logits holds NaN or infinity", 0),
     (["--lr", 1e30, "--steps", 1, "--updates", 2], "gradient norm nan", 0),
     (["--sigma-start", 1e38], "the policy's logits are NaN or infinite", 1),
     (["--lora-alpha", "inf"], "--lora-alpha inf: must be positive and finite", None),
@@ -1908,7 +1908,8 @@ def test_nan_ends_a_run_before_it_is_stored(qwen, data, tmp_path, monkeypatch, c
         return
     stored = load_file(out / "checkpoint.safetensors")
     assert all(t.isfinite().all() for t in stored.values())
-    assert len(read_jsonl(out / "metrics.jsonl")) == steps and not NO_NUMBER.search((out / "metrics.jsonl").read_text())
+    log = out / "metrics.jsonl"
+    assert len(read_jsonl(log)) == steps and (steps == 0 or not NO_NUMBER.search(log.read_text()))
 
 
 @pytest.mark.parametrize("options", [(), ("--eval-only",)])
@@ -2512,6 +2513,14 @@ def test_foreign_questions_are_read(tmp_path, kind, ending):
         pytest.importorskip("datasets").Dataset.from_list(FOREIGN_ROWS[kind]).to_parquet(str(path))
     found = math_questions(str(path))
     assert [(q["question"], q["answer"]) for q in found] == [FOREIGN_QUESTIONS[kind]]
+
+
+def test_gsm8k_by_name_is_fetched(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(questions, "gsm8k", lambda folder: ([folder], ["test"]))
+    assert questions.load_questions("gsm8k", None, None) == ([None], ["test"])
+    (tmp_path / "gsm8k").mkdir()
+    assert questions.load_questions("gsm8k", None, None) == (["gsm8k"], ["test"])        # a folder of that name
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):
@@ -4302,7 +4311,7 @@ def test_branches_join_the_samples_behind_their_question(qwen):
         correct = torch.tensor(correct)
         return train_gsm8k.Samples(questions, qerl.Rollout(padded, zeros, zeros, length, length > 0), texts, 2 * correct, correct)
 
-    questions = [{"question": "p", "prompt": [1, 2], "number": 3}, {"question": "q", "prompt": [4], "number": 5}]
+    questions = [{"question": "p", "prompt": [1, 2], "right": 3}, {"question": "q", "prompt": [4], "right": 5}]
     samples = samples_of(questions, ["ab\ncd", "right\n.", "no end", "x\ny"], [[0.0, 1.0], [0.0, 0.0]])
     asked = []
 
@@ -4312,8 +4321,8 @@ def test_branches_join_the_samples_behind_their_question(qwen):
         return samples_of(branched, ["b1", "b2", "b3", "b4"], [[1.0, 0.0], [0.0, 0.0]])
     both = method.explore(samples, complete, torch.Generator().manual_seed(0))
     (branched, phase, length), = asked
-    first, second = ({"question": "p", "prompt": [1, 2, *b"ab\n"], "number": 3, "begun": "ab\n"},
-                     {"question": "q", "prompt": [4, *b"x\n"], "number": 5, "begun": "x\n"})
+    first, second = ({"question": "p", "prompt": [1, 2, *b"ab\n"], "right": 3, "begun": "ab\n"},
+                     {"question": "q", "prompt": [4, *b"x\n"], "right": 5, "begun": "x\n"})
     assert branched == [first, second] and phase == "branches" and length == [9, 9, 10, 10]   # of 12, less what was begun
     assert both.questions == [questions[0], first, questions[1], second] and both.draws == [samples]
     assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
@@ -4327,9 +4336,9 @@ def test_branches_join_the_samples_behind_their_question(qwen):
     assert weights.sum(1).tolist() == pytest.approx([0.25] * 8)                          # four main completions, four branches
     assert method.token_weights(batch.rows([0, 1, 2, 3, 4])).sum(1).tolist() == pytest.approx([1 / 3, 1 / 3, 0.5, 0.5, 1 / 3])
     assert method.token_weights(batch.rows([2, 3])).sum().item() == pytest.approx(1)
-    scored = train_gsm8k.score([{"number": 6, "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
+    scored = train_gsm8k.score([{"right": Decimal(6), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
     assert scored.correct.tolist() == [[0, 0]]
-    scored = train_gsm8k.score([{"number": 16, "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
+    scored = train_gsm8k.score([{"right": Decimal(16), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
     assert scored.correct.tolist() == [[1, 0]]
 
 

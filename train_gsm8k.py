@@ -9,7 +9,8 @@
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
 # which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
-# the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it.
+# the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it; a
+# comment behind method.x names the function of qerl.py that QeRL calls there.
 from harness import interrupts
 
 if __name__ == "__main__":
@@ -90,7 +91,7 @@ class Settings:
     beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
-    tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2, 0: none")
+    tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2; 0: no weights")
 
     # The optimiser
     steps: int = setting(150, "rollouts, each followed by its updates")
@@ -106,7 +107,7 @@ class Settings:
     # The run
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
-    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on a T4, float32 on a CPU",
+    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
                          ["auto", "bfloat16", "float16", "float32"])
     eval_questions: int = setting(0, "held-out questions, 0: all")
     eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
@@ -136,21 +137,16 @@ def train(settings):
     """
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     method = methods.find(settings.method, settings)
-    keeper = Keeper(settings, ranks)                   # with --resume it has read the checkpoint
+    keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
     model, tokenizer, questions, held_out = load_all(settings, method)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
-    # In float16 small gradients would vanish: they are computed of a loss that is scaled up. Where
-    # that makes them overflow the step is left out, the scale halved. Other dtypes need none of it.
-    scaler = torch.amp.GradScaler(
-        model.device.type, growth_interval=method.loss_scale_growth,
-        enabled=settings.dtype == "float16",
-    )
+    scaler = make_scaler(model, settings.dtype, method.loss_scale_growth)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     state = keeper.begin(
         model, optimizer, scaler, [sampling_rng, noise_rng], method, questions + held_out)
     ranks.differ(sampling_rng, settings.seed, state["step"])
-    if not keeper.saved:
+    if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, "before", ranks))
         keeper.save()
@@ -159,7 +155,7 @@ def train(settings):
     def complete(asked, phase="rollout", **options):
         """A group of completions for each of these questions, and their rewards."""
         with clock(phase):
-            rollout = method.generate(
+            rollout = method.generate(                 # qerl.generate
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng, **options,
             )
@@ -168,7 +164,7 @@ def train(settings):
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def sample_and_score():
-        """The same for the next questions, of which this process takes its share."""
+        """Complete and score this process's share of the next questions."""
         asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
         state["drawn"] += len(asked)
         return complete(ranks.share(asked, settings.updates))
@@ -188,7 +184,7 @@ def train(settings):
             samples = sample_and_score()
             if settings.algo == "dapo":         # its further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score, ranks, settings.updates)
-            samples = method.explore(samples, complete, noise_rng)      # QeRL: none are added
+            samples = method.explore(samples, complete, noise_rng)      # may add groups; QeRL does not
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = method.advantages(samples)        # qerl.group_advantages           (P, G)
@@ -209,8 +205,8 @@ def train(settings):
         losses = []
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
-                share = share_of(minibatch, settings.algo, ranks)       # of all processes: 1 of one
-                minibatch.weights = method.token_weights(minibatch) * share    # qerl.token_weights
+                minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
+                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 of 1 process
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
@@ -237,7 +233,8 @@ def train(settings):
         if scaler.is_enabled():
             learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
-        logged = ranks.join({**learned, **seen, **measured, **method.measure_updates()})
+        measured |= method.measure_updates()           # a neighbour's own figures win
+        logged = ranks.join({**learned, **seen, **measured})
         keeper.log({"step": step + 1, **logged})
         progress.set_postfix_str(PROGRESS.format(**logged))
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
@@ -395,10 +392,10 @@ def make_batch(samples, advantages, algo):
     return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
 
 
-def share_of(minibatch, algo, ranks):
+def fraction_here(minibatch, algo, ranks):
     """What fraction of all processes' minibatch is here: of its completions, or for DAPO its tokens."""
     count = minibatch.mask.sum().item() if algo == "dapo" else len(minibatch.prompts)
-    return count / ranks.total(count)
+    return count / max(1, ranks.total(count))
 
 
 def make_optimizer(model, lr, weight_decay):
@@ -409,6 +406,15 @@ def make_optimizer(model, lr, weight_decay):
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=weight_decay)
+
+
+def make_scaler(model, dtype, growth_interval):
+    """In float16 small gradients would vanish: they are computed of a loss that is scaled up.
+
+    Where that makes them overflow the step is left out and the scale halved. Other dtypes: no scale.
+    """
+    return torch.amp.GradScaler(
+        model.device.type, growth_interval=growth_interval, enabled=dtype == "float16")
 
 
 def learning_rate(step, steps, peak, warm_up):

@@ -24,7 +24,9 @@ GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/
 def load_questions(data, evaluate_on, model):
     """(to train on, held-out) as the settings of these names say."""
     questions = held_out = []
-    if data and not os.path.isdir(data):
+    if data == "gsm8k" and not os.path.isdir(data):
+        questions, held_out = gsm8k(None)
+    elif data and not os.path.isdir(data):
         questions = math_questions(data)
         if not evaluate_on:
             raise UserError(f"--data {data}: has no held-out questions; name some by --eval")

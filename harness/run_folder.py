@@ -6,7 +6,8 @@
     answers_after.jsonl      and after it
     checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
-    summary.json, curve.png, report.html
+    summary.json, curve.png, report.html; eval.json with --eval-only
+    lock                     held while a process runs here
     wandb_id                 with --log wandb: the run there that --resume goes on with
 """
 import contextlib

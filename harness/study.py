@@ -176,14 +176,15 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p = Parser(description)
     p.add_argument("--model", nargs="+", default=[None],
                    help="names or folders (default: the small policy)")
-    p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl")
+    p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl, a dataset's name or file")
     p.add_argument("--arms", nargs="+", choices=arms, default=default_arms,
                    help=f"of {', '.join(arms)} (default {', '.join(default_arms)})", metavar="ARM")
     p.add_argument("--lrs", nargs="+", type=float,
                    help="learning rates (default 5e-5; small policy 3e-3)")
     p.add_argument("--seeds", nargs="+", type=int,
                    help=f"default 0 to {seeds[1] - 1}; small policy 0 to {seeds[0] - 1}")
-    p.add_argument("--jobs", type=int, default=1, help="processes on each GPU, or on the CPU (default 1)")
+    p.add_argument("--jobs", type=int, default=1,
+                   help="processes on each GPU, or on the CPU (default 1)")
     p.add_argument("--out", default=out, help=f"results (default {out})")
     p.add_argument("--runs", help=f"folders of runs (default runs/{os.path.basename(out)})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")

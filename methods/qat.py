@@ -103,7 +103,7 @@ class FakeQuantLinear(TrainedLinear):
 def fake_quantised(folder, device="cpu"):
     """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
     model = qerl.load_model(folder, "bf16", device=device)
-    checkpoint = qerl.Checkpoint(folder, device=device)
+    checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, device), device=device)
 
     def make(layer):
         in_features = layer.weight.dequantize(torch.float32).shape[1]
