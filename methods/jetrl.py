@@ -156,9 +156,12 @@ def multiply_blocks(x, weight, dtype):
 # --------------------------------------------------------------------------------------------------
 # On a GPU: quantising in one pass through memory, where PyTorch takes several
 
-def quantize_fused(x, padded_rows, padded_columns, square):
-    """quantize for blocks of 1 x 128 or, if square, 128 x 128; its twin are the lines there."""
-    codes = torch.empty(padded_rows, padded_columns, dtype=torch.float8_e4m3fn, device=x.device)
+def quantize_fused(x, padded_rows, padded_columns, square, dtype=torch.float8_e4m3fn):
+    """quantize for blocks of 1 x 128 or, if square, 128 x 128; its twin are the lines there.
+
+    dtype: in float32 the codes are not rounded, which Triton's interpreter does wrongly.
+    """
+    codes = torch.empty(padded_rows, padded_columns, dtype=dtype, device=x.device)
     tiles = triton.cdiv(padded_rows, 128), padded_columns // 128
     if square:
         scale = torch.empty(tiles, device=x.device)
@@ -473,7 +476,8 @@ class Neighbour(Method):
         first = batch.rows(list(range(min(8, len(batch.prompts)))))
         with fp8(self.model, self.variant == "rollout"):
             other = first.logprobs_under(self.model, self.settings.micro_tokens)
-        error = (other - first.old_logprobs)[first.mask].abs()
+        tokens = qerl.length_mask(first.length, other.shape[1])
+        error = (other - first.old_logprobs)[tokens].abs()
         return {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
 
     def measure_updates(self):
