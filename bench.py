@@ -9,7 +9,8 @@ first and mma with a picture.
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
-                                                       log-probabilities, update
+                                                       log-probabilities, update; with --weights
+                                                       nvfp4-fp8, too, trained in FP8
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise

@@ -42,7 +42,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, cross_compile
-from harness import demonstration, entropy, keeper, memory, report, run_folder, small_policy, worked
+from harness import demonstration, entropy, fp8_blocks, keeper, memory, report, run_folder, small_policy, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -4573,7 +4573,7 @@ def test_fp8_blocks_equal_compressed_tensors(square):
     torch.manual_seed(0)
     weight = UNEVEN(256, 384)
     weight[:128, 128:256] = 0
-    ours = jetrl.quantize(weight, jetrl.SQUARE if square else jetrl.ROW)
+    ours = fp8_blocks.quantize(weight, fp8_blocks.SQUARE if square else fp8_blocks.ROW)
     args, scale, _ = library_block_scales(weight, square)
     full = ours.scale > 1e-29
     assert full.sum() == full.numel() - (1 if square else 128)
@@ -4582,7 +4582,7 @@ def test_fp8_blocks_equal_compressed_tensors(square):
     scheme.weights = args
     stored = FloatQuantizationCompressor.compress({"weight": weight, "weight_scale": ours.scale}, scheme)["weight"]
     assert torch.equal(ours.codes.view(torch.uint8), stored.view(torch.uint8))
-    back = jetrl.transposed(ours).dequantize() if square else ours.dequantize().T
+    back = fp8_blocks.transposed(ours).dequantize() if square else ours.dequantize().T
     assert torch.equal(back, ours.dequantize().T)
 
 
@@ -4592,7 +4592,7 @@ def test_fp8_products_equal_float64_of_the_librarys_operands(n, k, m):
     torch.manual_seed(0)
     x, weight, grad = UNEVEN(n, k), UNEVEN(m, k), UNEVEN(n, m) * 1e-6
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = jetrl.TrainedProduct.apply(*leaves, jetrl.BLOCKS)
+    y = jetrl.TrainedProduct.apply(*leaves, fp8_blocks.BLOCKS)
     y.backward(grad)
     X, W = library_rounded(x, False), library_rounded(weight, True)
     columns_of_x = library_rounded(X.float().T.contiguous(), False).T
@@ -4607,7 +4607,7 @@ def test_fp8_of_whole_rows_equals_flashrls_product():
     torch.manual_seed(0)
     x, weight, grad = torch.randn(20, 200), torch.randn(72, 200), torch.randn(20, 72)
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = jetrl.TrainedProduct.apply(*leaves, jetrl.ROWS)
+    y = jetrl.TrainedProduct.apply(*leaves, fp8_blocks.ROWS)
     y.backward(grad)
 
     def product(a, b):
@@ -4647,43 +4647,43 @@ def test_cublas_is_given_blocks_as_it_wants_them(monkeypatch, n, k, m):
     """All three products by the layouts that PyTorch's source states, and by the checks of its own shape inference."""
     torch.manual_seed(0)
     x, weight, grad = UNEVEN(n, k), UNEVEN(m, k), UNEVEN(n, m)
-    w, rows_of_grad = jetrl.quantize(weight, jetrl.SQUARE), jetrl.quantize(grad.T, jetrl.ROW)
+    w, rows_of_grad = fp8_blocks.quantize(weight, fp8_blocks.SQUARE), fp8_blocks.quantize(grad.T, fp8_blocks.ROW)
     scaled_mm = F.scaled_mm
     monkeypatch.setattr(F, "scaled_mm", cublas_twin)
-    for a, b in ((jetrl.quantize(x, jetrl.ROW), w), (jetrl.quantize(grad, jetrl.ROW), jetrl.transposed(w)),
-                 (rows_of_grad, jetrl.quantize(x.T, jetrl.ROW))):
+    for a, b in ((fp8_blocks.quantize(x, fp8_blocks.ROW), w), (fp8_blocks.quantize(grad, fp8_blocks.ROW), fp8_blocks.transposed(w)),
+                 (rows_of_grad, fp8_blocks.quantize(x.T, fp8_blocks.ROW))):
         shape = a.shape[0], b.shape[0]
-        y = jetrl.multiply_blocks(a, b, torch.float32)[:shape[0], :shape[1]]
-        torch.testing.assert_close(y, jetrl.multiply(a, b, torch.float32), rtol=1e-4, atol=1e-4 * y.abs().max().item())
+        y = fp8_blocks.multiply_blocks(a, b, torch.float32)[:shape[0], :shape[1]]
+        torch.testing.assert_close(y, fp8_blocks.multiply(a, b, torch.float32), rtol=1e-4, atol=1e-4 * y.abs().max().item())
         monkeypatch.setattr(F, "scaled_mm", scaled_mm)
         absent = [c._replace(codes=c.codes.to("meta"), scale=c.scale.to("meta")) for c in (a, b)]
-        assert jetrl.multiply_blocks(*absent, torch.bfloat16).dtype == torch.bfloat16
+        assert fp8_blocks.multiply_blocks(*absent, torch.bfloat16).dtype == torch.bfloat16
         monkeypatch.setattr(F, "scaled_mm", cublas_twin)
 
 
 def test_a_gpus_products_are_tried(monkeypatch, capsys):
     """Blocks, if they are refused whole rows, and if the products are wrong an error of one line."""
     cpu, gpu_here = torch.device("cpu"), torch.device("cuda")
-    for recipe in (jetrl.BLOCKS, jetrl.ROWS):
-        assert jetrl.products_are_right(recipe, cpu, torch.float32) and jetrl.products_are_right(recipe, cpu, torch.bfloat16)
-    assert jetrl.choose_recipe(cpu, torch.float32) == jetrl.BLOCKS
-    right = jetrl.products_are_right
-    monkeypatch.setattr(jetrl, "products_are_right", lambda recipe, device, dtype: right(recipe, cpu, dtype))
-    assert jetrl.choose_recipe(gpu_here, torch.float32) == jetrl.BLOCKS
-    multiply = jetrl.multiply
+    for recipe in (fp8_blocks.BLOCKS, fp8_blocks.ROWS):
+        assert fp8_blocks.products_are_right(recipe, cpu, torch.float32) and fp8_blocks.products_are_right(recipe, cpu, torch.bfloat16)
+    assert fp8_blocks.choose_recipe(cpu, torch.float32) == fp8_blocks.BLOCKS
+    right = fp8_blocks.products_are_right
+    monkeypatch.setattr(fp8_blocks, "products_are_right", lambda recipe, device, dtype: right(recipe, cpu, dtype))
+    assert fp8_blocks.choose_recipe(gpu_here, torch.float32) == fp8_blocks.BLOCKS
+    multiply = fp8_blocks.multiply
 
     def refuse_blocks(x, weight, dtype):
         if not x.whole_rows:
             raise NotImplementedError("scaling only supported for SM90\nat line 3")
         return multiply(x, weight, dtype)
-    monkeypatch.setattr(jetrl, "multiply", refuse_blocks)
+    monkeypatch.setattr(fp8_blocks, "multiply", refuse_blocks)
     capsys.readouterr()
-    assert jetrl.choose_recipe(gpu_here, torch.float32) == jetrl.ROWS
+    assert fp8_blocks.choose_recipe(gpu_here, torch.float32) == fp8_blocks.ROWS
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "only supported for SM90)" in said[0] and "whole rows have a scale" in said[1]
-    monkeypatch.setattr(jetrl, "multiply", lambda x, w, dtype: multiply(x._replace(scale=x.scale.flip(0)), w, dtype))
+    monkeypatch.setattr(fp8_blocks, "multiply", lambda x, w, dtype: multiply(x._replace(scale=x.scale.flip(0)), w, dtype))
     with pytest.raises(qerl.UserError, match="multiplies no FP8"):
-        jetrl.choose_recipe(gpu_here, torch.float32)
+        fp8_blocks.choose_recipe(gpu_here, torch.float32)
 
 
 @runs_kernels
@@ -4694,18 +4694,18 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     torch.manual_seed(0)
     x = UNEVEN(rows, columns).to(dtype).to(KERNEL_DEVICE)
     x[0] = 0
-    for matrix, block in itertools.product((x, x.T), (jetrl.ROW, jetrl.SQUARE)):
+    for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.SQUARE)):
         with monkeypatch.context() as patch:
             patch.setattr(fp4_kernels, "use_triton", lambda x: False)
-            twin = jetrl.quantize(matrix, block)
-        fused = jetrl.quantize(matrix, block)
+            twin = fp8_blocks.quantize(matrix, block)
+        fused = fp8_blocks.quantize(matrix, block)
         assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale, twin.scale)
         if not CUDA:
-            codes = jetrl.quantize_fused(matrix, *twin.codes.shape, block == jetrl.SQUARE, dtype=torch.float32).codes
+            codes = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, block == fp8_blocks.SQUARE, dtype=torch.float32).codes
             fused = fused._replace(codes=codes.to(torch.float8_e4m3fn))
         assert torch.equal(fused.codes.view(torch.uint8), twin.codes.view(torch.uint8))
-    whole = jetrl.quantize(x, jetrl.SQUARE).codes
-    assert torch.equal(jetrl.transpose_bytes(whole).view(torch.uint8), whole.view(torch.uint8).T)
+    whole = fp8_blocks.quantize(x, fp8_blocks.SQUARE).codes
+    assert torch.equal(fp8_blocks.transpose_bytes(whole).view(torch.uint8), whole.view(torch.uint8).T)
 
 
 @pytest.mark.parametrize("target", [89, 90])
@@ -4720,7 +4720,7 @@ def test_fp8_kernels_compile_for(target):
     code = f"""
 import json, torch
 from harness import cross_compile
-from methods import jetrl
+from harness import fp8_blocks
 cross_compile.pretend({target})
 found, asm = cross_compile.facts, []
 def facts(kernel, *rest):
@@ -4729,9 +4729,9 @@ def facts(kernel, *rest):
 cross_compile.facts = facts
 def launch():
     x = torch.empty(300, 3584, dtype=torch.bfloat16)
-    for matrix, block in ((x, jetrl.ROW), (x.T, jetrl.ROW), (x, jetrl.SQUARE)):
-        jetrl.quantize(matrix, block)
-    jetrl.transpose_bytes(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))
+    for matrix, block in ((x, fp8_blocks.ROW), (x.T, fp8_blocks.ROW), (x, fp8_blocks.SQUARE)):
+        fp8_blocks.quantize(matrix, block)
+    fp8_blocks.transpose_bytes(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))
 print(json.dumps(cross_compile.compile_for({target}, launch)))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -4899,8 +4899,8 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
     if fp4_kernels.capability(torch.device("cuda")) < (8, 9):
         pytest.skip("needs FP8 products")
     torch.manual_seed(0)
-    recipe = jetrl.choose_recipe(torch.device("cuda"), torch.bfloat16)
-    assert recipe == jetrl.BLOCKS or not fp4_kernels.is_hopper(torch.device("cuda"))
+    recipe = fp8_blocks.choose_recipe(torch.device("cuda"), torch.bfloat16)
+    assert recipe == fp8_blocks.BLOCKS or not fp4_kernels.is_hopper(torch.device("cuda"))
     for n in (1, 17, 300):
         x, weight, grad = UNEVEN(n, 896).bfloat16(), UNEVEN(384, 896), UNEVEN(n, 384).bfloat16()
         results = []

@@ -1,7 +1,7 @@
 """Jet-RL: one flow of FP8 products for rollout and training (arXiv 2601.14243).
 
     python -m methods.jetrl                                          what FP8 does to the policy
-    python train_gsm8k.py --method jetrl --lora-rank 0 --beta 0      the paper's: all weights trained
+    python train_gsm8k.py --method jetrl --lora-rank 0 --beta 0      the paper's: trains all weights
     python train_gsm8k.py --method jetrl:training                    QeRL's NVFP4, trained on faster
 
 The problem (abstract: primary). FP8 makes the rollout faster, but training in BF16 on what FP8
@@ -34,7 +34,8 @@ What differs from QeRL: 8 bits instead of 4, rounded activations, trained weight
 l = log π in FP8 - log π in 16 bits of the sampled tokens, and mismatch_kl contains it.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
-collapse. Ours will stand in methods/README.md. The GPU's part below has not run on a GPU so far.
+collapse. Ours will stand in methods/README.md. harness/fp8_blocks.py has the products; on a GPU
+they have not run so far.
 
 When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.
 `training` where the update and not the rollout takes the time: large batches, QeRL's weights.
@@ -42,7 +43,6 @@ When would you use it? `unified` to train all weights on Hopper GPUs, with long 
 import contextlib
 import functools
 import types
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,218 +50,11 @@ import torch.nn.functional as F
 import fp4_kernels
 import qerl
 from harness.demonstration import sample_step, small_policy
+from harness.fp8_blocks import BLOCKS, ROWS, choose_recipe, multiply, quantize, transposed
 from harness.full_weights import TrainedLinear, replace_layers, train_all_weights
 from harness.mismatch import describe_mismatch
 from methods import Method
-from methods.flashrl import multiply_codes
-from qerl import UserError, require
-
-if fp4_kernels.triton is not None:
-    import triton
-    import triton.language as tl
-
-# --------------------------------------------------------------------------------------------------
-# Codes and their product
-
-SMALLEST_SCALE = 1e-30         # of an empty block, which is then not divided by 0
-ROW = (1, 128)                 # (rows, columns) of a block
-SQUARE = (128, 128)
-WHOLE_ROW = (1, None)
-
-
-class Recipe(NamedTuple):
-    """The blocks of the two operands. Weights in square blocks can be transposed as they are."""
-    activation: tuple
-    weight: tuple
-
-
-BLOCKS = Recipe(ROW, SQUARE)
-ROWS = Recipe(WHOLE_ROW, WHOLE_ROW)            # for GPUs that do not multiply blocks
-
-
-class Codes(NamedTuple):
-    """A matrix in FP8, padded with zeros: columns to 128, rows to 16 or, in square blocks, 128."""
-    codes: torch.Tensor        # float8_e4m3fn [padded rows, padded columns]
-    scale: torch.Tensor        # float32, one for each block, in their order
-    shape: tuple               # (rows, columns) without the padding
-
-    @property
-    def whole_rows(self):
-        """Whether each row has one scale."""
-        return self.scale.shape == (len(self.codes), 1)
-
-    def dequantize(self):
-        """codes times scales, float32, of `shape`."""
-        down, across = self.scale.shape
-        blocks = self.codes.float().unflatten(0, (down, -1)).unflatten(2, (across, -1))
-        whole = (blocks * self.scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        rows, columns = self.shape
-        return whole[:rows, :columns]
-
-
-def quantize(x, block):
-    """x [rows, columns], of any strides, -> Codes with a scale for each block."""
-    rows, columns = x.shape
-    height, width = block
-    padded_rows = rows + -rows % max(16, height)
-    padded_columns = columns + -columns % 128
-    if fp4_kernels.use_triton(x) and width:
-        return quantize_fused(x, padded_rows, padded_columns, block == SQUARE)
-    padded = F.pad(x.float(), (0, padded_columns - columns, 0, padded_rows - rows))
-    blocks = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width or padded_columns))
-    scale = (blocks.abs().amax((1, 3)) / qerl.E4M3_MAX).clamp_min(SMALLEST_SCALE)
-    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-    return Codes(codes.to(torch.float8_e4m3fn), scale, (rows, columns))
-
-
-def transposed(weight):
-    """The Codes of a weight [out, in] as those of its transpose; whole rows are rounded once more."""
-    if weight.whole_rows:
-        return quantize(weight.dequantize().T, WHOLE_ROW)
-    rows, columns = weight.shape
-    return Codes(transpose_bytes(weight.codes), weight.scale.T, (columns, rows))
-
-
-def multiply(x, weight, dtype):
-    """Codes of x [n, in] and of weight [out, in], blocks lying along in -> x weightᵀ [n, out]."""
-    if not x.codes.is_cuda:
-        return (x.dequantize() @ weight.dequantize().T).to(dtype)
-    if x.whole_rows and weight.whole_rows:
-        y = multiply_codes(x.codes, x.scale, weight.codes, weight.scale)
-    else:
-        y = multiply_blocks(x, weight, dtype)
-    rows, columns = x.shape[0], weight.shape[0]
-    return y[:rows, :columns].to(dtype)
-
-
-def multiply_blocks(x, weight, dtype):
-    """multiply on a Hopper GPU with cuBLAS 12.9 or later, [padded n, padded out].
-
-    cuBLAS takes scales of 1 x 128 column by column, those of 128 x 128 row by row (along in), each
-    row padded to four.
-    """
-    kind = F.ScalingType
-    if len(weight.scale) == len(weight.codes):
-        recipe = kind.BlockWise1x128
-        scale = weight.scale.T.contiguous().T
-    else:
-        recipe = kind.BlockWise128x128
-        scale = F.pad(weight.scale, (0, -weight.scale.shape[1] % 4)).contiguous().T
-    return F.scaled_mm(
-        x.codes, weight.codes.T, x.scale.T.contiguous().T, kind.BlockWise1x128, scale, recipe,
-        output_dtype=dtype,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# On a GPU: quantising in one pass through memory, where PyTorch takes several
-
-def quantize_fused(x, padded_rows, padded_columns, square, dtype=torch.float8_e4m3fn):
-    """quantize for blocks of 1 x 128 or, if square, 128 x 128; its twin are the lines there.
-
-    dtype: in float32 the codes are not rounded, which Triton's interpreter does wrongly.
-    """
-    codes = torch.empty(padded_rows, padded_columns, dtype=dtype, device=x.device)
-    tiles = triton.cdiv(padded_rows, 128), padded_columns // 128
-    if square:
-        scale = torch.empty(tiles, device=x.device)
-    else:                                              # column by column, as cuBLAS takes them
-        scale = torch.empty(tiles[1], padded_rows, device=x.device).T
-    quantize_kernel[tiles](
-        x, codes, scale, *x.shape, padded_rows, padded_columns, *x.stride(), *scale.stride(),
-        SQUARE=square, SMALLEST=SMALLEST_SCALE, num_warps=8)
-    return Codes(codes, scale, tuple(x.shape))
-
-
-def transpose_bytes(codes):
-    """codes.T.contiguous(), of sizes divisible by 128."""
-    if not fp4_kernels.use_triton(codes):
-        return codes.T.contiguous()
-    rows, columns = codes.shape
-    result = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
-    transpose_kernel[(rows // 128, columns // 128)](
-        codes.view(torch.uint8), result.view(torch.uint8), rows, columns, num_warps=8)
-    return result
-
-
-if fp4_kernels.triton is not None:
-    @triton.jit
-    def quantize_kernel(x, codes, scale, rows, columns, padded_rows, padded_columns,
-                        x_row, x_column, scale_row, scale_column,
-                        SQUARE: tl.constexpr, SMALLEST: tl.constexpr):
-        """Each program has a tile of 128 x 128, the values in registers."""
-        row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-        column = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-        at = x + row[:, None] * x_row + column[None, :] * x_column
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.max(tl.abs(v), 1)
-        if SQUARE:
-            largest = tl.zeros_like(largest) + tl.max(largest, 0)
-        s = tl.maximum(tl.div_rn(largest, 448.0), SMALLEST)
-        v = tl.div_rn(v, tl.broadcast_to(s[:, None], (128, 128)))
-        at = codes + row[:, None] * padded_columns + column[None, :]
-        tl.store(at, v.to(codes.dtype.element_ty), mask=(row < padded_rows)[:, None])
-        if SQUARE:
-            at = scale + tl.program_id(0) * scale_row + tl.program_id(1) * scale_column
-            tl.store(at, tl.max(s, 0))
-        else:
-            at = scale + row * scale_row + tl.program_id(1) * scale_column
-            tl.store(at, s, mask=row < padded_rows)
-
-    @triton.jit
-    def transpose_kernel(x, y, rows, columns):
-        row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-        column = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-        tile = tl.load(x + row[:, None] * columns + column[None, :])
-        tl.store(y + column[:, None] * rows + row[None, :], tl.trans(tile))
-
-
-def products_are_right(recipe, device, dtype):
-    """Whether the three products, of blocks of very different size, are close to the exact ones.
-
-    The rounding of both operands is an error of about 4 %, a scale in the wrong place of 100 %.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows, columns):
-        size = torch.exp2(4 * torch.randn(rows // 16, 1, columns // 128, 1, generator=generator))
-        values = torch.randn(rows // 16, 16, columns // 128, 128, generator=generator) * size
-        return values.flatten(2).flatten(0, 1).to(device, dtype)
-    x = matrix(272, 640).requires_grad_()
-    master = matrix(384, 640).float().requires_grad_()
-    grad = matrix(272, 384)
-    y = TrainedProduct.apply(x, master, recipe)
-    y.backward(grad)
-    pairs = [
-        (y, x.double() @ master.double().T),
-        (x.grad, grad.double() @ master.double()),
-        (master.grad, grad.double().T @ x.double()),
-    ]
-    return all((ours - exact).norm() < 0.1 * exact.norm() for ours, exact in pairs)
-
-
-def choose_recipe(device, dtype):
-    """The Recipe that this device multiplies rightly, found by a try on a GPU; raises UserError."""
-    if device.type != "cuda":
-        return BLOCKS
-    names = {
-        BLOCKS: "blocks of 1 x 128 and 128 x 128 have a scale",
-        ROWS: "whole rows have a scale, because blocks are refused; slower, and rounded more",
-    }
-    for recipe, name in names.items():
-        try:
-            right = products_are_right(recipe, device, dtype)
-            refusal = "wrong products"
-        except (RuntimeError, ValueError, AttributeError) as e:
-            right = False
-            refusal = qerl.reason(e)
-        if right:
-            print(f"FP8 products: {name}")
-            return recipe
-        print(f"FP8 products: not where {name.split(' have')[0]} have a scale ({refusal})")
-    raise UserError("--method jetrl: this GPU or PyTorch multiplies no FP8; use --method qerl")
-
+from qerl import require
 
 # --------------------------------------------------------------------------------------------------
 # Layers
@@ -444,8 +237,8 @@ class Neighbour(Method):
         settings = self.settings
         if self.variant == "training":
             require(settings.lora_rank > 0,
-                    "--method jetrl:training: the rollout would be in 16 bits and the training in 8, "
-                    "for no gain; use --method jetrl with --lora-rank 0")
+                    "--method jetrl:training: is for frozen weights, and with --lora-rank 0 all are "
+                    "trained; use --method jetrl with --lora-rank 0")
         else:
             require(settings.weights == "bf16",
                     f"--method jetrl:{self.variant}: the rollout reads 8 bits a weight, and "
@@ -520,8 +313,8 @@ def show_products():
     weight = model.blocks[0].mlp.down.weight.dequantize(torch.float32)
     x = torch.randn(256, weight.shape[1]) * torch.randn(weight.shape[1]).exp()
     grad = torch.randn(256, weight.shape[0]) * 1e-5
-    print("1. The three products of a layer of the built-in policy (down), relative error. Whole rows\n"
-          "share a scale on GPUs that multiply no blocks; x has channels of very different size.\n\n"
+    print("1. The three products of a layer of the built-in policy (down), relative error. Whole\n"
+          "rows share a scale on GPUs that multiply no blocks; x has channels of unequal size.\n\n"
           "  scales                   Y = X W^T   dX = dY W   dW = dY^T X")
     for name, recipe in (("1 x 128 and 128 x 128", BLOCKS), ("whole rows", ROWS)):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -532,16 +325,17 @@ def show_products():
 
 
 def show_mismatch():
-    """Prints a table -> the policy of its first line, all of whose weights are trained, and its Batch."""
-    print("\n2. Who samples and who is trained: 96 completions without noise. l = log pi_old - log\n"
-          "pi_rollout should be 0.\n\n"
-          "  rollout    training   trained           K3   mean |l|   eff. completions")
+    """Prints a table -> the model of its first line, all of whose weights are trained, and its Batch."""
+    print("\n2. Who samples and who is trained: 96 completions. l = log pi_old - log pi_rollout\n"
+          "should be 0 but for AQN, QeRL's noise on purpose, here sigma = 0.01 as at its start.\n\n"
+          "  rollout        training   trained           K3   mean |l|   eff. completions")
     settings = types.SimpleNamespace(micro_tokens=16384)
     cases = [
         ("all weights", Neighbour(settings, "unified"), "FP8", "FP8"),
         ("all weights", Neighbour(settings, "rollout"), "FP8", "float32"),
         ("LoRA", Neighbour(settings, "training"), "NVFP4", "FP8"),
         ("LoRA", Method(settings), "NVFP4", "NVFP4"),
+        ("LoRA", Method(settings), "NVFP4 + AQN", "NVFP4"),
     ]
     runs = []
     for trained, method, rollout, training in cases:
@@ -554,11 +348,11 @@ def show_mismatch():
             if layer.rank:                             # LoRA as after some training
                 torch.nn.init.normal_(layer.lora_B, std=0.02)
         method.prepare(model, None, None, None)
-        _, batch = sample_step(method, model, text, prompts)
+        _, batch = sample_step(method, model, text, prompts, 0.01 * rollout.endswith("AQN"))
         runs.append((model, batch))
         seen = describe_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
         log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask]
-        print(f"  {rollout:10} {training:10} {trained:12} {max(seen['mismatch_kl'], 0):7.1e} "
+        print(f"  {rollout:14} {training:10} {trained:12} {max(seen['mismatch_kl'], 0):7.1e} "
               f"{log_ratio.abs().mean():10.1e} {seen['effective_completions']:18.1%}", flush=True)
     return runs[0]
 
@@ -578,11 +372,15 @@ def show_gradient(model, batch):
         for layer, rounded in zip(model.quantized_layers(), four_bits.quantized_layers()):
             layer.master.data = rounded.weight.dequantize(torch.float32)
         other = gradient(model, batch)
-    print("\n3. The gradient of all weights, relative error. The policy is so sure of most tokens that\n"
-          "its gradient hangs on few; to round its weights is to ask another policy.\n\n"
-          f"  forward and backward in FP8, against 32 bits                   {relative(ours, exact):7.1%}\n"
-          f"  weights rounded to NVFP4, the rest in 32 bits, against 32 bits {relative(other, exact):7.1%}\n"
-          f"  backward in FP8 alone: against 32 bits for the same FP8 policy {relative(ours, forward):7.1%}")
+    print("\n3. The gradient of all weights, relative error. The policy is so sure of most tokens\n"
+          "that its gradient hangs on few; to round its weights is to ask another policy.\n")
+    lines = {
+        "forward and backward in FP8, against 32 bits": (ours, exact),
+        "weights rounded to NVFP4, the rest in 32 bits, against 32 bits": (other, exact),
+        "backward in FP8, against 32 bits, of the same FP8 policy": (ours, forward),
+    }
+    for name, pair in lines.items():
+        print(f"  {name:63}{relative(*pair):7.1%}")
 
 
 def main():
