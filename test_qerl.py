@@ -4602,6 +4602,20 @@ def test_fp8_products_equal_float64_of_the_librarys_operands(n, k, m):
         assert relative(ours.double(), exact) < 2e-5 and 0.005 < relative(ours, plain) < 0.1
 
 
+def test_between_fp8_layers_the_dtype_stays(qwen):
+    """Activations and their gradients are in bfloat16 outside of the products, masters and their gradients in float32."""
+    x, master = torch.randn(5, 256, dtype=torch.bfloat16, requires_grad=True), torch.randn(128, 256, requires_grad=True)
+    y = jetrl.TrainedProduct.apply(x, master, fp8_blocks.BLOCKS)
+    y.sum().backward()                                             # its gradient is expanded, with strides of 0
+    assert (y.dtype, x.grad.dtype, master.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    model = with_lora(qwen[0], dtype=torch.bfloat16)
+    fp8_neighbour("unified", model)
+    assert all(layer.coded.codes.codes.element_size() == 1 for layer in model.quantized_layers())
+    logits = model(torch.arange(9)[None])
+    logits.float().square().mean().backward()
+    assert logits.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 and p.grad.any() for p in qerl.trainable(model).values())
+
+
 def test_fp8_of_whole_rows_equals_flashrls_product():
     """The fallback, whose weight is rounded once more to be transposed."""
     torch.manual_seed(0)
@@ -4642,7 +4656,7 @@ def cublas_twin(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
     return y.to(output_dtype)
 
 
-@pytest.mark.parametrize("n,k,m", [(5, 384, 256), (200, 640, 128), (16, 128, 384)])
+@pytest.mark.parametrize("n,k,m", [(5, 384, 256), (200, 640, 128), (16, 128, 384), (40, 512, 1024)])
 def test_cublas_is_given_blocks_as_it_wants_them(monkeypatch, n, k, m):
     """All three products by the layouts that PyTorch's source states, and by the checks of its own shape inference."""
     torch.manual_seed(0)

@@ -31,7 +31,9 @@ What differs from QeRL: 8 bits instead of 4, rounded activations, trained weight
                 of a step (an estimate from bytes and bandwidth).
 
 `training` gives up the rule of one policy: metrics.jsonl has fp8_error, the mean |l| that FP8 adds,
-l = log π in FP8 - log π in 16 bits of the sampled tokens, and mismatch_kl contains it.
+l = log π in FP8 - log π in 16 bits of the sampled tokens (of eight completions a step), and
+mismatch_kl contains it. Look at both before you trust a run; --tis 2 weights the tokens for it. On
+the built-in policy it is more than AQN's noise, as the demonstration shows.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours will stand in methods/README.md. harness/fp8_blocks.py has the products; on a GPU
