@@ -9,7 +9,8 @@ first and mma with a picture.
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
-                                                       log-probabilities, update
+                                                       log-probabilities, update; with --weights
+                                                       nvfp4-fp8, too, trained in FP8
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
@@ -51,6 +52,7 @@ from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
+from methods import Method, jetrl
 
 
 class Shape(NamedTuple):
@@ -883,6 +885,9 @@ def plot_rollout(result, plt):
 # --------------------------------------------------------------------------------------------------
 # RL step
 
+STEP_LABELS = {**LABELS, "nvfp4-fp8": "NVFP4, FP8"}     # FP8: of training, by methods/jetrl.py
+
+
 @dataclass
 class StepSettings:
     """What an RL step depends on; the result files state it as it is here."""
@@ -897,14 +902,15 @@ class StepSettings:
     max_new_tokens: int = 512
 
 
-def step_seconds(model, optimizer, prompts, group, settings):
+def step_seconds(model, optimizer, prompts, group, settings, method):
     """An RL step as train_gsm8k.train does it, but with random prompts and rewards and one update.
 
-    Returns the seconds of each phase, the completions' mean length and the slots' busy fraction.
+    method: a methods.Method. Returns the seconds of each phase, the completions' mean length, the
+    slots' busy fraction and what the method measures.
     """
     clock = Clock(model.device)
     asked = random_prompts(model.config.vocab_size, prompts, settings.prompt_tokens)
-    with clock("rollout"), qerl.adaptive_quantization_noise(model, 1e-2):
+    with clock("rollout"), method.noise(model, 1e-2, None):
         rollout, busy = generate_cut(model, asked, settings.max_new_tokens, group, settings.slots)
 
     with clock("reward"):
@@ -915,7 +921,8 @@ def step_seconds(model, optimizer, prompts, group, settings):
                       rollout.mask)
 
     with clock("logprobs"):
-        batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+        batch.old_logprobs = method.old_logprobs(model, batch)
+    measured = method.measure(batch)
 
     total_loss = 0.0
     with clock("update"):
@@ -931,26 +938,29 @@ def step_seconds(model, optimizer, prompts, group, settings):
         assert math.isfinite(total_loss) and math.isfinite(norm)
         optimizer.step()
         optimizer.zero_grad()
+    method.measure_updates()
 
     whole = sum(clock.seconds.values())
     length = rollout.length.float().mean().item()
-    return {**clock.seconds, "step": whole, "length": length, "busy": busy}
+    return {**clock.seconds, "step": whole, "length": length, "busy": busy, **measured}
 
 
 def step_rows(name, weights, sizes, settings, device):
-    """One line of the results for each size (prompts, group)."""
-    model = random_model(name, weights, 32, device)
+    """One line of the results for each size (prompts, group); weights: of STEP_LABELS."""
+    model = random_model(name, weights.removesuffix("-fp8"), 32, device)
     if device == "cuda":
         model.recompute_in_backward()
+    method = jetrl.Neighbour(settings, "training") if weights.endswith("-fp8") else Method(settings)
+    method.prepare(model, None, None, None)
     optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
     for prompts, group in sizes:
         torch.manual_seed(0)
         if device == "cuda":
             # The first step of a size compiles its kernels.
-            step_seconds(model, optimizer, prompts, group, settings)
+            step_seconds(model, optimizer, prompts, group, settings, method)
             torch.cuda.reset_peak_memory_stats()
         row = {"model": name, "weights": weights, "prompts": prompts, "group": group}
-        row.update(step_seconds(model, optimizer, prompts, group, settings))
+        row.update(step_seconds(model, optimizer, prompts, group, settings, method))
         row["peak_memory_gb"] = peak_memory_gb(device)
         rounded = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
         print(rounded, flush=True)
@@ -976,14 +986,14 @@ def bench_step(args):
 
 
 def print_steps(rows, models, sizes, weights):
-    def ratio(by_weights, other):
-        if not {other, "nvfp4"} <= set(by_weights):
+    def ratio(by_weights, other, ours="nvfp4"):
+        if not {other, ours} <= set(by_weights):
             return ""
-        return f"{by_weights[other]['step'] / by_weights['nvfp4']['step']:.2f}x"
+        return f"{by_weights[other]['step'] / by_weights[ours]['step']:.2f}x"
 
     print()
-    print_head("model", "completions", *(f"{LABELS[w]}, s" for w in weights),
-               "NVFP4 over BF16", "over NF4", "busy slots")
+    print_head("model", "completions", *(f"{STEP_LABELS[w]}, s" for w in weights),
+               "NVFP4 over BF16", "over NF4", "FP8 over BF16", "busy slots")
     for name, (prompts, group) in itertools.product(dict.fromkeys(models), sizes):
         by_weights = {}
         for row in rows:
@@ -992,7 +1002,8 @@ def print_steps(rows, models, sizes, weights):
         times = [f"{by_weights[w]['step']:.2f}" for w in weights]
         busy = by_weights[weights[0]]["busy"]
         print_row(name, f"{prompts} x {group}", *times,
-                  ratio(by_weights, "bf16"), ratio(by_weights, "nf4"), f"{busy:.0%}")
+                  ratio(by_weights, "bf16"), ratio(by_weights, "nf4"),
+                  ratio(by_weights, "bf16", "nvfp4-fp8"), f"{busy:.0%}")
 
 
 def plot_step(result, plt):
@@ -1009,7 +1020,7 @@ def plot_step(result, plt):
             seconds = [r[phase] for r in rows]
             axis.bar(places, seconds, bottom=bottom, label=phase, color=color)
             bottom = [b + s for b, s in zip(bottom, seconds)]
-        names = [f"{r['model'].split('-')[-1]}\n{LABELS[r['weights']]}" for r in rows]
+        names = [f"{r['model'].split('-')[-1]}\n{STEP_LABELS[r['weights']]}" for r in rows]
         axis.set_xticks(places, names)
         completions = f"{prompts * group} completions of {rows[0]['length']:.0f} tokens"
         axis.set(title=f"one RL step: {completions}", ylabel="seconds")
@@ -1034,8 +1045,9 @@ def arguments():
     p.add_argument("what", choices=list(COMMANDS))
     p.add_argument("--model", nargs="+",
                    help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
-    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4"],
-                   help="rollout, step: default nvfp4 bf16 nf4")
+    p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4", "nvfp4-fp8"],
+                   help="rollout, step: default nvfp4 bf16 nf4; for step nvfp4-fp8, too, which is "
+                        "--method jetrl:training")
     p.add_argument("--ranks", nargs="*", type=int,
                    help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); "
                         "given none, no busy slots either")
@@ -1057,6 +1069,8 @@ def arguments():
         known = ", ".join(SHAPES)
         for name in args.model or []:
             require(name in SHAPES, "model", name, f"no such shape; choose from {known}")
+    if args.what == "rollout" and "nvfp4-fp8" in (args.weights or []):
+        raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     args.weights = args.weights or ["nvfp4", "bf16", "nf4"]
     args.ranks = [16, 128] if args.ranks is None else args.ranks
     return args
