@@ -37,6 +37,8 @@ ROWS = {
     "flashrl:fp8": Row("FP8, activations too", "BF16 + LoRA", []),
     "qurl:acr": Row(f"{NVFP4}, noise", NVFP4, []),
     "qurl:int8": Row("INT8, activations too", "BF16, all weights", [*FULL, "--lr", "1e-5"]),
+    "jetrl:unified": Row("FP8, activations too", "the same in FP8, LoRA in 16 bit", []),
+    "jetrl:training": Row(f"{NVFP4}, noise", "NVFP4 as FP8, LoRA in 16 bit", []),
     "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
     "rilq": Row(f"{NVFP4}, noise", f"{NVFP4} from RILQ", []),
     "qat:distil": Row("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA", []),
