@@ -117,7 +117,7 @@ def work(device, missing, flags, args, failed):
     """Run what is in the queue, one after the other, on a device: "cpu" or the number of a GPU."""
     environment = dict(os.environ)
     if device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // args.jobs))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
     else:
         environment["CUDA_VISIBLE_DEVICES"] = device
     while True:
