@@ -1071,6 +1071,8 @@ def arguments():
             require(name in SHAPES, "model", name, f"no such shape; choose from {known}")
     if args.what == "rollout" and "nvfp4-fp8" in (args.weights or []):
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
+    for rank in args.ranks or []:
+        require(rank >= 1, "ranks", rank, "must be at least 1")
     args.weights = args.weights or ["nvfp4", "bf16", "nf4"]
     args.ranks = [16, 128] if args.ranks is None else args.ranks
     return args

@@ -2516,6 +2516,49 @@ def test_foreign_questions_are_read(tmp_path, kind, ending):
     assert [(q["question"], q["answer"]) for q in found] == [FOREIGN_QUESTIONS[kind]]
 
 
+@pytest.mark.parametrize("row", [
+    {"question": "a", "answer": "x #### 2-3"}, {"question": "a", "answer": "#### "}, {"question": "a", "answer": "#### 5 million"},
+    {"question": 5, "answer": "5"}, {"question": ["a"], "answer": "5"}, {"question": [{"role": "user"}], "answer": "5"}, {"question": {"a": 1}},
+    {"question": " ", "answer": "5"}, {"question": "a", "answer": [1, 2]}, {"question": "a", "answer": math.nan},
+    {"question": "a", "reward_model": 5}, {"question": "a\ud800b", "answer": "5"}, b"\xff{}"])
+def test_what_is_no_question_is_refused_by_its_line(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "fine", "answer": "5"}\n' + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
+    with pytest.raises(qerl.UserError, match="rows.jsonl:2: "):
+        math_questions(str(path))
+
+
+@pytest.mark.parametrize("gold", ["2 - 3", "3 to 4", "3 and 4", "5 or 6", "5 (or 6)", "1 1/2", "5 million", "4 = 5"])
+def test_unclear_gold_answers_are_no_number(gold):
+    assert final_number({"answer": f"so\n#### {gold}"}) is None
+
+
+@pytest.mark.parametrize("box", ["5 million", "5 thousand", "\\neq 5", "≠5", ">5", "<5", "\\geq 5"])
+def test_other_magnitudes_and_bounds_earn_nothing(box):
+    assert train_gsm8k.reward(f"\\boxed{{{box}}}", Decimal(5), "answer") == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--tis", "--clip-high"])
+def test_numbers_beyond_float32_are_refused(qwen, data, tmp_path, monkeypatch, capsys, flag):
+    assert "at most 1e30" in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, flag, 1e38, "--out", tmp_path / "run")
+
+
+def test_a_torn_line_costs_no_other(tmp_path, capsys):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text('torn{\n{"step": 2}\n{"step": "a"}\n{"step": null}\n{"step": 3}\n')
+    assert read_log(str(tmp_path), 2) == [{"step": 2}] == read_jsonl(tmp_path / "samples.jsonl")
+    assert "lacks 1 of the 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("study,options,message", [
+    (claims, ["--lrs", "nan"], "--lrs nan"), (claims, ["--seeds", "-1"], "--seeds -1"), (compare, ["--lrs", "-1"], "--lrs -1.0"),
+    (entropy, ["--sigmas", "-1"], "--sigmas -1.0"), (entropy, ["--sigmas", "nan"], "--sigmas nan")])
+def test_studies_refuse_what_cannot_be_meant(tmp_path, study, options, message):
+    with pytest.raises(qerl.UserError, match=message):
+        study.main([*options, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_gsm8k_by_name_is_fetched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(questions, "gsm8k", lambda folder: ([folder], ["test"]))
@@ -3688,10 +3731,18 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, d
     (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
     (["--device", "cpu:0"], "use")])
 def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *SEVERAL, *options, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_only_torchrun_makes_several_processes(monkeypatch):
+    """WORLD_SIZE alone, as some clusters set it, does not."""
+    for world_size in ("2", "x"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert Ranks().count == 1
 
 
 def test_ranks_share_each_minibatch():

@@ -338,6 +338,7 @@ def is_right(completion, answer, anywhere=False):
 
     In a box or between the tags; with `anywhere`, as in evaluation, its last number will do.
     """
+    assert answer is not None              # a question without a clear answer never gets here
     if isinstance(answer, str):
         return is_equal(completion, answer, anywhere)
     return (stated_number if anywhere else answered_number)(completion) == answer

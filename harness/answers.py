@@ -24,9 +24,12 @@ THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\D\d{3})+")
 OPERATOR = r"\\(?:[dt]?frac|sqrt|log|ln|exp|sin|cos|tan|cdot|times|div|pm|mp|pi)"
 SIGN = r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2044\u2215\u221a÷×±π]"
 BEFORE = re.compile(
-    rf"(?: [/^] | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR} ) [\s({{$]* $", re.VERBOSE,
+    rf"(?: [/^<>≠≤≥] | \\(?:neq?|[lg]eq?|[lg]t) | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR} ) [\s({{$]* $", re.VERBOSE,
 )
-AFTER = re.compile(rf"[kKM]\b | [)}}]* {SIGN} | [\s)}}]* {OPERATOR}", re.VERBOSE)
+AFTER = re.compile(
+    rf"[kKM]\b | \s*(?:hundred|dozen|thousand|million|billion|trillion)\b | [)}}]* {SIGN}"
+    rf" | [\s)}}]* {OPERATOR}", re.VERBOSE,
+)
 # A minus that NUMBER has not seen: "- 5", "-{5}"; but in "Answer - 5" it is a dash.
 MINUS = re.compile(
     r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({$*]* $", re.VERBOSE,
@@ -34,6 +37,9 @@ MINUS = re.compile(
 # \boxed{...} with up to two levels of braces inside.
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
+SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
+# What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million".
+GOES_ON = re.compile(r"\s*\(?(?:[-–—+*/=^×]|\d|(?:to|and|or|hundred|dozen|thousand|million|billion)\b)")
 LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
 
 # TeX and typography that say nothing about the number, and how `plain` spells them.
@@ -73,8 +79,11 @@ def stated_number(completion):
 
 def final_number(question):
     """The right answer of a question: the first word behind "####", or "1 000"; None if unclear."""
-    word = re.match(r"\s*\S+(?:[ \u00a0\u202f]\d+(?!\S))*", question["answer"].split("####")[1])
-    return one_number(word.group()) if word else None
+    text = question["answer"].split("####")[1]
+    word = re.match(r"\s*\S+(?:[ \u00a0\u202f]\d+(?!\S))*", text)
+    if not word or GOES_ON.match(text[word.end():]):
+        return None
+    return one_number(word.group())
 
 
 def one_number(text):

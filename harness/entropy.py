@@ -118,6 +118,8 @@ def main(argv):
     check_device(args.device)
     for name in ("draws", "prompts", "slots"):
         require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
+    for sigma in args.sigmas:
+        require(0 <= sigma < 1e3, "sigmas", sigma, "must be at least 0 and below 1000")
     args.model = full_name(args.model)
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)

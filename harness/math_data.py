@@ -5,10 +5,11 @@
 here: pip install datasets math-verify.
 """
 import json
+import math
 import os
 import re
 
-from harness.answers import BOXED, LONGEST, one_number
+from harness.answers import BOXED, LONGEST, SURROGATE, one_number, right_answer
 from qerl import UserError, reason
 
 # Of each: where it lies on Hugging Face, and which split.
@@ -35,14 +36,17 @@ def math_questions(source):
     name = os.path.basename(source).removesuffix(".jsonl")
     questions = {}
     for number, row in enumerate(rows_of(source), 1):
-        question = first_column(row, QUESTION)
-        answer = first_column(row, ANSWER) or (row.get("reward_model") or {}).get("ground_truth")
-        if not question or answer in (None, ""):
+        question = bare(first_column(row, QUESTION))
+        answer = answer_of(row)
+        if not is_text(question) or not is_text(answer):
             raise UserError(
                 f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
-                f"wanted are one of {', '.join(QUESTION)} and one of {', '.join(ANSWER)}"
+                f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
             )
-        question = {"question": bare(question), "answer": final_part(str(answer)), "source": name}
+        question = {"question": question, "answer": final_part(answer), "source": name}
+        if right_answer(question) is None:
+            raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
+                            "mend or remove it")
         questions.setdefault(question["question"], question)
     if not questions:
         raise UserError(f"{source}: holds no question; give another file or dataset")
@@ -73,11 +77,11 @@ def rows_of(source):
 
 
 def jsonl_rows(path):
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError):           # bytes that are no UTF-8 are a ValueError
                 row = None
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number}: not a JSON object; mend or remove this line")
@@ -89,10 +93,28 @@ def first_column(row, names):
     return next((row[name] for name in names if row.get(name) not in (None, "")), None)
 
 
+def answer_of(row):
+    """A row's answer as text; numbers become text, what is neither is None."""
+    answer = first_column(row, ANSWER)
+    checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
+    if answer is None and isinstance(checked, dict):
+        answer = checked.get("ground_truth")
+    if type(answer) in (int, float) and math.isfinite(answer):
+        return str(answer)
+    return answer
+
+
+def is_text(value):
+    """Is it a text with something in it, of characters that exist?"""
+    return isinstance(value, str) and bool(value.strip()) and not SURROGATE.search(value)
+
+
 def bare(question):
     """A question alone: not as a chat's message, and without DAPO-Math's demands on the form."""
-    if isinstance(question, list):
-        question = question[0]["content"]
+    if isinstance(question, list) and question and isinstance(question[0], dict):
+        question = question[0].get("content")
+    if not isinstance(question, str):
+        return None
     first, *parts = question.strip().split("\n\n")
     if len(parts) > 1 and first.startswith("Solve the following math problem step by step."):
         return "\n\n".join(parts[:-1])

@@ -27,8 +27,9 @@ class Ranks:
     """The processes of a run: `count` of them, of which this is number `rank`."""
 
     def __init__(self):
-        self.count = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+        several = dist.is_available() and dist.is_torchelastic_launched()      # by torchrun
+        self.count = int(os.environ["WORLD_SIZE"]) if several else 1
+        self.rank = int(os.environ["RANK"]) if several else 0
         self.main = self.rank == 0
 
     def start(self, settings):

@@ -13,7 +13,6 @@
 import contextlib
 import glob
 import json
-import math
 import os
 import sys
 
@@ -26,7 +25,7 @@ except ImportError:                         # Windows has another module for loc
     import msvcrt
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
-         "summary.json", "curve.png", "report.html", "eval.json"]
+         "summary.json", "curve.png", "report.html", "eval.json", "wandb_id"]
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
@@ -158,7 +157,7 @@ def remove_if_empty(lock):
 
 
 def read_jsonl(path):
-    """The objects of a file, one a line, up to the first line that is none (torn by a kill)."""
+    """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
     objects = []
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
@@ -166,7 +165,7 @@ def read_jsonl(path):
                 try:
                     objects.append(json.loads(line))
                 except (ValueError, RecursionError):
-                    break
+                    continue
     return objects
 
 
@@ -187,7 +186,7 @@ def read_log(folder, last_step):
     kept = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
         logged = [o for o in read_jsonl(f"{folder}/{name}") if isinstance(o, dict)]
-        kept[name] = [o for o in logged if o.get("step", math.inf) <= last_step]
+        kept[name] = [o for o in logged if type(o.get("step")) is int and o["step"] <= last_step]
         write_jsonl(f"{folder}/{name}", kept[name])
     metrics = kept["metrics.jsonl"]
     if len(metrics) < last_step:

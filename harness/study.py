@@ -190,6 +190,10 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     require(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
+    for lr in args.lrs or []:
+        require(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
+    for seed in args.seeds or []:
+        require(seed >= 0, "seeds", seed, "must not be negative")
     small = args.model == [None]
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
