@@ -8,12 +8,11 @@ How runs are made, stopped and resumed: harness/study.py. tables.md and curves.p
 runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
-import os
 from statistics import fmean as mean
 
 from harness.figures import save_figure
 from harness.run_folder import atomic_write, read_jsonl
-from harness.study import NO_NOISE, arguments, run_missing, standard_error, with_error
+from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -140,7 +139,4 @@ def make_tables(out):
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(FLAGS), list(ARMS), seeds=(10, 4), out="results/claims")
-    os.makedirs(args.out, exist_ok=True)
-    failed = [] if args.tables else run_missing(FLAGS, args)
-    make_tables(args.out)
-    return 1 if failed else 0
+    return conduct(FLAGS, args, make_tables)

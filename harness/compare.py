@@ -7,13 +7,12 @@
 How runs are made, stopped and resumed: harness/study.py. table.md and accuracy.png are made from
 runs.jsonl; flags that are not named here go to train_gsm8k.py.
 """
-import os
 from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
 from harness.run_folder import atomic_write, read_jsonl
-from harness.study import NO_NOISE, arguments, run_missing, with_error
+from harness.study import NO_NOISE, arguments, conduct, with_error
 
 
 class Row(NamedTuple):
@@ -120,7 +119,4 @@ def make_table(out):
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="results/methods")
-    os.makedirs(args.out, exist_ok=True)
-    failed = [] if args.tables else run_missing(FLAGS, args)
-    make_table(args.out)
-    return 1 if failed else 0
+    return conduct(FLAGS, args, make_table)

@@ -199,3 +199,11 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
     args.runs = args.runs or f"runs/{os.path.basename(out)}"
     return args
+
+
+def conduct(flags, args, make_tables):
+    """Run what is missing, unless --tables is given, then make_tables(folder) -> exit status."""
+    os.makedirs(args.out, exist_ok=True)
+    failed = [] if args.tables else run_missing(flags, args)
+    make_tables(args.out)
+    return 1 if failed else 0
