@@ -39,7 +39,7 @@ BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
 # What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million".
-GOES_ON = re.compile(r"\s*\(?(?:[-–—+*/=^×]|\d|(?:to|and|or|hundred|dozen|thousand|million|billion)\b)")
+GOES_ON = re.compile(r"[ \t]*\(?(?:[-–—+*/=^×]|\d|(?:to|and|or|hundred|dozen|thousand|million|billion)\b)")
 LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
 
 # TeX and typography that say nothing about the number, and how `plain` spells them.
