@@ -50,6 +50,7 @@ import torch.nn.functional as F
 import qerl
 from harness.branches import join_samples, limited_sampler, sentence_ends
 from harness.demonstration import small_policy
+from harness.mismatch import ratio_of
 from harness.small_policy import made_up_problems
 from methods import Method
 from qerl import require
@@ -180,7 +181,7 @@ class Neighbour(Method):
         if self.variant != "maspo":
             return super().loss(logprobs, piece)
         advantages = piece.advantages[:, None]
-        ratio = (logprobs - piece.old_logprobs).clamp(-20, 20).exp()
+        ratio = ratio_of(logprobs - piece.old_logprobs)
         w = maspo_weights(ratio.detach(), piece.old_logprobs, advantages)
         # Without advantages Eq. 3 is its KL term.
         kl_loss, kl = qerl.policy_loss(

@@ -45,6 +45,7 @@ import torch
 import qerl
 from harness.batches import join_rollouts
 from harness.demonstration import sample_step, small_policy
+from harness.mismatch import ratio_of
 from methods import Method
 from qerl import require
 
@@ -104,7 +105,7 @@ def shaped_noise(model, sigma, generator, variant):
 def sequence_weights(batch):
     """Sequence-MIS: how often each completion counts, float32 [N]; see `pooled` above."""
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).sum(1)         # padding has none
-    ratio = log_ratio.clamp(-20, 20).exp()
+    ratio = ratio_of(log_ratio)
     inside = (ratio >= 0.5) & (ratio <= 2)
     return torch.where(inside, ratio, 0)
 
