@@ -1851,7 +1851,9 @@ def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
 def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     model = qerl.load_model(family[0])
     cache = qerl.KVCache(model, 3, 100)
-    monkeypatch.setattr(memory, "free_memory", lambda device: cache.k.nbytes + cache.v.nbytes)
+    cache.reserve(100)
+    size = sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
+    monkeypatch.setattr(memory, "free_memory", lambda device: size)
     assert memory.slots_that_fit(model, 100, share=1.0) == 3
     assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
     assert memory.slots_that_fit(model, 10 ** 6) == 1 and memory.slots_that_fit(model, 1, share=1.0) == 256
@@ -3314,22 +3316,51 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
 
 @runs_kernels
 @pytest.mark.parametrize("heads,kv_heads,dim,interleaved", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
-def test_kernel_decode_attention(heads, kv_heads, dim, interleaved):
+def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved):
     torch.manual_seed(0)
-    split, longest = 128, 2 * 128 + 9
-    filled = torch.tensor([0, 64, 65, longest - 1, 7, split - 1, split])
+    monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 256)
+    split, longest = 128, 2 * 256 + 9                                                     # three pieces, the last one short
+    filled = torch.tensor([0, 64, 65, longest - 1, 255, split - 1, 256])
     heads = heads if not interleaved else 7 * 2                                           # whole tiles of columns
     kv_heads = kv_heads if not interleaved else 2
     qkv, cos, sin = torch.randn(7, (heads + 2 * kv_heads) * dim), torch.randn(7, dim), torch.randn(7, dim)
-    k, v = torch.randn(2, 7, kv_heads, longest, dim)
+    cache = torch.randn(2, 7, kv_heads, longest, dim)
     for b, n in enumerate(filled):                                                        # what lies behind must not matter
-        k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
-    k_kernel, v_kernel = k.clone().to(KERNEL_DEVICE), v.clone().to(KERNEL_DEVICE)
-    k_twin, v_twin = k.nan_to_num().double(), v.nan_to_num().double()
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), k_kernel, v_kernel, filled.to(KERNEL_DEVICE), interleaved, split)
-    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), k_twin, v_twin, filled, interleaved)
+        cache[:, b, :, n:] = float("nan")
+    pieces = [piece.contiguous().to(KERNEL_DEVICE) for piece in cache.split(256, 3)]
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=KERNEL_DEVICE)
+    twins = [piece.nan_to_num().double() for piece in cache.split(256, 3)]
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split)
+    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), twins, filled, interleaved)
     assert relative(kernel.cpu().double(), twin) < 1e-5
-    assert relative(k_kernel.cpu().nan_to_num().double(), k_twin) < 1e-6 and relative(v_kernel.cpu().nan_to_num().double(), v_twin) < 1e-6
+    for piece, expected in zip(pieces, twins):
+        assert relative(piece.cpu().nan_to_num().double(), expected) < 1e-6
+
+
+def test_the_cache_grows_in_pieces(family, monkeypatch):
+    """Pieces of 8 positions give the rollout of a single piece, also where slots are given back and taken anew."""
+    model = with_lora(family[0])
+    prompts = [[5, 6, 7], [8], [9] * 19, [5, 6, 7, 8]] * 12
+    grown = []
+
+    class Watched(qerl.Sampler):
+        def steps(self, count):
+            super().steps(count)
+            grown.append((int(self.cache.filled.max()), len(self.cache.pieces[0]), len(self.cache.filled)))
+
+    def rollout():
+        generator = torch.Generator().manual_seed(3)
+        return qerl.generate(model, prompts, 40, 1, eos={11, 12, 13}, slots=36, generator=generator, sampler_class=Watched)
+    whole = rollout()
+    assert {pieces for _, pieces, _ in grown} == {1}
+    grown.clear()
+    monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 8)
+    monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
+    cut = rollout()
+    for field in fields(qerl.Rollout):
+        torch.testing.assert_close(getattr(cut, field.name), getattr(whole, field.name), rtol=1e-4, atol=1e-4)
+    assert grown[0][1] == 3 and grown[-1][1] == max(-(-filled // 8) for filled, _, _ in grown) > 3      # as many as needed
+    assert {slots for _, _, slots in grown} >= {36, 18}                                   # it shrank
 
 
 @runs_kernels

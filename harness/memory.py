@@ -61,7 +61,7 @@ def keep_decoded(model, share=0.5, small=1e8):
 def slots_that_fit(model, longest, most=256, share=0.7):
     """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
 
-    It may take `share` of the free memory: as it shrinks a quarter more, for a moment.
+    If all grow to that length the cache takes `share` of the free memory.
     """
     heads = model.config.num_key_value_heads
     token = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
