@@ -11,15 +11,18 @@ first and mma with a picture.
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
                                                        log-probabilities, update; with --weights
                                                        nvfp4-fp8, too, trained in FP8
+    python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs, a process each
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
 
-kernels, mma, rollout and step make random weights of the given shapes on the GPU. On a CPU they run
+kernels, mma, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU they run
 a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper GPU.
+step may be started by torchrun, too: each process then has its share of the prompts.
 """
 import copy
+import glob
 import importlib.metadata
 import importlib.util
 import itertools
@@ -29,6 +32,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,6 +54,7 @@ from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
+from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
 from methods import Method, jetrl
@@ -598,28 +603,39 @@ class Work:
     slot_steps: int = 0
 
 
+def cut_lengths(count, max_new_tokens, ranks):
+    """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
+
+    All ranks draw those of all and take their own, so that one rank has longer ones than another,
+    and as many processes as one likes have the same lengths in all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(count * ranks.count, generator=generator).chunk(ranks.count)[ranks.rank]
+    lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)
+    return (lengths * max_new_tokens / 512).long()
+
+
 class CutSampler(qerl.Sampler):
-    """Cuts completions at lengths like those of GSM8K solutions, as random weights never end one.
+    """Cuts completions at these lengths, as random weights never end one.
 
     work: a Work to count in, because whoever calls `generate` never sees its sampler.
     """
 
-    def __init__(self, work, model, count, slots, max_len, max_new_tokens, *args):
-        super().__init__(model, count, slots, max_len, max_new_tokens, *args)
+    def __init__(self, work, lengths, model, *args):
+        super().__init__(model, *args)
         self.work = work
-        normal = torch.randn(count, generator=torch.Generator().manual_seed(0))
-        lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)       # 212 on average
-        self.limit[:count] = (lengths * max_new_tokens / 512).long().to(self.limit.device)
+        self.limit[:len(lengths)] = lengths.to(self.limit.device)
 
     def steps(self, count):
         self.work.slot_steps += count * len(self.completion)
         super().steps(count)
 
 
-def generate_cut(model, prompts, max_new_tokens, group, slots):
+def generate_cut(model, prompts, max_new_tokens, group, slots, ranks=Ranks()):
     """qerl.generate by a CutSampler -> (Rollout, fraction of slots x steps that gave a token)."""
     work = Work()
-    sampler_class = partial(CutSampler, work)
+    lengths = cut_lengths(len(prompts) * group, max_new_tokens, ranks)
+    sampler_class = partial(CutSampler, work, lengths)
     rollout = qerl.generate(
         model, prompts, max_new_tokens, group, slots=slots, sampler_class=sampler_class)
     return rollout, rollout.length.sum().item() / work.slot_steps
@@ -902,16 +918,20 @@ class StepSettings:
     max_new_tokens: int = 512
 
 
-def step_seconds(model, optimizer, prompts, group, settings, method):
+def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks()):
     """An RL step as train_gsm8k.train does it, but with random prompts and rewards and one update.
 
-    method: a methods.Method. Returns the seconds of each phase, the completions' mean length, the
-    slots' busy fraction and what the method measures.
+    prompts: of this process; method: a methods.Method. Returns the seconds of each phase, the
+    completions' mean length, the slots' busy fraction and what the method measures. Of several
+    processes these are means, and the step's seconds are those of the slowest.
     """
     clock = Clock(model.device)
     asked = random_prompts(model.config.vocab_size, prompts, settings.prompt_tokens)
+    ranks.barrier(model.device)
+    wait(model.device.type)
     with clock("rollout"), method.noise(model, 1e-2, None):
-        rollout, busy = generate_cut(model, asked, settings.max_new_tokens, group, settings.slots)
+        rollout, busy = generate_cut(
+            model, asked, settings.max_new_tokens, group, settings.slots, ranks)
 
     with clock("reward"):
         rewards = torch.rand(prompts, group, device=model.device)
@@ -926,7 +946,7 @@ def step_seconds(model, optimizer, prompts, group, settings, method):
 
     total_loss = 0.0
     with clock("update"):
-        batch.weights = qerl.token_weights(batch.mask, settings.algo)
+        batch.weights = qerl.token_weights(batch.mask, settings.algo) / ranks.count
         for piece in batch.pieces(settings.micro_tokens):
             logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
             loss, _ = qerl.policy_loss(
@@ -934,7 +954,13 @@ def step_seconds(model, optimizer, prompts, group, settings, method):
                 settings.clip_low, settings.clip_high)
             loss.backward()
             total_loss += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), 0.2)
+    trained = qerl.trainable(model).values()
+    with clock("waiting"):             # for the slowest process
+        ranks.barrier(model.device)
+    with clock("exchange"):            # of gradients
+        ranks.add_gradients(trained)
+    with clock("update"):
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.2)
         assert math.isfinite(total_loss) and math.isfinite(norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -942,11 +968,21 @@ def step_seconds(model, optimizer, prompts, group, settings, method):
 
     whole = sum(clock.seconds.values())
     length = rollout.length.float().mean().item()
-    return {**clock.seconds, "step": whole, "length": length, "busy": busy, **measured}
+    return ranks.join({
+        **clock.seconds,
+        "step": whole,
+        "length": length,
+        "busy": busy,
+        "peak_memory_gb": peak_memory_gb(model.device),
+        **measured,
+    })
 
 
-def step_rows(name, weights, sizes, settings, device):
-    """One line of the results for each size (prompts, group); weights: of STEP_LABELS."""
+def step_rows(name, weights, sizes, settings, device, ranks=Ranks(), repeats=1):
+    """One line of the results for each size (prompts of all processes, group).
+
+    weights: of STEP_LABELS; repeats: the step is timed so often, and the median one counts.
+    """
     model = random_model(name, weights.removesuffix("-fp8"), 32, device)
     if device == "cuda":
         model.recompute_in_backward()
@@ -954,28 +990,36 @@ def step_rows(name, weights, sizes, settings, device):
     method.prepare(model, None, None, None)
     optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
     for prompts, group in sizes:
-        torch.manual_seed(0)
+        torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
+        take_step = partial(step_seconds, model, optimizer, prompts // ranks.count, group, settings,
+                            method, ranks)
         if device == "cuda":
-            # The first step of a size compiles its kernels.
-            step_seconds(model, optimizer, prompts, group, settings, method)
+            take_step()                            # the first step of a size compiles its kernels
             torch.cuda.reset_peak_memory_stats()
-        row = {"model": name, "weights": weights, "prompts": prompts, "group": group}
-        row.update(step_seconds(model, optimizer, prompts, group, settings, method))
-        row["peak_memory_gb"] = peak_memory_gb(device)
+        steps = sorted((take_step() for _ in range(repeats)), key=lambda step: step["step"])
+        row = {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
+               "group": group, **steps[repeats // 2]}
         rounded = {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}
         print(rounded, flush=True)
         yield row
 
 
+def step_settings(device):
+    return StepSettings() if device == "cuda" else StepSettings(prompt_tokens=8, max_new_tokens=12)
+
+
 def bench_step(args):
     cuda = args.device == "cuda"
-    settings = StepSettings() if cuda else StepSettings(prompt_tokens=8, max_new_tokens=12)
-    sizes = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
+    settings = step_settings(args.device)
+    ranks = Ranks()
+    default = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
+    sizes = args.sizes or [(prompts * ranks.count, group) for prompts, group in default]
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"])
     rows = []
     for name in models:
         for weights in args.weights:
-            rows.extend(step_rows(name, weights, sizes, settings, args.device))
+            rows.extend(step_rows(
+                name, weights, sizes, settings, args.device, ranks, args.repeats or 1))
             free_memory(args.device)
             yield {
                 "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",
@@ -1029,6 +1073,160 @@ def plot_step(result, plt):
 
 
 # --------------------------------------------------------------------------------------------------
+# An RL step by the number of GPUs
+
+def bench_scaling(args):
+    """`bench.py step` under torchrun for each number of processes, and beside it earlier rows."""
+    cuda = args.device == "cuda"
+    prompts, group = (32, 8) if cuda else (2, 2)
+    counts = [1, 2, 4, 8] if cuda else [1, 2]
+    if args.processes is None:
+        args.processes = [n for n in counts if not cuda or n <= torch.cuda.device_count()]
+    for count in args.processes:
+        require(count >= 1 and prompts % count == 0, "processes", count,
+                f"cannot share {prompts} prompts; use " + ", ".join(map(str, counts)))
+        require(not cuda or count <= torch.cuda.device_count(), "processes", count,
+                f"only {torch.cuda.device_count()} GPUs are here; use fewer")
+    rows = []
+    for path in [f"{results_folder(args)}/scaling.json", *args.add]:
+        if os.path.exists(path) or path in args.add:
+            rows = replace_rows(rows, read_rows(path))
+    what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
+            f"completions for each of them and {prompts} x {group} in all: of the phases the "
+            "processes' mean, of the step the slowest's; medians of several steps")
+    settings = asdict(step_settings(args.device))
+    for count in args.processes:
+        sizes = dict.fromkeys([(prompts * count, group), (prompts, group)])
+        for name in args.model or ["Qwen2.5-7B" if cuda else "tiny"]:
+            rows = replace_rows(rows, measure_processes(args, count, name, sizes))
+            yield {"what": what, "settings": settings, "rows": rows}
+    print_scaling(rows)
+    yield {"what": what, "settings": settings, "rows": rows}
+
+
+def read_rows(path):
+    """The rows of a file that scaling wrote; raises UserError."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            rows = json.load(f)["rows"]
+        assert rows and all(row["processes"] >= 1 and row["step"] > 0 for row in rows)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise qerl.UserError(f"{path}: not what bench.py scaling writes; name another or remove it")
+    return rows
+
+
+def replace_rows(rows, new):
+    """Rows with new ones, which replace those of the same model and number of processes."""
+    measured = {(r["model"], r["processes"]) for r in new}
+    kept = [r for r in rows if (r["model"], r["processes"]) not in measured]
+    return sorted(kept + new, key=lambda r: (r["model"], r["processes"], -r["prompts"]))
+
+
+def measure_processes(args, count, name, sizes):
+    """The rows of `bench.py step` in so many processes; raises UserError if one of them fails."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
+            "--model", name,
+            "--weights", *args.weights,
+            "--sizes", *(f"{prompts}x{group}" for prompts, group in sizes),
+            "--repeats", str(args.repeats or 3),
+            "--device", args.device,
+            "--out", out,
+        ]
+        # torchrun gives several processes a thread each; so has the one with which they compare.
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+        require(done.returncode == 0, "processes", count, "a step failed; its error stands above")
+        [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
+        rows = read_rows(path)
+    for row in rows:
+        print(f"{name}, {STEP_LABELS[row['weights']]}, {row['prompts']} x {row['group']}, "
+              f"{count} process{'es' if count > 1 else ''}: {row['step']:.2f} s a step", flush=True)
+    return rows
+
+
+def series_of(rows):
+    """{label: rows} of the two ways to share: as many prompts for each process, or for all."""
+    fewest = min(r["prompts"] for r in rows)
+    label = f"{fewest} x {rows[0]['group']}"
+    return {
+        f"{label} a process": [r for r in rows if r["prompts"] == fewest * r["processes"]],
+        f"{label} in all": [r for r in rows if r["prompts"] == fewest],
+    }
+
+
+def speed(row, what="completions"):
+    """Completions a second, or their tokens."""
+    completions = row["prompts"] * row["group"]
+    return completions * (row["length"] if what == "tokens" else 1) / row["step"]
+
+
+def speed_ups(rows, what="completions"):
+    """Each row's speed over that of one process of the same model; none without a row of one."""
+    alone = [speed(r, what) for r in rows if r["processes"] == 1]
+    return [speed(r, what) / alone[0] for r in rows] if alone else []
+
+
+def by_variant(rows):
+    """{(model, weights): rows}"""
+    variants = {}
+    for row in rows:
+        variants.setdefault((row["model"], row["weights"]), []).append(row)
+    return variants
+
+
+PHASES = ["rollout", "logprobs", "update", "waiting", "exchange"]
+
+
+def print_scaling(rows):
+    print()
+    print_head("model", "weights", "size", "processes", "completions", "tokens each", "step, s",
+               *(f"{phase}, s" for phase in PHASES), "completions/s", "times one", "efficiency",
+               "tokens/s", "times one")
+    for (name, weights), same in by_variant(rows).items():
+        for label, series in series_of(same).items():
+            times = speed_ups(series) or [None] * len(series)
+            token_times = speed_ups(series, "tokens") or [None] * len(series)
+            for row, ratio, token_ratio in zip(series, times, token_times):
+                print_row(
+                    name, STEP_LABELS[weights], label, row["processes"],
+                    row["prompts"] * row["group"], f"{row['length']:.0f}", f"{row['step']:.2f}",
+                    *(f"{row[phase]:.2f}" if phase != "exchange" else f"{row[phase]:.4f}"
+                      for phase in PHASES),
+                    f"{speed(row):.1f}",
+                    f"{ratio:.2f}x" if ratio else "",
+                    f"{ratio / row['processes']:.0%}" if ratio else "",
+                    f"{speed(row, 'tokens'):.0f}",
+                    f"{token_ratio:.2f}x" if token_ratio else "",
+                )
+
+
+def plot_scaling(result, plt):
+    """How many times as fast as one process, by processes: both ways to share, and the ideal."""
+    variants = by_variant(result["rows"])
+    figure, axes = panels(plt, len(variants), 4.6)
+    for axis, ((name, weights), rows) in zip(axes, variants.items()):
+        counts = sorted({r["processes"] for r in rows})
+        axis.plot(counts, counts, color="gray", linewidth=1, label="ideal")
+        for label, series in series_of(rows).items():
+            times = speed_ups(series)
+            if times:
+                axis.plot([r["processes"] for r in series], times, "o-", label=label)
+        axis.set(title=f"{name}, {STEP_LABELS[weights]}: an RL step", xlabel="GPUs")
+        axis.set(xscale="log", yscale="log")
+        axis.set_xticks(counts, counts)
+        axis.set_yticks(counts, [f"{count}x" for count in counts])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("completions per second, over one GPU's")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+# --------------------------------------------------------------------------------------------------
 # Command line
 
 COMMANDS = {
@@ -1037,7 +1235,16 @@ COMMANDS = {
     "mma": (bench_mma, None),
     "rollout": (bench_rollout, plot_rollout),
     "step": (bench_step, plot_step),
+    "scaling": (bench_scaling, plot_scaling),
 }
+
+
+def size(text):
+    """"32x8" -> (32, 8): prompts and completions of each."""
+    prompts, group = map(int, text.split("x"))
+    if prompts < 1 or group < 2:
+        raise ValueError("prompts and at least two completions of each")
+    return prompts, group
 
 
 def arguments():
@@ -1047,18 +1254,37 @@ def arguments():
                    help="formats: a model's folder or name; else shapes: " + ", ".join(SHAPES))
     p.add_argument("--weights", nargs="+", choices=["nvfp4", "bf16", "nf4", "mxfp4", "nvfp4-fp8"],
                    help="rollout, step: default nvfp4 bf16 nf4; for step nvfp4-fp8, too, which is "
-                        "--method jetrl:training")
+                        "--method jetrl:training; scaling: default nvfp4")
     p.add_argument("--ranks", nargs="*", type=int,
                    help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); "
                         "given none, no busy slots either")
+    p.add_argument("--sizes", nargs="+", type=size, metavar="PxG",
+                   help="step: prompts of all processes x completions of each (default 1x2 1x4 1x8 "
+                        "32x8, times the processes)")
+    p.add_argument("--repeats", type=int,
+                   help="step, scaling: timed steps, of which the median counts (default 1 and 3)")
+    p.add_argument("--processes", nargs="*", type=int,
+                   help="scaling: numbers of processes (default 1 2 4 8, as far as there are GPUs); "
+                        "rows of other numbers stay in scaling.json")
+    p.add_argument("--add", nargs="+", default=[], metavar="FILE",
+                   help="scaling: add the rows of these scaling.json; with --processes and no number "
+                        "nothing is measured")
     p.add_argument("--device", choices=["cuda", "cpu"],
                    default="cuda" if torch.cuda.is_available() else "cpu",
                    help="default: a GPU if there is one")
     p.add_argument("--out", default="results", help="folder for the results (default results)")
     args = p.parse_args()
     check_device(args.device)
-    for option, takers in (("weights", ["rollout", "step"]), ("ranks", ["rollout"])):
-        if getattr(args, option) is not None and args.what not in takers:
+    takers_of = {
+        "weights": ["rollout", "step", "scaling"],
+        "ranks": ["rollout"],
+        "sizes": ["step"],
+        "repeats": ["step", "scaling"],
+        "processes": ["scaling"],
+        "add": ["scaling"],
+    }
+    for option, takers in takers_of.items():
+        if getattr(args, option) not in (None, []) and args.what not in takers:
             known = " and ".join(takers)
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
     if args.what == "mma":
@@ -1073,7 +1299,15 @@ def arguments():
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     for rank in args.ranks or []:
         require(rank >= 1, "ranks", rank, "must be at least 1")
-    args.weights = args.weights or ["nvfp4", "bf16", "nf4"]
+    require(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
+            "must be at least 1")
+    processes = Ranks().count
+    require(processes == 1 or args.what == "step", "nproc-per-node", processes,
+            f"{args.what} is started without torchrun, which only step knows")
+    for prompts, group in args.sizes or []:
+        require(prompts % processes == 0, "sizes", f"{prompts}x{group}",
+                f"{processes} processes cannot share {prompts} prompts")
+    args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
     args.ranks = [16, 128] if args.ranks is None else args.ranks
     return args
 
@@ -1086,6 +1320,12 @@ def results_folder(args):
         return f"{args.out}/cpu"
     gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
     return f"{args.out}/{gpu}"
+
+
+def results_name(args):
+    """A command's name in its files; what several processes measured of a step stands apart."""
+    processes = Ranks().count
+    return args.what if processes == 1 else f"{args.what}-{processes}-processes"
 
 
 def keep_other_models(path, result):
@@ -1102,18 +1342,23 @@ def keep_other_models(path, result):
 def run(args):
     """Measure, and write the files each time there is more, so that a stop loses little."""
     bench, plot = COMMANDS[args.what]
+    ranks = Ranks()
+    ranks.start(args.device)
     if args.what != "formats" and args.device == "cpu":
         print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
-    path = f"{results_folder(args)}/{args.what}"
+    path = f"{results_folder(args)}/{results_name(args)}"
     with creating(args.out):
         os.makedirs(os.path.dirname(path), exist_ok=True)
     for result in bench(args):
+        if not ranks.main:
+            continue
         result = {"command": command_line(), **result, **environment(args.device)}
         if plot:
             keep_other_models(f"{path}.json", result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
-    if plot:
+    if plot and ranks.main:
         save_figure(f"{path}.png", plot, result)
+    ranks.stop()
     print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))
 
 

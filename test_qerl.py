@@ -3778,7 +3778,7 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
 
 def test_ranks_share_each_minibatch():
     one, questions = Ranks(), list(range(24))
-    assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(2.5) == 2.5
+    assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(torch.tensor(2.5)) == 2.5
     shares = []
     for rank in range(2):
         ranks = Ranks()
@@ -5340,3 +5340,82 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())
+
+
+# -------------------------------------------------------------- several GPUs: bench.py scaling
+
+def scaling_row(processes, prompts, step, **figures):
+    """A row as bench.py scaling keeps it, with made-up seconds."""
+    phases = dict.fromkeys(bench.PHASES, step / 5)
+    row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts, "group": 8, "step": step, "length": 100.0}
+    return {**row, **phases, **figures}
+
+
+def test_bench_scaling_measures_processes_and_keeps_earlier_rows(tmp_path, monkeypatch, capsys):
+    """Two gloo processes share the prompts; the row of one process is from an earlier call, another from a file."""
+    here = tmp_path / "cpu" / "scaling.json"
+    other = tmp_path / "other.json"
+    here.parent.mkdir()
+    here.write_text(json.dumps({"rows": [scaling_row(1, 2, 10.0, group=2), scaling_row(2, 2, 99.0, group=2)]}))
+    other.write_text(json.dumps({"rows": [scaling_row(4, 2, 5.0, group=2)]}))
+    options = ["--device", "cpu", "--out", str(tmp_path), "--processes", "2", "--repeats", "1", "--add", str(other)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", *options])
+    bench.main()
+    rows = json.loads(here.read_text())["rows"]
+    assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(1, 2, 2), (2, 4, 2), (2, 2, 2), (4, 2, 2)]
+    assert rows[0]["step"] == 10.0
+    for row in rows[1:3]:
+        phases = [row[name] for name in ("reward", *bench.PHASES)]
+        assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
+        assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
+    assert (here.parent / "scaling.png").stat().st_size > 5000
+    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.00 |" in capsys.readouterr().out
+
+
+def test_bench_scaling_compares_with_one_process(monkeypatch, tmp_path, capsys):
+    """Completions a second of 2 processes over one's: 1.9 x where each has as many, 1.6 x where they share."""
+    rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9), scaling_row(2, 32, 10 / 1.6, length=150.0)]
+    each, shared = bench.series_of(rows).values()
+    assert bench.speed_ups(each) == pytest.approx([1, 1.9]) and bench.speed_ups(shared) == pytest.approx([1, 1.6])
+    assert bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
+    assert bench.speed_ups(rows[1:]) == []                                                 # with whom to compare?
+    bench.print_scaling(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| 32 x 8 a process | 2 | 512 | 100 |" in lines[4] and "| 48.6 | 1.90x | 95% |" in lines[4]
+    bench.print_scaling(rows[1:])                                                          # measured before one process is
+    figure = bench.plot_scaling({"rows": rows}, pytest.importorskip("matplotlib.pyplot"))
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines == {"ideal": [1, 2], "32 x 8 a process": pytest.approx([1, 1.9]), "32 x 8 in all": pytest.approx([1, 1.6])}
+
+
+@pytest.mark.parametrize("options,message", [
+    (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
+    (["scaling", "--processes", "--add", "nowhere.json"], "nowhere.json"),
+    (["scaling", "--processes", "--add", __file__], "not what bench.py scaling writes"),
+    (["step", "--processes", "2"], "--processes: step does not take it"),
+    (["step", "--sizes", "4x1"], "invalid size value"), (["step", "--repeats", "0"], "must be at least 1")])
+def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_divide_the_lengths_of_one_process():
+    """So 32 x 8 completions are the same work on one GPU and on four, of which one has more than another."""
+    ranks = [types.SimpleNamespace(rank=rank, count=4) for rank in range(4)]
+    parts = [bench.cut_lengths(64, 512, rank) for rank in ranks]
+    assert torch.equal(torch.cat(parts), bench.cut_lengths(256, 512, Ranks()))
+    assert len({part.sum().item() for part in parts}) == 4
+
+
+@pytest.mark.parametrize("options,message", [
+    (["step", "--sizes", "3x2"], "--sizes 3x2: 2 processes cannot share 3 prompts"),
+    (["scaling"], "scaling is started without torchrun")])
+def test_bench_under_torchrun_refuses(monkeypatch, options, message):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu"])
+    with pytest.raises(qerl.UserError, match=message):
+        bench.arguments()

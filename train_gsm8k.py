@@ -395,8 +395,10 @@ def make_batch(samples, advantages, algo):
 
 def fraction_here(minibatch, algo, ranks):
     """What fraction of all processes' minibatch is here: of its completions, or for DAPO its tokens."""
-    count = minibatch.mask.sum().item() if algo == "dapo" else len(minibatch.prompts)
-    return count / max(1, ranks.total(count))
+    if algo == "grpo":
+        return 1 / ranks.count                         # each process has as many completions
+    tokens = minibatch.mask.sum()
+    return tokens / ranks.total(tokens).clamp_min(1)
 
 
 def make_optimizer(model, lr, weight_decay):
@@ -547,7 +549,8 @@ def main():
         interrupts.as_exception()
         settings = arguments()
         ranks = Ranks()
-        ranks.start(settings)
+        ranks.check(settings)
+        settings.device = ranks.start(settings.device)
         if ranks.main and (settings.out or settings.resume or not settings.eval_only):
             run.lock = open_run(settings)
         settings.out = ranks.collect([settings.out])[0]            # rank 0 has chosen it

@@ -20,7 +20,8 @@ from harness.flags import require
 from qerl import UserError
 
 # How the ranks' figures of a step become one, where that is not their mean.
-JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max}
+JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
+          "step": max}
 
 
 class Ranks:
@@ -32,25 +33,36 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if several else 0
         self.main = self.rank == 0
 
-    def start(self, settings):
-        """Meet the other ranks; --device cuda becomes the GPU of this one. Raises UserError."""
+    def check(self, settings):
+        """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
         if self.count == 1:
             return
         require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
                 f"is not divisible by --updates {settings.updates} times {self.count} processes")
         require(settings.method == "qerl", "method", settings.method,
                 "the neighbours run in one process; start without torchrun")
-        require(settings.device in ("cuda", "cpu"), "device", settings.device,
+
+    def start(self, device):
+        """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
+
+        From here on that GPU is the process's current one. Raises UserError.
+        """
+        if self.count == 1:
+            return device
+        require(device in ("cuda", "cpu"), "device", device,
                 "torchrun's processes choose their GPUs themselves; use cuda or cpu")
-        if settings.device == "cuda":
+        backend = "gloo"
+        if device == "cuda":
             number = int(os.environ["LOCAL_RANK"])
             require(number < torch.cuda.device_count(), "nproc-per-node", number + 1,
                     f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
-            settings.device = f"cuda:{number}"
             torch.cuda.set_device(number)
+            device = f"cuda:{number}"
+            backend = "nccl"
         if not self.main:
             sys.stdout = open(os.devnull, "w")
-        dist.init_process_group("gloo" if settings.device == "cpu" else "nccl")
+        dist.init_process_group(backend)
+        return device
 
     def stop(self):
         if dist.is_initialized():
@@ -96,9 +108,18 @@ class Ranks:
                  for piece in range(parts) for rank in range(self.count) for i in range(own)]
         return move_samples(pick_groups(every, order), samples.rewards.device)
 
-    def total(self, number):
-        """The sum of a number over the ranks."""
-        return sum(self.collect([number]))
+    def total(self, tensor):
+        """The sum of a tensor over the ranks; on a GPU the host does not wait for it."""
+        if self.count == 1:
+            return tensor
+        summed = tensor.clone()
+        with self.together():
+            dist.all_reduce(summed)
+        return summed
+
+    def barrier(self, device):
+        """Wait until all ranks are here; their Clocks then wait for the GPU, too."""
+        self.total(torch.zeros(1, device=device))
 
     def differ(self, generator, seed, step):
         """Let the ranks draw different numbers; rank 0 draws those of a single process."""
