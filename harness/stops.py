@@ -44,7 +44,7 @@ def one_line():
         sys.exit(fail("JSON nested too deeply, in a line of --data or in the model's config.json; "
                       "mend or remove it"))
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
-        if not re.search("out of memory|can't allocate memory", str(e)):
+        if not is_out_of_memory(e):
             raise
         sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
                       f"in a new run, --max-new-tokens or --lora-rank{how_to_go_on(run.folder)}"))
@@ -55,6 +55,11 @@ def one_line():
         if run.lock:
             run.lock.close()
         flush_quietly()
+
+
+def is_out_of_memory(error):
+    """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
+    return bool(re.search("out of memory|can't allocate memory", str(error)))
 
 
 def what_failed(error, folder):
