@@ -5338,7 +5338,7 @@ def test_bench_scaling_measures_processes_and_keeps_earlier_rows(tmp_path, monke
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
         assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
     assert (here.parent / "scaling.png").stat().st_size > 5000
-    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.00 |" in capsys.readouterr().out
+    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.000 |" in capsys.readouterr().out
 
 
 def test_bench_scaling_compares_with_one_process(monkeypatch, tmp_path, capsys):
