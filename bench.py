@@ -11,7 +11,7 @@ first and mma with a picture.
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
                                                        log-probabilities, update; with --weights
                                                        nvfp4-fp8, too, trained in FP8
-    python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs, a process each
+    python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, and its
                                                        peak by phase, each model under a cap
     python bench.py memory --long [1024 8192 ...]      how long completions may be in 80 GB
@@ -1051,10 +1051,12 @@ def read_rows(path):
 
 
 def replace_rows(rows, new):
-    """Rows with new ones, which replace those of the same model and number of processes."""
-    measured = {(r["model"], r["processes"]) for r in new}
-    kept = [r for r in rows if (r["model"], r["processes"]) not in measured]
-    return sorted(kept + new, key=lambda r: (r["model"], r["processes"], -r["prompts"]))
+    """Rows with new ones, which replace those of the same model, weights and processes."""
+    def variant(row):
+        return row["model"], row["weights"], row["processes"]
+    measured = set(map(variant, new))
+    kept = [r for r in rows if variant(r) not in measured]
+    return sorted(kept + new, key=lambda r: (*variant(r), -r["prompts"]))
 
 
 def measure_processes(args, count, name, sizes):
@@ -1106,7 +1108,7 @@ def speed_ups(rows, what="completions"):
 
 
 def by_variant(rows):
-    """{(model, weights): rows}"""
+    """{(model, weights): its rows}"""
     variants = {}
     for row in rows:
         variants.setdefault((row["model"], row["weights"]), []).append(row)
@@ -1118,25 +1120,25 @@ PHASES = ["rollout", "logprobs", "update", "waiting", "exchange"]
 
 def print_scaling(rows):
     print()
-    print_head("model", "weights", "size", "processes", "completions", "tokens each", "step, s",
+    print_head("model", "size", "processes", "completions", "tokens each", "step, s",
                *(f"{phase}, s" for phase in PHASES), "completions/s", "times one", "efficiency",
                "tokens/s", "times one")
     for (name, weights), same in by_variant(rows).items():
         for label, series in series_of(same).items():
-            times = speed_ups(series) or [None] * len(series)
-            token_times = speed_ups(series, "tokens") or [None] * len(series)
-            for row, ratio, token_ratio in zip(series, times, token_times):
-                print_row(
-                    name, STEP_LABELS[weights], label, row["processes"],
-                    row["prompts"] * row["group"], f"{row['length']:.0f}", f"{row['step']:.2f}",
-                    *(f"{row[phase]:.2f}" if phase != "exchange" else f"{row[phase]:.4f}"
-                      for phase in PHASES),
-                    f"{speed(row):.1f}",
-                    f"{ratio:.2f}x" if ratio else "",
-                    f"{ratio / row['processes']:.0%}" if ratio else "",
-                    f"{speed(row, 'tokens'):.0f}",
-                    f"{token_ratio:.2f}x" if token_ratio else "",
-                )
+            ratios = speed_ups(series)
+            token_ratios = speed_ups(series, "tokens")
+            for i, row in enumerate(series):
+                cells = [f"{name}, {STEP_LABELS[weights]}", label, row["processes"]]
+                cells += [row["prompts"] * row["group"], f"{row['length']:.0f}"]
+                cells += [f"{row[phase]:.3f}" for phase in ("step", *PHASES)]
+                cells.append(f"{speed(row):.1f}")
+                if ratios:
+                    cells += [f"{ratios[i]:.2f}x", f"{ratios[i] / row['processes']:.0%}"]
+                else:
+                    cells += ["", ""]
+                cells.append(f"{speed(row, 'tokens'):.0f}")
+                cells.append(f"{token_ratios[i]:.2f}x" if token_ratios else "")
+                print_row(*cells)
 
 
 def plot_scaling(result, plt):
@@ -1259,11 +1261,11 @@ def arguments():
     p.add_argument("--repeats", type=int,
                    help="step, scaling: timed steps, of which the median counts (default 1 and 3)")
     p.add_argument("--processes", nargs="*", type=int,
-                   help="scaling: numbers of processes (default 1 2 4 8, as far as there are GPUs); "
-                        "rows of other numbers stay in scaling.json")
+                   help="scaling: numbers of processes, each with a GPU of its own (default 1 2 4 8 as "
+                        "far as there are GPUs); rows of other numbers stay in scaling.json")
     p.add_argument("--add", nargs="+", default=[], metavar="FILE",
-                   help="scaling: add the rows of these scaling.json; with --processes and no number "
-                        "nothing is measured")
+                   help="scaling: add the rows of other calls' scaling.json; --processes without a "
+                        "number measures nothing more")
     p.add_argument("--long", nargs="*", type=int, metavar="TOKENS",
                    help="memory: how long completions may be, of these lengths and longer ones that "
                         "should fit (default 1024 4096 8192 20000 32768)")

@@ -5342,7 +5342,9 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())
 
 
-# -------------------------------------------------------------- several GPUs: bench.py scaling
+# -------------------------------------------------------------- several GPUs
+
+import socket
 
 def scaling_row(processes, prompts, step, **figures):
     """A row as bench.py scaling keeps it, with made-up seconds."""
@@ -5369,7 +5371,7 @@ def test_bench_scaling_measures_processes_and_keeps_earlier_rows(tmp_path, monke
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
         assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
     assert (here.parent / "scaling.png").stat().st_size > 5000
-    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.00 |" in capsys.readouterr().out
+    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.000 |" in capsys.readouterr().out
 
 
 def test_bench_scaling_compares_with_one_process(monkeypatch, tmp_path, capsys):
@@ -5419,3 +5421,37 @@ def test_bench_under_torchrun_refuses(monkeypatch, options, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu"])
     with pytest.raises(qerl.UserError, match=message):
         bench.arguments()
+
+
+def two_agents(script, *args):
+    """Start torchrun twice, as on two machines: two processes each, which meet at a port of this one."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--rdzv-backend=c10d",
+               f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", script, *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return [subprocess.Popen(command, env=environment, cwd=HERE, **pipes) for _ in range(2)]
+
+
+def test_two_machines_take_the_step_of_one_process(qwen, data, tmp_path):
+    script = tmp_path / "same.py"
+    script.write_text(SAME_COMPLETIONS)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 1, "--skip-eval-before", "--out")
+    agents = two_agents(script, *options, tmp_path / "2 x 2")
+    alone = subprocess.run([sys.executable, script, *map(str, options), tmp_path / "alone"], env={**os.environ, "PYTHONPATH": HERE},
+                           cwd=HERE, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    outputs = [agent.communicate(timeout=300) for agent in agents]
+    assert all(agent.returncode == 0 for agent in agents), outputs
+    assert "".join(out for out, _ in outputs).count("held-out pass@1") == 1                # one of four speaks
+    [one], [four] = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("alone", "2 x 2"))
+    assert one.keys() == four.keys()
+    for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
+        assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-7), name
+    one, four = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("alone", "2 x 2"))
+    moved = max(t.abs().max() for name, t in one.items() if "lora_B" in name)
+    assert moved > 1e-3
+    for name, tensor in one.items():
+        torch.testing.assert_close(four[name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
