@@ -1,4 +1,4 @@
-"""The memory of one GRPO step: of what it consists, its peak by phase, and how long completions fit.
+"""The memory of a GRPO step: of what it consists, its peak by phase, how long completions fit.
 
 bench.py memory runs these. Each model has a process of its own, which may take no more of the GPU
 than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is not
@@ -39,7 +39,7 @@ class MemorySettings:
     prompt_tokens: int = 128
     new_tokens: int = 1024              # of each completion
     sigma: float = 1e-2                 # noise of the rollout
-    decoded: int = 32                   # of long completions only so many tokens, the last, are sampled
+    decoded: int = 32                   # tokens of a long completion that are sampled, the last
 
     @property
     def micro_tokens(self):
@@ -52,12 +52,12 @@ SMALL = dict(group=2, prompt_tokens=8, new_tokens=12, decoded=2)
 
 
 class Phases:
-    """Peak memory and seconds of each phase: `with phases("rollout"): ...`; `current` is the last."""
+    """Peak memory and seconds of each phase: `with phases("rollout"): ...`."""
 
     def __init__(self, device):
         self.device = device
         self.clock = Clock(device)
-        self.current = None
+        self.current = None             # the phase that began last
         self.peak = {}                  # 10^9 bytes that tensors took at most
         self.reserved = 0.0             # in all phases, with what PyTorch keeps for later tensors
 
@@ -210,7 +210,7 @@ def grpo_step(model, optimizer, settings, phases):
 
 
 def step_rows(name, cap, settings, device):
-    """The one row of a model: what a step takes under the cap, or the phase in which that was too little.
+    """The one row of a model: what a step takes, or the phase in which the cap was too low.
 
     A step of few tokens goes first, which compiles the kernels.
     """
@@ -260,17 +260,12 @@ def decode_last_tokens(model, settings):
     sampler.position += skipped
     sampler.cache.filled += skipped
     clock = Clock(model.device)
-    clock_start(model.device)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()        # what the GPU still has to do is not counted
     with clock("decoding"):
         sampler.steps(settings.decoded)
     assert sampler.length[:group].eq(settings.new_tokens).all()
     return clock.seconds["decoding"] / settings.decoded
-
-
-def clock_start(device):
-    """Wait for what the GPU still has to do, so that it is not counted."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def random_completion(model, settings):
@@ -286,7 +281,7 @@ def random_completion(model, settings):
 
 
 def length_row(model, optimizer, parts, settings, cap):
-    """Does a step with completions of this length fit? Its peaks, and seconds a token and a completion."""
+    """Does a step with completions of settings.new_tokens fit, with which peaks, how fast?"""
     device = model.device.type
     phases = Phases(device)
     row = {"length": settings.new_tokens, "cap_gb": cap, "cache_gb": cache_gb(model, settings)}
@@ -324,7 +319,7 @@ def predicted_length(shorter, longer, cap):
 
 
 def length_rows(name, lengths, cap, settings, device):
-    """A row for each length up to the first that does not fit, then two near the longest that should.
+    """A row for each length up to the first that does not fit, then two near the longest.
 
     What should fit is predicted from the two longest that did. The first try is 3 % shorter; the
     second is 3 % longer, or 10 % shorter if the first did not fit.
@@ -406,7 +401,8 @@ def number(value, digits=1):
 
 
 STEP_HEAD = ["model", "cap", "weights", "aimed at", "LoRA", "its optimiser and gradients", "KV cache",
-             *(f"peak, {phase}" for phase in PHASES), "reserved", "s, " + " / ".join(PHASES), "outcome"]
+             *(f"peak, {phase}" for phase in PHASES), "reserved", "s, " + " / ".join(PHASES),
+             "outcome"]
 
 
 def step_cells(row):
@@ -450,15 +446,21 @@ def longest_that_fit(rows):
 
 def plot_memory(result, plt):
     """Stacked bars of the whole steps; beside them, if measured, long completions."""
-    steps = [row for row in result["rows"] if row.get("rest_gb")]
     lines = [row for row in result["long"] if "rest_gb" in row]
-    widths = [1.5 + 1.6 * max(1, len(steps)), *([5, 5] if lines else [])]
-    figure, axes = plt.subplots(1, len(widths), figsize=(sum(widths), 4.6), layout="constrained",
+    steps_width = 2.5 + 1.4 * len(result["rows"])
+    panels = [(steps_width, draw_steps, result["rows"])] if result["rows"] else []
+    panels += [(5, draw_peaks, lines), (4.5, draw_decoding, lines)] if lines else []
+    if not panels:                      # nothing fitted
+        panels = [(5, draw_steps, result["long"])]
+    widths = [width for width, _, _ in panels]
+    figure, axes = plt.subplots(1, len(widths), figsize=(sum(widths), 5.2), layout="constrained",
                                 width_ratios=widths, squeeze=False)
-    draw_steps(axes[0, 0], steps, result["rows"])
-    if lines:
-        draw_peaks(axes[0, 1], lines)
-        draw_decoding(axes[0, 2], lines)
+    for axis, (_, draw, rows) in zip(axes[0], panels):
+        draw(axis, rows)
+        axis.set_ylim(bottom=0)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center",
+                        bbox_to_anchor=(0.5, -0.13))
     return figure
 
 
@@ -475,15 +477,18 @@ def stack_of(row, phase):
     }
 
 
-COLORS = ["tab:green", "yellowgreen", "tab:orange", "tab:red", "tab:pink", "tab:purple", "lightgray"]
+STACK = ["tab:green", "yellowgreen", "tab:orange", "tab:red", "tab:pink", "tab:purple", "lightgray"]
+LINES = {"rollout": "o-", "logprobs": ":", "update": "s--"}
 
 
-def draw_steps(axis, steps, rows):
+def draw_steps(axis, rows):
     """Three bars a model, a phase each; the cap as a line over them."""
+    steps = [row for row in rows if "weights_gb" in row and row.get("rest_gb")]
+    steps.sort(key=lambda row: row["weights_gb"])
     for i, row in enumerate(steps):
         for k, phase in enumerate(PHASES):
             bottom = 0.0
-            for (label, size), color in zip(stack_of(row, phase).items(), COLORS):
+            for (label, size), color in zip(stack_of(row, phase).items(), STACK):
                 named = {"label": label} if i == k == 0 else {}
                 axis.bar(4 * i + k, size, bottom=bottom, color=color, width=0.85, **named)
                 bottom += size
@@ -496,39 +501,39 @@ def draw_steps(axis, steps, rows):
              for row in steps for k, phase in enumerate(PHASES)]
     axis.set_xticks(places, names, fontsize=7)
     missing = [row["model"] for row in rows if row not in steps]
-    note = f"; not measured: {', '.join(missing)}" if missing else ""
+    note = f"; too large: {', '.join(dict.fromkeys(missing))}" if missing else ""
     axis.set(ylabel="10^9 bytes", title=f"peak of a GRPO step, by phase{note}")
-    if steps:
-        axis.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def by_model(rows):
+    """(model, its rows by length, a colour of its own) of rows of long completions."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    for model, color in zip(models, itertools.cycle(["tab:blue", "tab:red", "tab:green"])):
+        own = [row for row in rows if row["model"] == model]
+        yield model, sorted(own, key=lambda row: row["length"]), color
 
 
 def draw_peaks(axis, rows):
-    """The highest peak of a step against the length of its completions."""
-    for model, own in itertools.groupby(rows, lambda row: row["model"]):
-        own = sorted(own, key=lambda row: row["length"])
+    """The peak of each phase against the length of the completions."""
+    for model, own, color in by_model(rows):
         lengths = [row["length"] for row in own]
-        for phase, style in zip(PHASES, ("o-", ":", "s--")):
+        for phase, style in LINES.items():
             peaks = [row["peak_gb"][phase] for row in own]
-            axis.plot(lengths, peaks, style, markersize=4, label=f"{model}, {phase}")
+            axis.plot(lengths, peaks, style, color=color, markersize=4, label=f"{model}, {phase}")
     axis.plot(UNSLOTH["length"], UNSLOTH["gb"], "k*", markersize=9,
-              label=f"Unsloth, {UNSLOTH['model']} (published)")
-    caps = {row["cap_gb"] for row in rows if row["cap_gb"]}
-    for cap in caps:
+              label=f"Unsloth, {UNSLOTH['model']}, published")
+    for cap in {row["cap_gb"] for row in rows if row["cap_gb"]}:
         axis.axhline(cap, color="black", linestyle="--", linewidth=1)
-    axis.set(xlabel="tokens of a completion", ylabel="10^9 bytes", title="peak of a phase")
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False, fontsize=8)
+    axis.set(xlabel="tokens of a completion", ylabel="10^9 bytes", title="peak of long completions")
     axis.grid(alpha=0.3)
 
 
 def draw_decoding(axis, rows):
     """Milliseconds of a token of all completions against the tokens that are there."""
-    for model, own in itertools.groupby(rows, lambda row: row["model"]):
-        own = sorted(own, key=lambda row: row["length"])
-        axis.plot([row["length"] for row in own], [row["ms_a_token"] for row in own], "o-",
-                  markersize=4, label=model)
+    for model, own, color in by_model(rows):
+        lengths = [row["length"] for row in own]
+        times = [row["ms_a_token"] for row in own]
+        axis.plot(lengths, times, "o-", color=color, markersize=4, label=model)
     axis.set(xlabel="tokens of a completion", ylabel="ms a token of all completions",
              title="decoding at a full cache")
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False, fontsize=8)
     axis.grid(alpha=0.3)
