@@ -2923,6 +2923,29 @@ def test_claims_tables():
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
 
 
+def test_claims_at_each_arms_own_best_rate(tmp_path):
+    """Training accuracy chooses the rate, whatever the test questions say; a rate of fewer seeds is no worse for it."""
+    rows = []
+    for arm, best in (("nvfp4+aqn", 1e-4), ("bf16", 3e-4)):
+        for lr, seeds in ((1e-4, (0, 1)), (3e-4, (0,))):
+            for seed in seeds:
+                measures = dict.fromkeys(claims.MEASURES, 0.2 if lr == best else 0.3)        # on the test the other rate wins
+                measures["training_accuracy"] = (0.5 if lr == best else 0.4) - 0.4 * seed     # the second seed is bad
+                rows.append({"name": f"{arm}{lr}{seed}", "model": "m", "arm": arm, "lr": lr, "seed": seed, "steps": 3, **measures})
+    assert claims.best_rates(rows) == {("m", "nvfp4+aqn"): 1e-4, ("m", "bf16"): 3e-4}
+    assert claims.best_table(rows)[2:] == ["| m | bf16 | 0.0001, 0.0003 | 0.0003 | 1 | 20.0 | 20.0 | 50.0 |",
+                                           "| m | nvfp4+aqn | 0.0001, 0.0003 | 0.0001 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
+    assert [line for line in claims.paired_table(rows) if "own best | both | 1 | 0.0 |" in line]
+    assert claims.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}                  # one rate is not the best of any
+    write_jsonl(tmp_path / "runs.jsonl", rows)
+    (tmp_path / "metrics").mkdir()
+    for row in rows:
+        write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", [{"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}] * 3)
+    claims.make_tables(str(tmp_path))
+    for picture in ("curves.png", "rates.png"):
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+
+
 def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     arms = ["qerl", "rollout_correction:token-tis"]
