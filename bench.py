@@ -992,6 +992,7 @@ def bench_memory(args):
         rows = memory_bench.in_own_process(*work) if cuda else work[0](*work[1:])
         for row in rows:
             result[kind].append({"model": name, "cap_gb": cap, **row})
+            print(memory_bench.progress(result[kind][-1]), flush=True)
             yield dict(result)
     print_memory(result)
 

@@ -5477,5 +5477,5 @@ def test_memory_table_and_picture(tmp_path, capsys):
         save_figure(tmp_path / "memory.png", plot, {"rows": rows, "long": lines})
     whole = "peak of a GRPO step, by phase"
     of_lengths = ["peak of long completions", "decoding at a full cache"]
-    assert titles == [[f"{whole}; too large: Qwen2.5-72B, Qwen2.5-14B", *of_lengths], [whole], of_lengths,
-                      [f"{whole}; too large: Qwen2.5-32B, Qwen2.5-7B"]]
+    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B", *of_lengths], [whole], of_lengths,
+                      [f"{whole}; not shown: Qwen2.5-32B, Qwen2.5-7B"]]

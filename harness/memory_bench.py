@@ -400,6 +400,12 @@ def number(value, digits=1):
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def progress(row):
+    """One line on a row that has just been measured."""
+    peaks = [f"{phase} {peak:.1f}" for phase, peak in row.get("peak_gb", {}).items()]
+    return f"{row['model']}: {outcome(row)}; peaks in GB: {', '.join(peaks) or 'none'}"
+
+
 STEP_HEAD = ["model", "cap", "weights", "aimed at", "LoRA", "its optimiser and gradients", "KV cache",
              *(f"peak, {phase}" for phase in PHASES), "reserved", "s, " + " / ".join(PHASES),
              "outcome"]
@@ -501,7 +507,7 @@ def draw_steps(axis, rows):
              for row in steps for k, phase in enumerate(PHASES)]
     axis.set_xticks(places, names, fontsize=7)
     missing = [row["model"] for row in rows if row not in steps]
-    note = f"; too large: {', '.join(dict.fromkeys(missing))}" if missing else ""
+    note = f"; not shown: {', '.join(dict.fromkeys(missing))}" if missing else ""
     axis.set(ylabel="10^9 bytes", title=f"peak of a GRPO step, by phase{note}")
 
 
