@@ -1074,7 +1074,7 @@ def arguments():
     for rank in args.ranks or []:
         require(rank >= 1, "ranks", rank, "must be at least 1")
     for length in args.long or []:
-        require(length >= 2, "long", length, "must be at least 2")
+        require(length >= 1, "long", length, "must be at least 1")
     args.weights = args.weights or ["nvfp4", "bf16", "nf4"]
     args.ranks = [16, 128] if args.ranks is None else args.ranks
     return args

@@ -5354,9 +5354,9 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert row["embeddings_gb"] == 2 * 512 * 256 * 4 / 1e9
     cache = qerl.KVCache(bench.random_model("tiny", "nvfp4", 0, "cpu"), 2, 20)
     assert row["cache_gb"] == (cache.k.nbytes + cache.v.nbytes) / 1e9
-    bench_main(monkeypatch, "memory", "--long", 6, 9, "--device", "cpu", "--out", tmp_path)
+    bench_main(monkeypatch, "memory", "--long", 9, 1, 9, "--device", "cpu", "--out", tmp_path)
     result = json.loads(path.read_text())
-    assert result["rows"] == [row] and [r["length"] for r in result["long"]] == [6, 9]
+    assert result["rows"] == [row] and [r["length"] for r in result["long"]] == [1, 9]
     assert all(r["ms_a_token"] > 0 and r["seconds"]["update"] > 0 for r in result["long"])
     assert (tmp_path / "cpu" / "memory.png").stat().st_size > 10000
     out = capsys.readouterr().out
@@ -5364,7 +5364,7 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("argv,message", [
-    (["memory", "--long", "1"], "--long 1: must be at least 2"),
+    (["memory", "--long", "0"], "--long 0: must be at least 1"),
     (["step", "--long"], "--long: step does not take it, only memory"),
     (["memory", "--model", "Qwen2.5-9B"], "no such shape"),
 ])

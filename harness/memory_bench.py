@@ -1,8 +1,8 @@
 """The memory of a GRPO step: of what it consists, its peak by phase, how long completions fit.
 
 bench.py memory runs these. Each model has a process of its own, which may take no more of the GPU
-than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is not
-PyTorch's and not counted.) All figures are in 10^9 bytes. On a CPU nothing is capped, and they are
+than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is
+not PyTorch's and not counted.) All figures are in 10^9 bytes. On a CPU nothing is capped, and they are
 the process's highest memory so far, which says nothing of the step.
 """
 import contextlib
@@ -329,12 +329,12 @@ def length_rows(name, lengths, cap, settings, device):
 
     def row_of(length):
         print(f"{name}: completions of {length} tokens {under(cap)}", flush=True)
-        own = replace(settings, new_tokens=length)
+        own = replace(settings, new_tokens=length, decoded=min(settings.decoded, length))
         return {"model": name, **length_row(model, optimizer, parts, own, cap)}
 
     fitting = []
     too_long = math.inf
-    for length in sorted(lengths):
+    for length in sorted(set(lengths)):
         row = row_of(length)
         yield row
         if "out_of_memory" in row:
