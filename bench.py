@@ -1192,6 +1192,7 @@ def bench_memory(args):
         rows = memory_bench.in_own_process(*work) if cuda else work[0](*work[1:])
         for row in rows:
             result[kind].append({"model": name, "cap_gb": cap, **row})
+            print(memory_bench.progress(result[kind][-1]), flush=True)
             yield dict(result)
     print_memory(result)
 
@@ -1301,7 +1302,7 @@ def arguments():
     for rank in args.ranks or []:
         require(rank >= 1, "ranks", rank, "must be at least 1")
     for length in args.long or []:
-        require(length >= 2, "long", length, "must be at least 2")
+        require(length >= 1, "long", length, "must be at least 1")
     require(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
             "must be at least 1")
     processes = Ranks().count

@@ -1,8 +1,8 @@
 """The memory of a GRPO step: of what it consists, its peak by phase, how long completions fit.
 
 bench.py memory runs these. Each model has a process of its own, which may take no more of the GPU
-than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is not
-PyTorch's and not counted.) All figures are in 10^9 bytes. On a CPU nothing is capped, and they are
+than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is
+not PyTorch's and not counted.) All figures are in 10^9 bytes. On a CPU nothing is capped, and they are
 the process's highest memory so far, which says nothing of the step.
 """
 import contextlib
@@ -329,12 +329,12 @@ def length_rows(name, lengths, cap, settings, device):
 
     def row_of(length):
         print(f"{name}: completions of {length} tokens {under(cap)}", flush=True)
-        own = replace(settings, new_tokens=length)
+        own = replace(settings, new_tokens=length, decoded=min(settings.decoded, length))
         return {"model": name, **length_row(model, optimizer, parts, own, cap)}
 
     fitting = []
     too_long = math.inf
-    for length in sorted(lengths):
+    for length in sorted(set(lengths)):
         row = row_of(length)
         yield row
         if "out_of_memory" in row:
@@ -398,6 +398,12 @@ def outcome(row):
 
 def number(value, digits=1):
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def progress(row):
+    """One line on a row that has just been measured."""
+    peaks = [f"{phase} {peak:.1f}" for phase, peak in row.get("peak_gb", {}).items()]
+    return f"{row['model']}: {outcome(row)}; peaks in GB: {', '.join(peaks) or 'none'}"
 
 
 STEP_HEAD = ["model", "cap", "weights", "aimed at", "LoRA", "its optimiser and gradients", "KV cache",
@@ -501,7 +507,7 @@ def draw_steps(axis, rows):
              for row in steps for k, phase in enumerate(PHASES)]
     axis.set_xticks(places, names, fontsize=7)
     missing = [row["model"] for row in rows if row not in steps]
-    note = f"; too large: {', '.join(dict.fromkeys(missing))}" if missing else ""
+    note = f"; not shown: {', '.join(dict.fromkeys(missing))}" if missing else ""
     axis.set(ylabel="10^9 bytes", title=f"peak of a GRPO step, by phase{note}")
 
 
