@@ -1023,8 +1023,9 @@ def bench_scaling(args):
         require(not cuda or count <= torch.cuda.device_count(), "processes", count,
                 f"only {torch.cuda.device_count()} GPUs are here; use fewer")
     rows = []
-    for path in [f"{results_folder(args)}/scaling.json", *args.add]:
-        if os.path.exists(path) or path in args.add:
+    added = args.add or []
+    for path in [f"{results_folder(args)}/scaling.json", *added]:
+        if os.path.exists(path) or path in added:
             rows = replace_rows(rows, read_rows(path))
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
             f"completions for each of them and {prompts} x {group} in all: of the phases the "
@@ -1264,7 +1265,7 @@ def arguments():
     p.add_argument("--processes", nargs="*", type=int,
                    help="scaling: numbers of processes, each with a GPU of its own (default 1 2 4 8 as "
                         "far as there are GPUs); rows of other numbers stay in scaling.json")
-    p.add_argument("--add", nargs="+", default=[], metavar="FILE",
+    p.add_argument("--add", nargs="+", metavar="FILE",
                    help="scaling: add the rows of other calls' scaling.json; --processes without a "
                         "number measures nothing more")
     p.add_argument("--long", nargs="*", type=int, metavar="TOKENS",
@@ -1286,7 +1287,7 @@ def arguments():
         "long": ["memory"],
     }
     for option, takers in takers_of.items():
-        if getattr(args, option) not in (None, []) and args.what not in takers:
+        if getattr(args, option) is not None and args.what not in takers:
             known = " and ".join(takers)
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
     if args.what == "mma":
