@@ -3788,6 +3788,7 @@ def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *SEVERAL, *options, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -5441,6 +5442,7 @@ def test_bench_under_torchrun_refuses(monkeypatch, options, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu"])
     with pytest.raises(qerl.UserError, match=message):
         bench.arguments()
@@ -5478,6 +5480,42 @@ def test_two_machines_take_the_step_of_one_process(qwen, data, tmp_path):
     assert moved > 1e-3
     for name, tensor in one.items():
         torch.testing.assert_close(four[name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+
+
+def as_rank(monkeypatch, rank, others, local_rank=0):
+    """Ranks of which this is `rank`, without processes: collect gives what `others` returns."""
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "collect", others)
+    ranks.count, ranks.rank, ranks.local_rank = 4, rank, local_rank
+    return ranks
+
+
+def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
+    """Machines may name their folders differently; what they hold, and the other flags, must be the same."""
+    settings = train_gsm8k.Settings(lr=1e-3, model="/here")
+    theirs = []
+    ranks = as_rank(monkeypatch, 2, lambda facts: [theirs[0], facts[0]])
+    theirs.append({f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()} | {"--model": "/there"})
+    ranks.agree_on_flags(settings)
+    theirs[0]["--lr"] = 1e-2
+    with pytest.raises(qerl.UserError, match="--lr 0.001 of rank 2 is 0.01 in rank 0; give all machines the same"):
+        ranks.agree_on_flags(settings)
+
+    model = with_lora(qwen[0])
+    checksum = checkpoint.weights_checksum(model)
+    assert checksum == checkpoint.weights_checksum(with_lora(qwen[0]))
+    model.blocks[1].mlp.down.weight.parts[0][0, 0] ^= 1                                    # one code of one weight
+    assert checksum != checkpoint.weights_checksum(model)
+
+
+def test_one_rank_of_a_machine_says_that_another_is_gone(monkeypatch):
+    monkeypatch.setattr("harness.ranks.SPEAKING_SECONDS", 0)
+    def gone():
+        raise RuntimeError("Connection reset by peer")
+    for local_rank, error in ((0, qerl.UserError), (1, SystemExit)):
+        ranks = as_rank(monkeypatch, 2, None, local_rank)
+        with pytest.raises(error, match="rank 2 waited for another" if local_rank == 0 else "2"), ranks.together():
+            gone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -551,6 +551,7 @@ def main():
         ranks = Ranks()
         ranks.check(settings)
         settings.device = ranks.start(settings.device)
+        ranks.agree_on_flags(settings)
         if ranks.main and (settings.out or settings.resume or not settings.eval_only):
             run.lock = open_run(settings)
         settings.out = ranks.collect([settings.out])[0]            # rank 0 has chosen it

@@ -6,6 +6,7 @@ its NVFP4 version.
 import hashlib
 import json
 import os
+from dataclasses import fields
 
 import safetensors.torch
 import torch
@@ -105,6 +106,22 @@ def fingerprint(questions):
     """SHA-256 of the questions and their answers, in their order."""
     pairs = [(q["question"], q["answer"]) for q in questions]
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def weights_checksum(model):
+    """The sum of all bytes of a model, which another model's hardly ever is."""
+    tensors = list(model.state_dict().values())
+    for layer in model.quantized_layers():
+        tensors += weight_tensors(layer.weight)
+    sums = [tensor.flatten().view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).sum().item()
+
+
+def weight_tensors(weight):
+    """The tensors of a qerl.PackedWeight or fp4_kernels.TiledWeight."""
+    if isinstance(weight, qerl.PackedWeight):
+        return list(weight.parts)
+    return [getattr(weight, f.name) for f in fields(weight)]
 
 
 def save_checkpoint(folder, model, optimizer, generators, state, settings):

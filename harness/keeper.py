@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict
 
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
+from harness.checkpoint import weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
@@ -51,6 +52,7 @@ class Keeper:
 
     def __init__(self, settings, ranks):
         self.settings = settings
+        self.ranks = ranks
         self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
@@ -69,6 +71,12 @@ class Keeper:
         self.generators = generators
         self.method = method
         data = fingerprint(questions)
+        if self.ranks.count > 1:
+            self.ranks.agree({
+                "the questions' fingerprint": data[:12],
+                "the weights' checksum": weights_checksum(model),
+                "the checkpoint's step": self.saved[0]["step"] if self.saved else None,
+            })
         if self.saved:
             self.state, tensors = self.saved
             if self.state["data"] != data:

@@ -10,6 +10,7 @@ speaks. Without torchrun there is one rank, and everything here returns what it 
 import contextlib
 import os
 import sys
+import time
 from statistics import fmean
 
 import torch
@@ -23,6 +24,9 @@ from qerl import UserError
 JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
           "step": max}
 
+# How long the other ranks of a machine leave the first one to say what happened.
+SPEAKING_SECONDS = 5.0
+
 
 class Ranks:
     """The processes of a run: `count` of them, of which this is number `rank`."""
@@ -31,6 +35,7 @@ class Ranks:
         several = dist.is_available() and dist.is_torchelastic_launched()      # by torchrun
         self.count = int(os.environ["WORLD_SIZE"]) if several else 1
         self.rank = int(os.environ["RANK"]) if several else 0
+        self.local_rank = int(os.environ["LOCAL_RANK"]) if several else 0      # of this machine
         self.main = self.rank == 0
 
     def check(self, settings):
@@ -53,7 +58,7 @@ class Ranks:
                 "torchrun's processes choose their GPUs themselves; use cuda or cpu")
         backend = "gloo"
         if device == "cuda":
-            number = int(os.environ["LOCAL_RANK"])
+            number = self.local_rank
             require(number < torch.cuda.device_count(), "nproc-per-node", number + 1,
                     f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
             torch.cuda.set_device(number)
@@ -70,13 +75,31 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self):
-        """Around what all ranks do together: a rank that is gone ends it, in one line."""
+        """Around what all ranks do together: a rank that is gone ends it, in one line a machine."""
         try:
             yield
         except RuntimeError as e:
             if "out of memory" in str(e):
                 raise
+            if self.local_rank:        # torchrun stops all that are left when one ends
+                time.sleep(SPEAKING_SECONDS)
+                sys.exit(2)
             raise UserError(f"rank {self.rank} waited for another that has ended; go on with --resume")
+
+    def agree(self, facts):
+        """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""
+        first = self.collect([facts])[0]
+        for name, value in facts.items():
+            if value != first[name]:
+                raise UserError(f"{name} {value} of rank {self.rank} is {first[name]} in rank 0; give "
+                                "all machines the same flags, data, model and checkpoint")
+
+    def agree_on_flags(self, settings):
+        """Let the ranks agree on the settings of train_gsm8k, but for what may differ by machine."""
+        flags = {f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()}
+        for name in ("--model", "--data", "--eval", "--device", "--out", "--log"):
+            del flags[name]
+        self.agree(flags)
 
     def share(self, questions, parts):
         """This rank's questions: its part of each of `parts` equal pieces of the list.
