@@ -1860,8 +1860,10 @@ def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
 
 
 def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
-    """What memory held when it began; otherwise a resumed run would draw other random numbers."""
+    """What memory held when it began; otherwise a resumed run would draw other numbers and add in another order."""
     used, generate = [], qerl.generate
+    pieces, cut = set(), Batch.pieces
+    monkeypatch.setattr(Batch, "pieces", lambda batch, budget: pieces.add(budget) or cut(batch, budget))
 
     def watched(*args, **options):
         used.append(options["slots"])
@@ -1871,12 +1873,29 @@ def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
     first = used[0]
-    assert 1 < first < 256 and set(used) == {first}
+    assert 1 < first < 256 and set(used) == {first} and pieces == {512}
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
     for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
         used.clear()
         run_main(monkeypatch, *options, "--resume", *more)
-        assert set(used) == {slots}, more
+        assert set(used) == {slots} and pieces == {512}, more
+
+
+def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
+    model = with_lora(family[0])
+    config = model.config
+    trained = 12 * sum(p.numel() for p in qerl.trainable(model).values())                 # two moments and a gradient, float32
+    logits = 3 * 2048 * config.vocab_size * 4
+    d, wide = config.hidden_size, config.intermediate_size
+    for recompute, values in ((False, len(model.blocks) * (5 * d + 3 * wide)), (True, (10 + len(model.blocks)) * d + 5 * wide)):
+        model.recompute_blocks = recompute
+        monkeypatch.setattr(memory, "free_memory", lambda device: trained + logits + 1000 * 4 * values)
+        assert memory.micro_tokens_that_fit(model, share=1.0) == 1000
+        assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert memory.micro_tokens_that_fit(model) == 512
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1e15)
+    assert memory.micro_tokens_that_fit(model) == 16384 and not capsys.readouterr().out.endswith("16384")
 
 
 def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
@@ -4172,7 +4191,7 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
         rollout = qerl.generate(model, prompts, 40, 2, slots=70)
         with torch.no_grad():
             logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
-    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05               # what bfloat16 adds otherwise FP8 rounds otherwise
 
 
 # ------------------------------------------------------------------- neighbours: noise control, float16, exploration
@@ -5343,7 +5362,7 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         x, weight, grad = UNEVEN(n, 896).bfloat16(), UNEVEN(384, 896), UNEVEN(n, 384).bfloat16()
         results = []
         for device in ("cpu", "cuda"):
-            leaves = [t.to(device).requires_grad_() for t in (x, weight)]
+            leaves = [t.detach().to(device).requires_grad_() for t in (x, weight)]
             y = jetrl.TrainedProduct.apply(*leaves, recipe)
             y.backward(grad.to(device))
             results.append([t.cpu().float() for t in (y, leaves[0].grad, leaves[1].grad)])

@@ -38,7 +38,7 @@ from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved
 from harness.math_data import is_equal
-from harness.memory import keep_decoded, slots_that_fit
+from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
 from harness.questions import load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
@@ -100,7 +100,8 @@ class Settings:
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
-    micro_tokens: int = setting(16384, "tokens in one pass of an update; a shared prompt counts once")
+    micro_tokens: int = setting(None, "tokens in one pass of an update, in which a shared prompt counts "
+                                      "once; by default 16384, or what memory holds")
     keep_activations: bool = setting(False, "keep what backward needs instead of computing it again: "
                                             "faster on a GPU, for several times the memory")
 
@@ -293,6 +294,8 @@ def load_all(settings, method):
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
+    if settings.micro_tokens is None:
+        settings.micro_tokens = micro_tokens_that_fit(model)
     method.prepare(model, folder, questions, tokenizer)
     return model, tokenizer, questions, held_out
 

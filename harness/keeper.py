@@ -25,12 +25,15 @@ def lasting(settings):
 def read_saved(settings, must_agree=None):
     """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
 
-    Unless --slots is given the run keeps its number, on which the random numbers depend.
+    Unless --slots and --micro-tokens are given the run keeps its own: on the first the random numbers
+    depend, on the second the order of sums.
     """
     saved = read_checkpoint(settings.out, lasting(settings), must_agree)
     if saved:
         state, _ = saved
-        settings.slots = state["slots"] = settings.slots or state.get("slots")
+        for name in ("slots", "micro_tokens"):
+            state[name] = getattr(settings, name) or state.get(name)
+            setattr(settings, name, state[name])
     return saved
 
 
@@ -90,8 +93,8 @@ class Keeper:
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
-            slots = self.settings.slots
-            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "slots": slots}
+            chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
+            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, **chosen}
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
