@@ -1,0 +1,121 @@
+"""Folders of a model's weights, written tensor by tensor; whole or absent.
+
+As transformers writes them: model.safetensors or, where that would be too large for the memory that
+a shard takes before it is written, model-0000i-of-0000n.safetensors and an index of them.
+"""
+import contextlib
+import glob
+import json
+import os
+import shutil
+
+import safetensors
+import safetensors.torch
+
+import qerl
+
+SHARD_BYTES = 2 * 10 ** 9          # of a shard at most, unless one tensor alone is larger
+
+INDEX = "model.safetensors.index.json"
+
+
+class ShardWriter:
+    """Keeps the tensors that it is given until they fill a shard, then writes them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.shards = []           # a list of the names in each that is written
+        self.waiting = {}          # {name: tensor on the CPU} of the next
+        self.waiting_bytes = 0
+        self.total_bytes = 0
+
+    def add(self, name, tensor):
+        """Take charge of a tensor of any device."""
+        if self.waiting and self.waiting_bytes + tensor.nbytes > SHARD_BYTES:
+            self.write_shard()
+        self.waiting[name] = tensor.cpu().contiguous()
+        self.waiting_bytes += tensor.nbytes
+        self.total_bytes += tensor.nbytes
+
+    def path(self, number):
+        """Where a shard is written before their count is known."""
+        return f"{self.folder}/{number}.safetensors"
+
+    def write_shard(self):
+        path = self.path(len(self.shards))
+        try:
+            safetensors.torch.save_file(self.waiting, path, {"format": "pt"})
+        except safetensors.SafetensorError as e:       # its name for the system's errors
+            raise OSError(qerl.reason(e)) from e
+        # The library gives a file to its owner alone; here it is read by whom the folder lets in.
+        os.chmod(path, os.stat(self.folder).st_mode & 0o666)
+        with open(path, "rb+") as f:
+            os.fsync(f.fileno())
+        self.shards.append(list(self.waiting))
+        self.waiting = {}
+        self.waiting_bytes = 0
+
+    def close(self):
+        """Write the last shard, give all their names, and write the index if there are several."""
+        self.write_shard()
+        count = len(self.shards)
+        if count == 1:
+            os.rename(self.path(0), f"{self.folder}/model.safetensors")
+            return
+        place = {}                                     # tensor name -> name of its file
+        for i, names in enumerate(self.shards):
+            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            os.rename(self.path(i), f"{self.folder}/{file}")
+            place.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": place}
+        with open(f"{self.folder}/{INDEX}", "w") as f:
+            json.dump(index, f, indent=1)
+
+
+def size_gb(folder):
+    """What the weights of a folder take on disk, in 10^9 bytes."""
+    paths = glob.glob(f"{glob.escape(folder)}/*.safetensors")
+    return sum(os.path.getsize(path) for path in paths) / 1e9
+
+
+def copy_companions(source, folder):
+    """Copy what stands beside the weights: configs, tokenizer, chat template."""
+    for path in sorted(glob.glob(f"{glob.escape(source)}/*")):
+        companion = path.endswith((".json", ".txt", ".jinja", "tokenizer.model"))
+        if companion and "safetensors" not in os.path.basename(path):
+            shutil.copy(path, folder)
+
+
+def check_new_folder(out, source):
+    """Refuse to write a model to `out` where something is, or into the folder that is read."""
+    qerl.require(not os.path.lexists(out) or os.path.isdir(out),
+                 f"{out}: is a file; choose another folder")
+    qerl.require(not os.path.isdir(out) or not os.listdir(out),
+                 f"{out}: is not empty; choose another folder, or remove what it holds")
+    read = os.path.realpath(source)
+    inside = os.path.commonpath([read, os.path.realpath(out)]) == read
+    qerl.require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
+
+
+@contextlib.contextmanager
+def new_folder(out, source):
+    """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
+
+    source: the folder that is read. A kill leaves at most OUT.PROCESS.tmp. Raises UserError.
+    """
+    check_new_folder(out, source)
+    out = os.path.abspath(out)
+    temporary = f"{out}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(temporary)
+        yield temporary
+        if os.path.isdir(out):                         # an empty one; Windows renames onto none
+            os.rmdir(out)
+        os.rename(temporary, out)
+    except OSError as e:
+        if e.filename and not os.path.abspath(e.filename).startswith(out):
+            raise                                      # not about what is written
+        raise qerl.UserError(f"{out}: cannot be written ({e.strerror or qerl.reason(e)}); free some "
+                             "space, or choose another folder") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
