@@ -87,6 +87,24 @@ def write_packed_folder(source, found, folder):
     write_config(source, folder)
 
 
+def quantize_as_one(weights, size=2 ** 20):
+    """quantize_nvfp4 of weights [out, in] stacked along out, so many numbers at a time.
+
+    So that it takes little memory. A last row with the largest number of all gives each of these
+    pieces the global scale of the whole.
+    """
+    rows = max(1, size // weights[0].shape[1])
+    last = torch.zeros_like(weights[0][:1])
+    last[0, 0] = max(weight.abs().max() for weight in weights)
+    codes = []
+    scales = []
+    for piece in torch.cat(weights).split(rows):
+        packed, block_scale, global_scale = qerl.quantize_nvfp4(torch.cat([piece, last]))
+        codes.append(packed[:-1])
+        scales.append(block_scale[:-1])
+    return torch.cat(codes), torch.cat(scales), global_scale
+
+
 @dataclass
 class Packer(qerl.Checkpoint):
     """Writes what a model reads, its linear layers in NVFP4, and keeps nothing of it.
@@ -107,7 +125,7 @@ class Packer(qerl.Checkpoint):
         qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
                                             "divisible by NVFP4's block of 16; it cannot be saved so")
         weights = [self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
-        parts = qerl.quantize_nvfp4(torch.cat(weights))
+        parts = quantize_as_one(weights)
         for name, tensor in stacked_parts(names, sizes, *parts).items():
             self.writer.add(name, tensor)
         if bias:
