@@ -19,6 +19,17 @@ SHARD_BYTES = 2 * 10 ** 9          # of a shard at most, unless one tensor alone
 INDEX = "model.safetensors.index.json"
 
 
+@contextlib.contextmanager
+def writing(folder):
+    """Around what writes there: a full disk, or a missing permission, is a UserError."""
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as e:
+        text = getattr(e, "strerror", None) or qerl.reason(e)
+        raise qerl.UserError(f"{folder}: cannot be written ({text}); free some space, or choose another "
+                             "folder") from e
+
+
 class ShardWriter:
     """Keeps the tensors that it is given until they fill a shard, then writes them."""
 
@@ -43,14 +54,12 @@ class ShardWriter:
 
     def write_shard(self):
         path = self.path(len(self.shards))
-        try:
+        with writing(self.folder):
             safetensors.torch.save_file(self.waiting, path, {"format": "pt"})
-        except safetensors.SafetensorError as e:       # its name for the system's errors
-            raise OSError(qerl.reason(e)) from e
-        # The library gives a file to its owner alone; here it is read by whom the folder lets in.
-        os.chmod(path, os.stat(self.folder).st_mode & 0o666)
-        with open(path, "rb+") as f:
-            os.fsync(f.fileno())
+            # The library gives a file to its owner alone; here whoever may enter the folder reads it.
+            os.chmod(path, os.stat(self.folder).st_mode & 0o666)
+            with open(path, "rb+") as f:
+                os.fsync(f.fileno())
         self.shards.append(list(self.waiting))
         self.waiting = {}
         self.waiting_bytes = 0
@@ -104,18 +113,14 @@ def new_folder(out, source):
     source: the folder that is read. A kill leaves at most OUT.PROCESS.tmp. Raises UserError.
     """
     check_new_folder(out, source)
-    out = os.path.abspath(out)
-    temporary = f"{out}.{os.getpid()}.tmp"
+    temporary = f"{os.path.abspath(out)}.{os.getpid()}.tmp"
     try:
-        os.makedirs(temporary)
+        with writing(out):
+            os.makedirs(temporary)
         yield temporary
-        if os.path.isdir(out):                         # an empty one; Windows renames onto none
-            os.rmdir(out)
-        os.rename(temporary, out)
-    except OSError as e:
-        if e.filename and not os.path.abspath(e.filename).startswith(out):
-            raise                                      # not about what is written
-        raise qerl.UserError(f"{out}: cannot be written ({e.strerror or qerl.reason(e)}); free some "
-                             "space, or choose another folder") from e
+        with writing(out):
+            if os.path.isdir(out):                     # an empty one; Windows renames onto none
+                os.rmdir(out)
+            os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
