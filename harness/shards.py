@@ -68,17 +68,18 @@ class ShardWriter:
         """Write the last shard, give all their names, and write the index if there are several."""
         self.write_shard()
         count = len(self.shards)
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         if count == 1:
-            os.rename(self.path(0), f"{self.folder}/model.safetensors")
-            return
+            names = ["model.safetensors"]
         place = {}                                     # tensor name -> name of its file
-        for i, names in enumerate(self.shards):
-            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
-            os.rename(self.path(i), f"{self.folder}/{file}")
-            place.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": place}
-        with open(f"{self.folder}/{INDEX}", "w") as f:
-            json.dump(index, f, indent=1)
+        with writing(self.folder):
+            for i, name in enumerate(names):
+                os.rename(self.path(i), f"{self.folder}/{name}")
+                place.update(dict.fromkeys(self.shards[i], name))
+            if count > 1:
+                index = {"metadata": {"total_size": self.total_bytes}, "weight_map": place}
+                with open(f"{self.folder}/{INDEX}", "w") as f:
+                    json.dump(index, f, indent=1)
 
 
 def size_gb(folder):
