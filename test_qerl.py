@@ -5313,7 +5313,7 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
 
 # ------------------------------------------------------------------------------- saving, loading, merging: docs/serving.md
 
-from harness import loading, merge, packed_folder as packed, shards
+from harness import loading, merge, shards
 from safetensors import SafetensorError
 
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
@@ -5399,7 +5399,7 @@ def test_weights_are_quantised_as_one_whatever_the_pieces(dtype):
     torch.manual_seed(0)
     weights = [(torch.randn(rows, 64) * size).to(dtype) for rows, size in ((50, 1), (33, 0.1), (7, 1e-3))]
     for size in (64, 1000, 10 ** 6):
-        pairs = zip(packed.quantize_as_one(weights, size), qerl.quantize_nvfp4(torch.cat(weights)))
+        pairs = zip(packed_folder.quantize_as_one(weights, size), qerl.quantize_nvfp4(torch.cat(weights)))
         assert all(torch.equal(ours.float(), whole.float()) for ours, whole in pairs)
 
 
@@ -5429,17 +5429,17 @@ def anonymous():
 
 def watch():
     while True:
-        peaks.append(max(peaks.pop(), anonymous()))
+        peak[0] = max(peak[0], anonymous())
         time.sleep(0.002)
 
 small, big, out = sys.argv[1:]
 shards.SHARD_BYTES = 10 ** 7
 packed_folder.save_packed(small, out + "-small", "cpu")           # what imports and first uses take
 before = anonymous()
-peaks = [before]
+peak = [before]
 threading.Thread(target=watch, daemon=True).start()
 packed_folder.save_packed(big, out, "cpu")
-print("grown by", peaks[0] - before)
+print("grown by", peak[0] - before)
 """
 
 
@@ -5466,13 +5466,15 @@ def folder_of_many_files(path, layers):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is in use")
 def test_saving_takes_memory_for_a_part_of_the_model(tmp_path):
     """What is mapped from the files can be dropped at any time and does not count."""
-    small, size = (folder_of_many_files(tmp_path / f"{layers}", layers) for layers in (3, 32))
-    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "3", tmp_path / "32", tmp_path / "out"], cwd=HERE,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    small, size = (folder_of_many_files(tmp_path / f"{layers}", layers) for layers in (3, 24))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "MALLOC_MMAP_THRESHOLD_": "65536"}                  # glibc gives large blocks back at once
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "3", tmp_path / "24", tmp_path / "out"], cwd=HERE,
+                          env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     grown = float(done.stdout.split("grown by")[1])
-    assert size > 8 * small > 160 and grown < size / 3, (grown, size)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
+    assert size > 7 * small > 140 and grown < size / 3, (grown, size)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
@@ -5515,7 +5517,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(qwen, tmp_path, m
 
 
 def saved(qwen, tmp_path):
-    packed.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
+    packed_folder.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
     return tmp_path / "packed"
 
 

@@ -527,7 +527,7 @@ def evaluate_only(settings):
 
 
 def save_quantized(settings):
-    """Write the model that a run would train LoRA on, in NVFP4, to the folder --save-quantized."""
+    """Write the model in NVFP4, by the codes of --quantizer, to the folder --save-quantized."""
     folder = qerl.model_folder(settings.model)
 
     def calibrated():

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import qerl
 from harness.flags import Parser, full_name
-from harness.shards import ShardWriter, copy_companions, new_folder, size_gb
+from harness.shards import ShardWriter, copy_companions, new_folder, size_gb, write_config
 from harness.stops import one_line
 
 PREFIX = "base_model.model."       # before the model's own names in an adapter of PEFT
@@ -129,15 +129,6 @@ def merge(folder, out, given=None):
         copy_companions(source, temporary)
         write_config(source, temporary)
     print(f"merged {folder} into {source}: {out}, {size_gb(out):.3g} GB of weights")
-
-
-def write_config(source, folder):
-    """config.json of the folder `source`, without what it says of 4 bits."""
-    with open(f"{source}/config.json") as f:
-        config = json.load(f)
-    config.pop("quantization_config", None)
-    with open(f"{folder}/config.json", "w") as f:
-        json.dump(config, f, indent=1)
 
 
 def main(argv=None):

@@ -19,6 +19,7 @@ import qerl
 from harness import run_folder
 from harness.loading import load_with_progress
 from harness.shards import ShardWriter, check_new_folder, copy_companions, new_folder, size_gb
+from harness.shards import write_config
 
 # What compressed-tensors calls NVFP4A16: weights in NVFP4, activations as they are.
 NVFP4A16 = {
@@ -62,14 +63,6 @@ def stacked_parts(names, sizes, packed, block_scale, global_scale):
     return found
 
 
-def write_config(source, folder):
-    """Write the config.json of the folder `source` with NVFP4A16 added."""
-    with open(f"{source}/config.json") as f:
-        config = json.load(f)
-    with open(f"{folder}/config.json", "w") as f:
-        json.dump({**config, "quantization_config": NVFP4A16}, f, indent=1)
-
-
 def write_packed_folder(source, found, folder):
     """Write the model of the 16-bit folder `source` with other tensors in their place.
 
@@ -84,7 +77,7 @@ def write_packed_folder(source, found, folder):
             writer.add(name, file.get_tensor(name))
     writer.close()
     copy_companions(source, folder)
-    write_config(source, folder)
+    write_config(source, folder, NVFP4A16)
 
 
 def quantize_as_one(weights, size=2 ** 20):
@@ -143,7 +136,7 @@ def write_rounded_folder(source, folder, device):
                        checkpoint_class=functools.partial(Packer, writer=writer))
     writer.close()
     copy_companions(source, folder)
-    write_config(source, folder)
+    write_config(source, folder, NVFP4A16)
 
 
 def save_packed(source, out, device, calibrated=None):

@@ -96,6 +96,17 @@ def copy_companions(source, folder):
             shutil.copy(path, folder)
 
 
+def write_config(source, folder, quantization=None):
+    """Write the config.json of the folder `source` with another quantization_config, or none."""
+    with open(f"{source}/config.json") as f:
+        config = json.load(f)
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
+    with open(f"{folder}/config.json", "w") as f:
+        json.dump(config, f, indent=1)
+
+
 def check_new_folder(out, source):
     """Refuse to write a model to `out` where something is, or into the folder that is read."""
     qerl.require(not os.path.lexists(out) or os.path.isdir(out),
