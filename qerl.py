@@ -1144,7 +1144,7 @@ class Checkpoint:
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
                 "config that belongs to the weights")
         require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
-        require(torch.isfinite(tensor.float()).all(),
+        require(tensor.dtype == torch.uint8 or torch.isfinite(tensor.float()).all(),
                 f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
 
