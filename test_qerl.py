@@ -5309,3 +5309,21 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())
+
+
+# ------------------------------------------------------------------- odd answers, checkpoints and logs; the methods' parts
+
+ODD_ANSWERS = {
+    **dict.fromkeys(["{-}5", "{-} 5", "\\text{-}5", "$-$ {5}"], -5),
+    **dict.fromkeys(["5i", "5 i", "5i.", "{5}i", "(5)i", "5\\,i", "5\\mathrm{i}"], None),
+    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5"], None),
+    **dict.fromkeys(["5 i think", "5, i.e. five", "5 in", "x >= 5", "5 inches", "notes: 5", "not 3, it is 5", "10 - (5) = 5"], 5),
+}
+
+
+@pytest.mark.parametrize("text,number", ODD_ANSWERS.items())
+def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, number):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}"):
+        assert answered_number(answer) == number
+    if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
+        assert stated_number(f"7, {text}") is None
