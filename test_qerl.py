@@ -5327,3 +5327,50 @@ def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, numb
         assert answered_number(answer) == number
     if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
         assert stated_number(f"7, {text}") is None
+
+
+def change(**values):
+    """An edit of a checkpoint's tensors and metadata: other values in its state."""
+    def edit(tensors, metadata):
+        metadata["state"] = json.dumps(json.loads(metadata["state"]) | values)
+    return edit
+
+
+def exchange(start, end, make):
+    """An edit: the first tensor with such a name becomes what make gives for it."""
+    def edit(tensors, metadata):
+        name = min(n for n in tensors if n.startswith(start) and n.endswith(end))
+        tensors[name] = make(tensors[name])
+    return edit
+
+
+@pytest.mark.parametrize("edit,message", [
+    (change(step="2"), "(step cannot be '2')"),
+    (change(step=True), "(step cannot be True)"),
+    (change(drawn=-1), "(drawn cannot be -1)"),
+    (change(seconds=math.nan), "(seconds cannot be nan)"),
+    (change(slots="many"), "(slots cannot be 'many')"),
+    (change(data=7), "(data cannot be 7)"),
+    (change(accuracy_before="half"), "(accuracy_before cannot be 'half')"),
+    (change(scaler=[]), "(scaler cannot be [])"),
+    (change(scaler={"scale": 1}), "checkpoint's scaler is {'scale': 1}"),
+    (change(method={"sigma": 1}), "checkpoint's method is {'sigma': 1}"),
+    (exchange("rng.0", "", lambda t: t[:9]), "tensor rng.0 is no state of a random number generator"),
+    (exchange("rng.1", "", lambda t: t.float()), "tensor rng.1 is no state of a random number generator"),
+    (exchange("rng.1", "", torch.zeros_like), "tensor rng.1 is no state of a random number generator"),
+    (exchange("optimizer.", ".exp_avg", lambda t: t[:1]), "exp_avg is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t.double()), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t - 1), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".step", lambda t: -t), "step is no optimiser's"),
+    (exchange("model.", "", lambda t: t.to(torch.int8)), "not this model's"),
+])
+def test_a_checkpoint_that_was_signed_again_is_one_line(finished, tmp_path, monkeypatch, capsys, edit, message):
+    test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message)
+
+
+def test_a_checkpoint_of_a_steered_noise_is_held_to_its_kinds():
+    fresh = methods.find("noise_control:divergence", train_gsm8k.Settings(device="cpu")).state
+    checkpoint.require_same_kind("method", {"sigma": 0.02, "divergence": 0.1, "rounding": 1e-6}, fresh)
+    for nonsense in ({"sigma": "0.02"}, {"rounding": None}, {"more": 1}):
+        with pytest.raises(qerl.UserError, match="checkpoint's method is"):
+            checkpoint.require_same_kind("method", fresh | nonsense, fresh)
