@@ -1988,9 +1988,16 @@ def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypa
     assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
 
+def logged_steps(*numbers):
+    """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
+    figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
+    return [{"step": number, **figures, "completions": []} for number in numbers]
+
+
 def test_a_log_line_nested_too_deeply_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 1}, {"step": 2}]
+    first, second = logged_steps(1, 2)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(first) + "\n" + "[" * 100_000 + "\n" + json.dumps(second) + "\n")
+    assert read_log(str(tmp_path), 2) == [first, second]
 
 
 def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, capsys):
@@ -2001,8 +2008,9 @@ def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, ca
     adapter = "adapter/adapter_model.safetensors"
     assert (out / adapter).read_bytes() == (finished[1] / adapter).read_bytes() and (out / "report.html").exists()
     assert read_log(str(out), 2) == []
-    write_jsonl(out / "metrics.jsonl", [{"step": 1}, {"step": 2}, {"step": 3}, 4, {}])
-    assert read_log(str(out), 2) == [{"step": 1}, {"step": 2}] == read_jsonl(out / "metrics.jsonl")
+    steps = logged_steps(1, 2, 3)
+    write_jsonl(out / "metrics.jsonl", [*steps, 4, {}])
+    assert read_log(str(out), 2) == steps[:2] == read_jsonl(out / "metrics.jsonl")
 
 
 def broken_model(folder, path, config=None, tokenizer=None, generation=None):
@@ -2544,9 +2552,10 @@ def test_numbers_beyond_float32_are_refused(qwen, data, tmp_path, monkeypatch, c
 
 
 def test_a_torn_line_costs_no_other(tmp_path, capsys):
+    lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
     for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_text('torn{\n{"step": 2}\n{"step": "a"}\n{"step": null}\n{"step": 3}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 2}] == read_jsonl(tmp_path / "samples.jsonl")
+        (tmp_path / name).write_text("\n".join(["torn{", *lines, ""]))
+    assert read_log(str(tmp_path), 2) == logged_steps(2) == read_jsonl(tmp_path / "samples.jsonl")
     assert "lacks 1 of the 2 steps" in capsys.readouterr().err
 
 
@@ -5374,3 +5383,15 @@ def test_a_checkpoint_of_a_steered_noise_is_held_to_its_kinds():
     for nonsense in ({"sigma": "0.02"}, {"rounding": None}, {"more": 1}):
         with pytest.raises(qerl.UserError, match="checkpoint's method is"):
             checkpoint.require_same_kind("method", fresh | nonsense, fresh)
+
+
+def test_a_line_written_by_hand_is_no_step(finished, tmp_path, monkeypatch, capsys):
+    """Neither the curve nor the report stumbles over it, at the end of a run that is resumed."""
+    options, out = copied(finished, tmp_path)
+    (whole,), samples = logged_steps(2), read_jsonl(out / "samples.jsonl")
+    lines = [{"step": 1, "note": "mine"}, {**whole, "reward": "good"}, {**whole, "sigma": None}, whole]
+    write_jsonl(out / "metrics.jsonl", lines)
+    write_jsonl(out / "samples.jsonl", [{"step": 1, "note": "mine"}, *samples])
+    run_main(monkeypatch, *options)
+    assert "lacks 1 of the 2 steps" in capsys.readouterr().err and (out / "report.html").exists()
+    assert read_jsonl(out / "metrics.jsonl") == [whole] and read_jsonl(out / "samples.jsonl") == samples
