@@ -57,7 +57,7 @@ from harness.questions import read_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, exploration, flashrl, jetrl, qat, qurl, rilq
+from methods import better_codes, deep_grpo, flashrl, jetrl, maspo, qat, qurl, rilq
 from methods import rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -4129,7 +4129,7 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
 
 
-# ------------------------------------------------------------------- neighbours: noise control, float16, exploration
+# ------------------------------------------------------------------- neighbours: noise control, float16, deep_grpo, maspo
 
 def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
@@ -4346,20 +4346,20 @@ def test_pivots_are_drawn_by_success_and_depth():
     rng = random.Random(0)
     rare = [(rng.random(), int(i % 400 == 0)) for i in range(2000)]
     for outcomes in (deep_fails, rare, [(r, 1 - y) for r, y in rare]):
-        assert exploration.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
+        assert branches.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
     many = [outcome for outcome in deep_fails for _ in range(100)]                       # the penalty is negligible: the frequencies
-    a, b = exploration.fit_success(many)
+    a, b = branches.fit_success(many)
     assert [1 / (1 + math.exp(-a - b * r)) for r in (0.25, 0.75)] == pytest.approx([0.75, 0.25], abs=3e-3)
     for too_little in ([], [(0.5, 0), (0.5, 1)] * 5, [(0.5, 1)] * 50):
-        assert exploration.fit_success(too_little) == (0, 0)
-    r, utility = exploration.pivot_utility(3, (a, b))
+        assert branches.fit_success(too_little) == (0, 0)
+    r, utility = deep_grpo.pivot_utility(3, (a, b))
     assert r.tolist() == [0.25, 0.5, 0.75]
     assert (utility / utility.sum()).tolist() == pytest.approx(np.array([0.75 / 16, 0.5 / 4, 0.25 * 9 / 16]) / 0.3125, abs=3e-3)
 
 
 def test_branches_join_the_samples_behind_their_question(qwen):
     """Two questions of two completions, three of them failed, two with pivots: what is asked, rewarded, remembered and weighed."""
-    method = small_neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    method = small_neighbour("deep_grpo", ["--max-new-tokens", 12, "--group", 2])
     text = ByteText()
     method.prepare(None, None, None, text)
     model = qerl.load_model(qwen[0])
@@ -4406,10 +4406,10 @@ def test_branches_join_the_samples_behind_their_question(qwen):
 def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
     """Any letter ends a sentence here, so that an untrained model's completions have pivots; every third branch is right."""
     monkeypatch.setattr(branches, "SENTENCE_END", re.compile(r"(?s)."))
-    monkeypatch.setattr(exploration, "REMEMBERED", 7)
+    monkeypatch.setattr(deep_grpo, "REMEMBERED", 7)
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (float(sum(map(ord, text)) % 7), float(sum(map(ord, text)) % 3 == 0)))
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, ("--model", qwen[0], "--data", data, *QUICK, "--method",
-                                                          "exploration:deep_grpo", "--skip-eval-before", "--eval-questions", 1))
+                                                          "deep_grpo", "--skip-eval-before", "--eval-questions", 1))
     assert all(0 <= m["branches"] <= 4 and m["gradient_norm"] > 0 for m in metrics) and sum(m["branches"] for m in metrics) > 7
     state, _ = read_checkpoint(str(tmp_path / "whole"), {}, must_agree=["none"])
     outcomes = state["method"]["outcomes"]
@@ -4421,7 +4421,7 @@ def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
 def test_maspo_weights_by_hand():
     """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1; else 1."""
     def w(ratio, probability, advantage):
-        return exploration.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
+        return maspo.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
     assert w(1.5, 1.0, 1.0) == pytest.approx(math.exp(-0.25 / (2 * 1.03 ** 2)))
     assert w(0.5, 1.0, -1.0) == pytest.approx(math.exp(-0.25 * 1.03 ** 2 / 2))
     assert w(3.0, 0.01, 2.0) == pytest.approx(math.exp(-4 / (2 * (0.01 ** -0.3 * 1.06) ** 2)))
@@ -4432,7 +4432,7 @@ def test_maspo_weights_by_hand():
 
 def test_maspo_loss_is_weighted_and_detached():
     """Its gradient is -w rho A, KL apart, which is Eq. 3's own; before any update it is GRPO's."""
-    method = small_neighbour("exploration:maspo", ["--beta", 0.1])
+    method = small_neighbour("maspo", ["--beta", 0.1])
     torch.manual_seed(0)
     old, ref = -torch.rand(4, 3) - 0.1, -torch.rand(4, 3)
     batch = Batch([[1]] * 4, None, None, None, torch.tensor([1.0, -1.0, 2.0, 0.0]), None, old, ref, torch.rand(4, 3))
@@ -4441,7 +4441,7 @@ def test_maspo_loss_is_weighted_and_detached():
     loss.backward()
     x = ref - logprobs.detach()
     A, ratio = batch.advantages[:, None], (logprobs.detach() - old).exp()
-    w = exploration.maspo_weights(ratio, old, A)
+    w = maspo.maspo_weights(ratio, old, A)
     assert (w < 0.99).any()
     torch.testing.assert_close(logprobs.grad, batch.weights * (0.1 * (1 - x.exp()) - w * ratio * A))
     assert kl.item() == pytest.approx((batch.weights * (x.exp() - 1 - x)).sum().item())
@@ -4458,13 +4458,13 @@ def test_maspo_loss_is_weighted_and_detached():
 
 def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
     scored_by_letters(monkeypatch)
-    weights, seen = exploration.maspo_weights, []
+    weights, seen = maspo.maspo_weights, []
 
     def recorded(*args):
         seen.append(weights(*args))
         return seen[-1]
-    monkeypatch.setattr(exploration, "maspo_weights", recorded)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "exploration:maspo", "--updates", 2, "--steps", 2,
+    monkeypatch.setattr(maspo, "maspo_weights", recorded)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "maspo", "--updates", 2, "--steps", 2,
              "--lr", 0.03, "--warm-up", 0, "--skip-eval-before", "--eval-questions", 1, "--out", tmp_path / "run")
     metrics = without_times(tmp_path / "run" / "metrics.jsonl")
     assert len(seen) == 4 and all(m["gradient_norm"] > 0 for m in metrics) and "branches" not in metrics[0]
@@ -4476,8 +4476,8 @@ def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
     (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
     (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
     (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
-    (["--method", "exploration:maspo", "--updates", 1], "exploration:maspo: with one update a rollout the ratio is 1"),
-    (["--method", "exploration:maspo", "--tis", 2], "use --tis 0"),
+    (["--method", "maspo", "--updates", 1], "maspo: with one update a rollout the ratio is 1"),
+    (["--method", "maspo", "--tis", 2], "use --tis 0"),
     (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):

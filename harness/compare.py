@@ -47,8 +47,8 @@ ROWS = {
     "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
     "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
     "noise_control:pooled": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
-    "exploration:deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
-    "exploration:maspo": Row(f"{NVFP4}, noise", NVFP4, []),
+    "deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
+    "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
 FLAGS = {
