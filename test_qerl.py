@@ -43,7 +43,7 @@ import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
 from harness import demonstration, entropy, fp8_blocks, keeper, memory, packed_folder, questions
-from harness import report, run_folder, small_policy, study, worked
+from harness import quantizers, report, run_folder, small_policy, study, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -57,7 +57,7 @@ from harness.questions import read_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, deep_grpo, flashrl, jetrl, maspo, qat, qurl, rilq
+from methods import awq, deep_grpo, flashrl, four_over_six, gptq, jetrl, maspo, qat, qurl, rilq
 from methods import rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -4484,7 +4484,7 @@ def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message
     assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")
 
 
-# --------------------------------------------------------------------- methods/: better_codes, rilq and qat
+# --------------------------------------------------------------------- methods/: four_over_six, awq, gptq, rilq and qat
 
 def calibrated(weights_seed=0, tokens=1000, out_features=48, in_features=128):
     """(weight, inputs x, gram): inputs that are correlated and of which some channels are large."""
@@ -4513,7 +4513,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
     """Each block by exhaustive search, number by number."""
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()[:6]
-    parts = better_codes.quantize_four_over_six(weight)
+    parts = four_over_six.quantize_four_over_six(weight)
     ours = qerl.dequantize_nvfp4(*parts, torch.float32)
     torch.testing.assert_close(packed_values(parts), ours, rtol=1e-2, atol=0)
     alpha = weight.abs().max().double() / 1536
@@ -4532,7 +4532,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 def test_four_over_six_lowers_the_error_of_gaussian_weights_as_published():
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
     rounding, better = (relative(qerl.dequantize_nvfp4(*quantize(weight), torch.float32), weight) ** 2
-                        for quantize in (qerl.quantize_nvfp4, better_codes.quantize_four_over_six))
+                        for quantize in (qerl.quantize_nvfp4, four_over_six.quantize_four_over_six))
     assert 1 - better / rounding == pytest.approx(0.166, abs=0.005)
 
 
@@ -4557,7 +4557,7 @@ def textbook_gptq(weight, gram, damping=0.01):
 @pytest.mark.parametrize("group", [1, 48, 128])
 def test_gptq_equals_the_textbook(group):
     weight, x, gram = calibrated()
-    parts = better_codes.quantize_gptq(weight, gram, group=group)
+    parts = gptq.quantize_gptq(weight, gram, group=group)
     expected = textbook_gptq(weight, gram).float()
     agree = torch.isclose(packed_values(parts), expected, rtol=1e-2, atol=1e-6)
     assert agree.float().mean() > 0.99                             # float32 decides a near tie otherwise
@@ -4569,7 +4569,7 @@ def test_gptq_equals_the_textbook(group):
 def test_gptq_of_uncorrelated_inputs_is_rounding():
     weight, _, _ = calibrated()
     for gram in (torch.eye(128), torch.zeros(128, 128)):
-        ours, rounding = better_codes.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
+        ours, rounding = gptq.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
         assert torch.equal(qerl.dequantize_nvfp4(*ours, torch.float32), qerl.dequantize_nvfp4(*rounding, torch.float32))
         assert torch.equal(ours[1].view(torch.uint8), rounding[1].view(torch.uint8)) and torch.equal(ours[2], rounding[2])
 
@@ -4597,7 +4597,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
         errors.append((relative(x.double() / s @ decoded.T.double(), x.double() @ weight.T.double()), s))
     best = min(errors, key=lambda e: e[0])
     assert best[0] < 0.9 * errors[0][0]
-    torch.testing.assert_close(better_codes.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(awq.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -4612,7 +4612,7 @@ def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
     for block in model.blocks:
         layers = [block.attention.qkv, block.mlp.gate_up, block.mlp.down] + [block.attention.o] * (kv_heads == 4)
         scales = {layer: torch.rand(layer.weight.dequantize(torch.float32).shape[1]) + 0.5 for layer in layers}
-        folded = better_codes.fold(block, scales)
+        folded = awq.fold(block, scales)
         changed = [name for name, tensor in folded.items() if not torch.equal(tensor, tensors[name])]
         assert any("o_proj" in name for name in changed) == (kv_heads == 4) and any("norm" in name for name in changed)
         tensors.update(folded)
@@ -4629,13 +4629,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("quantizer", better_codes.QUANTIZERS)
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
 def test_quantised_folder_is_one_of_compressed_tensors(qwen, data, cache, quantizer):
     """transformers, with the library, loads it and computes our logits; what was calibrated is nearer to the 16-bit model."""
     folder, theirs = qwen
     questions = read_questions(data, "train*.jsonl")[:20]
     text = train_gsm8k.ChatText(folder, "")
-    path = better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     ours = qerl.load_model(path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
@@ -4659,7 +4659,7 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     loaded = []
     load_model = qerl.load_model
     monkeypatch.setattr(qerl, "load_model", lambda folder, *rest, **options: loaded.append(folder) or load_model(folder, *rest, **options))
-    run_main(monkeypatch, *options, "--method", "better_codes:gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
+    run_main(monkeypatch, *options, "--method", "gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
     assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
@@ -4669,13 +4669,13 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
 
 @pytest.mark.parametrize("options,message", [
     (["--quantizer", "gptq", "--weights", "nf4"], "--quantizer gptq: chooses codes of NVFP4; use --weights nvfp4"),
-    (["--method", "better_codes", "--quantizer", "awq"], "use --quantizer awq alone"),
-    (["--method", "better_codes:awq", "--weights", "bf16"], "use --weights nvfp4"),
-    (["--method", "better_codes:int3"], "choose better_codes:four-over-six, better_codes:awq, better_codes:gptq"),
+    (["--method", "gptq", "--quantizer", "awq"], "use --quantizer awq alone"),
+    (["--method", "awq", "--weights", "bf16"], "use --weights nvfp4"),
+    (["--method", "gptq:int3"], "gptq has no variant int3; choose gptq alone"),
     (["--quantizer", "gptq"], "is in 4 bits already"),
 ])
 def test_quantizers_that_make_no_sense_are_refused(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
-    model = better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
+    model = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
     base = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4804,7 +4804,7 @@ def test_rilq_starts_lora_and_is_the_reference(qwen, data, tmp_path, monkeypatch
 ])
 def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "rilq", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4814,7 +4814,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     folder = qwen[0]
     text = train_gsm8k.ChatText(folder, "")
     questions = read_questions(data, "train*.jsonl")[:16]
-    start = folder if quantizer == "rtn" else better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    start = folder if quantizer == "rtn" else quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     student, ordinary = qat.fake_quantised(start), qerl.load_model(start)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
@@ -4912,7 +4912,7 @@ def test_qat_starts_from_the_quantizers_folder(qwen, data, tmp_path, cache, monk
 ])
 def test_qat_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "qat", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 

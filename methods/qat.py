@@ -23,7 +23,7 @@ The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`
 rounding; RL without such a cold start may collapse; calibrate on text like that which is trained
 on. AdamW, cosine from 1e-5 with a warm-up of 5 %.
 
-What differs from QeRL. Only the frozen weights, as in better_codes.py: after the cold start they
+What differs from QeRL. Only the frozen weights, as with --quantizer: after the cold start they
 are packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes
 on to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and
 biases of the linear layers are trained; norms, embeddings and output layer stay. The cold start
@@ -33,7 +33,7 @@ only distil compares with QeRL. Neither number of steps is from the paper.
 
 Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
 
-When would you use it? If what better_codes.py leaves of the error still costs accuracy, and a
+When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
 import inspect
@@ -50,10 +50,10 @@ from harness.demonstration import accuracy, distance, worked_problems
 from harness.full_weights import TrainedLinear, replace_layers
 from harness.packed_folder import cached_folder, named_parts, require_16_bit, weights_of
 from harness.packed_folder import write_packed_folder
+from harness.quantizers import round_e2m1
 from harness.small_policy import ByteText, warm_start
 from harness.worked import rows_of, worked_sequences
-from methods import Method
-from methods.better_codes import gptq, round_e2m1
+from methods import Method, gptq
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
 RECIPE = dict(lr=1e-5, steps=500, batch=16)
@@ -206,7 +206,7 @@ def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
 
     show("16 bit", "-", teacher)
     with tempfile.TemporaryDirectory() as path:
-        found = gptq(qerl.load_model(folder, "bf16"), sequences[:128])
+        found = gptq.choose_codes(qerl.load_model(folder, "bf16"), sequences[:128])
         write_packed_folder(folder, found, path)
         for start, stored in (("RTN", folder), ("GPTQ", path)):
             for training in ("none", "sft", "distil"):
