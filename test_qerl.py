@@ -4129,7 +4129,7 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
 
 
-# ------------------------------------------------------------------- neighbours: noise control, float16, deep_grpo, maspo
+# ------------------------------------------------------------------- neighbours: noise_control, pooled_noise, shaped_noise, fp16, deep_grpo, maspo
 
 def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
@@ -4191,7 +4191,7 @@ def test_noise_control_by_plappert_and_by_entropy(qwen):
 
 
 @pytest.mark.parametrize("variant,noisy", [
-    ("divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
+    ("noise_control:divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
     ("mlp", ["0.post", "1.post"]), ("first", ["0.input", "0.post"]), ("last", ["1.input", "1.post"]),
 ])
 def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
@@ -4201,7 +4201,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
              for m in model.modules() if isinstance(m, qerl.RMSNorm)}
     with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
         expected = {name: norm.noisy_weight for name, norm in norms.items()}
-    with small_neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
+    with small_neighbour(variant if ":" in variant else f"shaped_noise:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
         assert sorted(name for name, norm in norms.items() if norm.noisy_weight is not None) == noisy
         assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
     assert all(norm.noisy_weight is None for norm in norms.values())
@@ -4214,7 +4214,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
 def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
     """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the distribution's formula."""
     model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
-    method, drawn = small_neighbour(f"noise_control:{variant}"), []
+    method, drawn = small_neighbour(f"shaped_noise:{variant}"), []
     for _ in range(100):
         with method.noise(model, 0.01, rng):
             drawn += [(m.noisy_weight - m.weight.detach()) / 0.01 for m in model.modules() if isinstance(m, qerl.RMSNorm)]
@@ -4229,7 +4229,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
     """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it has the same log-probabilities."""
     model = with_lora(qwen[0])
     prompts, sampling, noise = [[5, 6, 7], [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     with method.noise(model, 0.3, noise):
         rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
     repeated, agrees = [p for p in prompts for _ in range(8)], []
@@ -4243,7 +4243,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
 
 def test_noise_control_drops_completions_far_from_the_policy():
     """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as in its gradient."""
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
     batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(), [1.0, 1.0, -1.0, -2.0])
     batch.weights = torch.full((4, 2), 1 / 8)
@@ -4276,22 +4276,22 @@ def resumes_bit_for_bit(monkeypatch, tmp_path, options):
     return whole
 
 
-@pytest.mark.parametrize("variant", ["divergence", "entropy", "pooled"])
-def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, variant):
+@pytest.mark.parametrize("name", ["noise_control:divergence", "noise_control:entropy", "pooled_noise", "shaped_noise:mlp"])
+def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, name):
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", f"noise_control:{variant}", "--group", 4,
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", name, "--group", 4,
                "--skip-eval-before", "--eval-questions", 1)
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, options)
     sigmas = [m["sigma"] for m in metrics]
     scheduled = [qerl.noise_sigma(step, 5) for step in range(5)]
     assert sigmas[0] == 0 and all(m["gradient_norm"] > 0 for m in metrics)
-    if variant in ("divergence", "entropy"):        # random weights: little divergence, much entropy
-        factor = 1.25 if variant == "divergence" else 0.6
+    if name.startswith("noise_control"):            # random weights: little divergence, much entropy
+        factor = 1.25 if name.endswith("divergence") else 0.6
         assert sigmas[1:3] == pytest.approx([0.01, 0.01 * factor])
     else:
         assert sigmas == scheduled
     assert metrics[0]["mismatch_kl"] < 1e-9 and all(m["mismatch_kl"] > 1e-8 for m in metrics if m["sigma"] > 1e-3)
-    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if variant == "pooled" else "kept_fraction" not in metrics[0]
+    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if name == "pooled_noise" else "kept_fraction" not in metrics[0]
 
 
 def test_fp16_rounds_more_finely_than_bfloat16(qwen):
@@ -4472,9 +4472,9 @@ def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
-    (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
-    (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
+    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "--method noise_control: there is no noise"),
+    (["--method", "pooled_noise", "--group", 6], "use a --group divisible by 4"),
+    (["--method", "pooled_noise", "--tis", 2], "use --tis 0"),
     (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
     (["--method", "maspo", "--updates", 1], "maspo: with one update a rollout the ratio is 1"),
     (["--method", "maspo", "--tis", 2], "use --tis 0"),

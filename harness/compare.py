@@ -46,7 +46,7 @@ ROWS = {
     "gptq": Row(f"{NVFP4}, noise", NVFP4, []),
     "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
     "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
-    "noise_control:pooled": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
+    "pooled_noise": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
     "deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
     "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }

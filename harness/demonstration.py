@@ -39,6 +39,11 @@ def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
     return rollout, batch
 
 
+def k3_of(batch):
+    """How far the policy that sampled a Batch is from the one without noise, in nats a token."""
+    return qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)[0]
+
+
 def worked_problems():
     """(questions to learn from, held-out Rows), their answers as the policy once imitated them."""
     questions, held_out = made_up_problems(careless=0.6)
