@@ -42,8 +42,8 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
-from harness import demonstration, entropy, fp8_blocks, keeper, memory, packed_folder, questions
-from harness import quantizers, report, run_folder, small_policy, study, worked
+from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
+from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -3933,7 +3933,7 @@ def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
     from compressed_tensors.quantization.utils import calculate_qparams
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
-    codes, scale = flashrl.quantize_rows(weight, format)
+    codes, scale = eight_bit.quantize_rows(weight, format)
     scheme, compressor = compressed_tensors_scheme(format)
     state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     assert codes.dtype == state["weight"].dtype and torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
@@ -3951,13 +3951,13 @@ def test_eight_bit_product_equals_the_librarys_operands(format):
     layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64), lora_rank=4, lora_alpha=8)
     layer.lora_B.data.normal_()
     x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
-    quantised = flashrl.EightBitLinear(layer, format)
-    merged = flashrl.current_weight(layer)
+    quantised = eight_bit.EightBitLinear(layer, format)
+    merged = eight_bit.current_weight(layer)
     torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
     scheme, _ = compressed_tensors_scheme(format)
     rows, none = x.flatten(0, 1), torch.zeros(1)
-    w = fake_quantize(merged, flashrl.quantize_rows(merged, format)[1], none, scheme.weights)
-    z = fake_quantize(rows, flashrl.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    w = fake_quantize(merged, eight_bit.quantize_rows(merged, format)[1], none, scheme.weights)
+    z = fake_quantize(rows, eight_bit.quantize_rows(rows, format)[1], none, scheme.input_activations)
     expected = F.linear(z, w, layer.bias)
     torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4, atol=1e-4)
@@ -3970,10 +3970,10 @@ def test_int8_product_is_exact():
     torch.manual_seed(0)
     x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
     x[0], w[0] = 127, 127
-    ours = flashrl.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
+    ours = eight_bit.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
     assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
     x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
-    torch.testing.assert_close(flashrl.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
+    torch.testing.assert_close(eight_bit.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -3982,7 +3982,7 @@ def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, fo
     model = with_lora(qwen[0], weights="bf16")
     before = {name: p.clone() for name, p in model.named_parameters()}
     prompts = [p for p in PROMPTS for _ in range(2)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
@@ -4003,7 +4003,7 @@ def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tm
 
     def spy(model, *args, **kwargs):
         layer = model.blocks[0].mlp.down
-        if isinstance(layer, flashrl.EightBitLinear):
+        if isinstance(layer, eight_bit.EightBitLinear):
             rollouts.append(layer.codes.clone())
         return generate(model, *args, **kwargs)
 
@@ -4071,11 +4071,11 @@ def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
         moved = []
         for layers in zip(model.quantized_layers(), scaled.quantized_layers()):
             masters = [layer.master for layer in layers]
-            before = [flashrl.quantize_rows(master, "int8")[0] for master in masters]
+            before = [eight_bit.quantize_rows(master, "int8")[0] for master in masters]
             assert (before[0] != before[1]).float().mean() < 1e-4                        # a tie may tip
             for master in masters:
                 master += 2e-4 * torch.sign(torch.sin(torch.arange(master.numel()))).view_as(master)
-            moved.append([(flashrl.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
+            moved.append([(eight_bit.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
         for layer, (plain, by_uaq) in zip(model.quantized_layers(), moved):
             reads_a_norm = len(layer.names) > 1
             assert by_uaq / plain == pytest.approx(1.5 if reads_a_norm else 1, rel=0.1)
@@ -4115,14 +4115,14 @@ def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
 def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
     """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
     torch.manual_seed(0)
-    weight, scale = flashrl.quantize_rows(torch.randn(96, 256), format)
+    weight, scale = eight_bit.quantize_rows(torch.randn(96, 256), format)
     for n in (1, 17, 300):
-        x, x_scale = flashrl.quantize_rows(torch.randn(n, 256), format)
-        ours = flashrl.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
-        assert relative(ours, flashrl.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
+        x, x_scale = eight_bit.quantize_rows(torch.randn(n, 256), format)
+        ours = eight_bit.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
+        assert relative(ours, eight_bit.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, prompts, 40, 2, slots=70)
         with torch.no_grad():
             logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
@@ -4722,10 +4722,10 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
 
 def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
     """Eckart and Young: what is left of each layer's error are the singular values beyond the rank."""
-    monkeypatch.setitem(qerl.FORMATS, "low", rilq.low_bit_format(2))
+    monkeypatch.setitem(qerl.FORMATS, "low", lora_starts.low_bit_format(2))
     teacher = qerl.load_model(qwen[0], "bf16")
     model = qerl.load_model(qwen[0], "low", 8, lora_alpha=16)
-    rilq.svd_start(model, teacher)
+    lora_starts.svd_start(model, teacher)
     for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
         A = layer.lora_A.split(layer.rank)
         for i, rows in enumerate((exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)).split(layer.sizes)):
@@ -4736,7 +4736,7 @@ def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
 
 @pytest.mark.parametrize("bits,values", [(2, {-3, -1, 1, 3}), (3, {-7, -5, -3, -1, 1, 3, 5, 7})])
 def test_low_bit_format_takes_the_nearest_of_few_values(bits, values):
-    format = rilq.low_bit_format(bits)
+    format = lora_starts.low_bit_format(bits)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
     for block, found in zip(weight.view(-1, 16), decoded.view(-1, 16)):
@@ -4751,10 +4751,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     teacher = qerl.load_model(qwen[0], "bf16")
     torch.manual_seed(0)
     model = qerl.load_model(qwen[0], lora_rank=4)
-    start = rilq.adapter(model)
+    start = lora_starts.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)   # it is NaN at once
     assert len(losses) == 1 + rilq.PATIENCE and not any(loss <= losses[0] for loss in losses[1:])
-    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
+    assert all(torch.equal(start[name], p) for name, p in lora_starts.adapter(model).items())
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] < losses[0] and len(losses) == 3
     held = worked.rows_of(sequences[:2], "cpu")
@@ -4826,7 +4826,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert qat.answer_loss(student, teacher, rows).item() < before
     (tmp_path / "trained").mkdir()
-    packed_folder.write_packed_folder(folder, qat.packed_model(student), tmp_path / "trained")
+    packed_folder.write_packed_folder(folder, trained_codes.packed_tensors(student), tmp_path / "trained")
     trained = qerl.load_model(str(tmp_path / "trained"))
     with torch.no_grad():
         assert relative(trained(tokens), student(tokens)) < 1e-5 < 1e-3 < relative(trained(tokens), ordinary(tokens))
@@ -5003,10 +5003,10 @@ def test_fp8_of_whole_rows_equals_flashrls_product():
     y.backward(grad)
 
     def product(a, b):
-        return flashrl.multiply_codes(*flashrl.quantize_rows(a, "fp8"), *flashrl.quantize_rows(b, "fp8"))
+        return eight_bit.multiply_codes(*eight_bit.quantize_rows(a, "fp8"), *eight_bit.quantize_rows(b, "fp8"))
 
     def rounded(a):
-        codes, scale = flashrl.quantize_rows(a, "fp8")
+        codes, scale = eight_bit.quantize_rows(a, "fp8")
         return codes.float() * scale
     torch.testing.assert_close(y, product(x, weight), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(leaves[0].grad, product(grad, rounded(weight).T), rtol=1e-5, atol=1e-5)
@@ -5181,7 +5181,7 @@ def test_fp8_gradient_is_near_the_exact_one(qwen, kind):
     exact = gradients()
     for layer in model.quantized_layers():
         del layer.forward
-    with jetrl.fp8(model, False):
+    with fp8_layers.fp8(model, False):
         plain = gradients()
     assert ours.keys() == exact.keys() and all(layer.fp8 for layer in model.quantized_layers())
     joined = [torch.cat([g.flatten() for g in gradient.values()]) for gradient in (ours, exact, plain)]
@@ -5235,7 +5235,7 @@ def test_jetrl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, options):
 
     def spy_decoding(model, *args, **kwargs):
         rollout = generate(model, *args, **kwargs)
-        decoding.append(isinstance(model.blocks[0].mlp.down.weight, jetrl.CodedWeight))
+        decoding.append(isinstance(model.blocks[0].mlp.down.weight, fp8_layers.CodedWeight))
         return rollout
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--eval-questions", 1, "--skip-eval-before", "--save-every", 1,
                "--sigma-start", 0, "--sigma-end", 0, "--method", *options)

@@ -44,6 +44,7 @@ import torch
 
 import qerl
 from harness.batches import Batch
+from harness.eight_bit import eight_bit, quantize_rows, require_fp8_products
 from harness.full_weights import train_all_weights
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from methods import Method, flashrl
@@ -92,7 +93,9 @@ class Neighbour(Method):
                             "or --method qurl:acr")
         if not self.settings.tis:
             raise UserError(f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
-        flashrl.check_gpu(f"qurl:{self.variant}", self.settings)
+        if self.format == "fp8":
+            remedy = f"use --method qurl:{self.variant.replace('fp8', 'int8')}"
+            require_fp8_products(self.settings.device, f"qurl:{self.variant}", remedy)
 
     def prepare(self, model, folder, questions, tokenizer):
         if self.update_aware:
@@ -100,7 +103,7 @@ class Neighbour(Method):
 
     @contextlib.contextmanager
     def noise(self, model, sigma, generator):
-        rollout = flashrl.eight_bit(model, self.format) if self.format else contextlib.nullcontext()
+        rollout = eight_bit(model, self.format) if self.format else contextlib.nullcontext()
         with super().noise(model, sigma, generator), rollout:
             yield
 
@@ -142,7 +145,7 @@ def codes_of(model):
     """The INT8 codes of all weights that read a norm, in a line, and their relative error."""
     weights = [b.attention.qkv.master.detach() for b in model.blocks]
     weights += [b.mlp.gate_up.master.detach() for b in model.blocks]
-    parts = [flashrl.quantize_rows(weight, "int8") for weight in weights]
+    parts = [quantize_rows(weight, "int8") for weight in weights]
     errors = [(codes * scale - w).norm() for w, (codes, scale) in zip(weights, parts)]
     error = torch.stack(errors).norm() / torch.stack([w.norm() for w in weights]).norm()
     return torch.cat([codes.flatten() for codes, _ in parts]), error
