@@ -11,8 +11,9 @@ runs.jsonl and the metrics beside it; flags that are not named here go to train_
 from statistics import fmean as mean
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
+from harness.run_folder import read_jsonl
 from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
+from harness.study import write_lines
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -120,20 +121,15 @@ def plot_curves(runs, plt):
     return figure
 
 
-def make_tables(out):
-    """tables.md and curves.png from runs.jsonl and the metrics beside it."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
+def make_tables(out, rows):
+    """tables.md and curves.png from the rows of runs.jsonl and the metrics beside it."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
              "Differences at equal learning rates, by seed (with what is named minus without):",
              "", *paired_table(rows)]
-    atomic_write(f"{out}/tables.md", "\n".join(lines) + "\n")
     runs = [(row, read_jsonl(f"{out}/{row['name']}.metrics.jsonl")) for row in rows]
     save_figure(f"{out}/curves.png", plot_curves, runs)
-    print("\n".join(lines))
+    write_lines(f"{out}/tables.md", lines)
 
 
 def main(argv):

@@ -11,8 +11,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
-from harness.study import NO_NOISE, arguments, conduct, with_error
+from harness.study import NO_NOISE, arguments, conduct, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -103,17 +102,12 @@ def plot_accuracy(rows, plt):
     return figure
 
 
-def make_table(out):
-    """table.md and accuracy.png from runs.jsonl."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
+def make_table(out, rows):
+    """table.md and accuracy.png from the rows of runs.jsonl."""
     lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
              "seeds, in percent.", "", *table(rows)]
-    atomic_write(f"{out}/table.md", "\n".join(lines) + "\n")
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
-    print("\n".join(lines))
+    write_lines(f"{out}/table.md", lines)
 
 
 def main(argv):
