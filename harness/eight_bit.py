@@ -14,7 +14,6 @@ from torch import nn
 import fp4_kernels
 import qerl
 from harness.full_weights import TrainedLinear
-from qerl import UserError
 
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
 

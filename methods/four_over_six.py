@@ -73,8 +73,8 @@ def main():
     for quantize in (qerl.quantize_nvfp4, quantize_four_over_six):
         decoded = qerl.dequantize_nvfp4(*quantize(weight), torch.float32)
         errors.append((decoded - weight).square().mean().item())
-    print(f"Gaussian weights: the mean squared error of rounding is {errors[0]:.5f}, with four over six\n"
-          f"{errors[1]:.5f}, {1 - errors[1] / errors[0]:.1%} less.\n")
+    print(f"Gaussian weights: the mean squared error of rounding is {errors[0]:.5f}, with four over\n"
+          f"six {errors[1]:.5f}, {1 - errors[1] / errors[0]:.1%} less.\n")
     show_quantizers()
 
 

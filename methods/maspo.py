@@ -79,8 +79,8 @@ def main():
             likely, unlikely = maspo_weights(ratios, old_logprobs, torch.tensor([[advantage]]))[0]
             shown += f" {likely:7.2f} {unlikely:8.2f} {int(not clipped):9}   "
         print(shown.rstrip())
-    print("\nWhat leads away from pi_old fades instead of being dropped, and the farther it has led the\n"
-          "more; a token of 1 % fades later than one of 90 %. What leads back always counts in full.")
+    print("\nWhat leads away from pi_old fades instead of being dropped, the more the farther it has\n"
+          "led; a token of 1 % fades later than one of 90 %. What leads back counts in full.")
 
 
 if __name__ == "__main__":

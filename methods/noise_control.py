@@ -1,7 +1,7 @@
 """AQN steered by what it does, where QeRL's is scheduled.
 
     python -m methods.noise_control                    the demonstration, on a CPU
-    python train_gsm8k.py --method noise_control:divergence | noise_control:plappert | noise_control:entropy
+    python train_gsm8k.py --method noise_control       or noise_control:plappert, noise_control:entropy
 
 The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes:
 how far the same sigma moves a policy depends on the model, its layers and the time.
@@ -27,13 +27,9 @@ When would you use it? `divergence` where no good sigma is known: for a new mode
 of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small. The
 others are for ablations.
 """
-import contextlib
 import math
 import types
 
-import torch
-
-import qerl
 from harness.checks import require_noise
 from harness.demonstration import k3_of, sample_step, small_policy
 from methods import Method

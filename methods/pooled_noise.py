@@ -91,7 +91,7 @@ class Neighbour(Method):
 def main():
     model, text, prompts = small_policy(12)
     settings = types.SimpleNamespace(micro_tokens=16384)
-    print("1. What pooling averages: how far each of 16 draws moves the small policy, and four of them\n"
+    print("1. What pooling averages: how far each of 16 draws moves the small policy, and four draws\n"
           "together; K3 = mean(e^l - 1 - l) in nats a token.\n\n"
           "             one draw           four draws\n"
           "  sigma    least     most     least     most")

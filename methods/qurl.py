@@ -41,12 +41,14 @@ import copy
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import qerl
 from harness.batches import Batch
 from harness.eight_bit import eight_bit, quantize_rows, require_fp8_products
 from harness.full_weights import train_all_weights
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from harness.worked import answer_logits, rows_of, worked_sequences
 from methods import Method, flashrl
 from qerl import UserError
 
@@ -152,15 +154,11 @@ def codes_of(model):
 
 
 def one_step(model, lr):
-    """One step of Adam towards 16 worked answers."""
-    text = ByteText()
-    problems = made_up_problems()[0][:16]
-    prompts = [text.prompt(p["question"]) for p in problems]
-    answers = [text.worked_answer(p["answer"]) for p in problems]
-    length = torch.tensor([len(answer) for answer in answers])
-    tokens = torch.tensor([answer + [0] * (max(length) - len(answer)) for answer in answers])
+    """One step of Adam towards some 16 worked answers."""
+    questions, _ = made_up_problems()
+    rows = rows_of(worked_sequences(questions, ByteText(), tokens=1600), "cpu")
     optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
-    (-qerl.token_logprobs(model, prompts, tokens, length).mean()).backward()
+    F.cross_entropy(*answer_logits(model, rows)).backward()
     optimizer.step()
 
 

@@ -78,8 +78,8 @@ class Neighbour(Method):
 def main():
     model, text, prompts = small_policy(12)
     settings = types.SimpleNamespace(micro_tokens=16384)
-    print("sigma = 0.1 elsewhere and of other distributions, K3 = mean(e^l - 1 - l) over four draws. The\n"
-          "spread between draws is what a step with one draw is exposed to (methods/pooled_noise.py).\n\n"
+    print("sigma = 0.1 elsewhere and of other distributions, K3 = mean(e^l - 1 - l) over four draws.\n"
+          "The spread between draws is what a step with one draw is exposed to: see pooled_noise.py.\n\n"
           "  noise          mean     least      most")
     _, clean = sample_step(Neighbour(settings), model, text, prompts)
     for variant in (None, *PLACES, *UNIT_VARIANCE):
@@ -92,8 +92,8 @@ def main():
             found.append(qerl.mismatch(noisy, clean.old_logprobs, clean.mask)[0])
         mean = sum(found) / len(found)
         print(f"  {variant or 'all norms':10} {mean:8.5f}  {min(found):8.5f}  {max(found):8.5f}")
-    print("\nNoise in the first third of the blocks does about what noise in all of them does, in the last\n"
-          "third next to nothing. Other tails change little beside the spread of the draws.")
+    print("\nNoise in the first third of the blocks does about what noise in all of them does, in the\n"
+          "last third next to nothing. Other tails change little beside the spread of the draws.")
 
 
 if __name__ == "__main__":
