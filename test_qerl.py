@@ -5395,3 +5395,29 @@ def test_a_line_written_by_hand_is_no_step(finished, tmp_path, monkeypatch, caps
     run_main(monkeypatch, *options)
     assert "lacks 1 of the 2 steps" in capsys.readouterr().err and (out / "report.html").exists()
     assert read_jsonl(out / "metrics.jsonl") == [whole] and read_jsonl(out / "samples.jsonl") == samples
+
+
+def test_fp8_with_an_exact_backward_rounds_the_forward_pass_alone(qwen):
+    """Its gradients are those of float32 products of the rounded operands; afterwards all is as before."""
+    model = all_trained(qwen[0])
+    fp8_neighbour("unified", model)
+    layer = model.quantized_layers()[0]
+    x = torch.randn(5, layer.master.shape[1], requires_grad=True)
+    with fp8_layers.exact_backward(model):
+        y = layer(x)
+    assert "forward" not in vars(layer)
+    torch.testing.assert_close(y, layer(x))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    weight = fp8_blocks.quantize(layer.master.detach(), fp8_blocks.SQUARE).dequantize()
+    torch.testing.assert_close(x.grad, grad @ weight)
+    torch.testing.assert_close(layer.master.grad, grad.T @ fp8_blocks.quantize(x.detach(), fp8_blocks.ROW).dequantize())
+
+
+@pytest.mark.parametrize("name", methods.names()[1:])
+def test_a_neighbour_opens_with_what_a_student_needs(name):
+    """The problem, a formula, what differs from QeRL, a result and when to use it; and it is a demonstration by itself."""
+    module = importlib.import_module(f"methods.{name}")
+    words = module.__doc__.lower()
+    assert all(part in words for part in ("problem", "formula", "what differs from qerl", "when would you use it?", "ours"))
+    assert callable(module.main) and issubclass(module.Neighbour, methods.Method)

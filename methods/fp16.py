@@ -17,11 +17,11 @@ Rounding errors are 8 times smaller in float16 and, as a KL grows with their squ
     K3 = mean(e^l - 1 - l),   l = log pi_old - log pi_rollout of a sampled token
 
 is to be expected 64 times smaller (our inference, from the number formats). The price is the range:
-a gradient below 6e-8 becomes 0. So the loss is multiplied by a scale S, backward computes S times
-the gradient, and before clipping it is divided by S again, in float32. S begins at 65536; where a
-gradient overflows, that optimiser step is left out and S halved, and after 400 steps without
-overflow it is doubled (torch.amp.GradScaler; 400 instead of PyTorch's 2000, and unscaling before
-clipping, are the paper's by a secondary note).
+a gradient below 6e-8 becomes 0. The formula against it is S⁻¹ ∇(S loss): the loss is multiplied by
+a scale S, backward computes S times the gradient, and before clipping it is divided by S again, in
+float32. S begins at 65536; where a gradient overflows, that optimiser step is left out and S
+halved, and after 400 steps without overflow it is doubled (torch.amp.GradScaler; 400 instead of
+PyTorch's 2000, and unscaling before clipping, are the paper's by a secondary note).
 
 What differs from QeRL: the dtype of activations and the growth interval of S, nothing else. LoRA
 stays in float32. On a GPU the 4-bit kernels compute in bfloat16 alone: in float16 each 4-bit layer

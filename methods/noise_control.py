@@ -6,8 +6,8 @@
 The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes:
 how far the same sigma moves a policy depends on the model, its layers and the time.
 
-Marks: [P] a paper or its code was read, [I] our inference. mu is the noisy policy that sampled,
-pi_old the same without noise, l = log pi_old - log mu of a sampled token.
+The formulas. Marks: [P] a paper or its code was read, [I] our inference. mu is the noisy policy
+that sampled, pi_old the same without noise, l = log pi_old - log mu of a sampled token.
 
     divergence  K = EMA(mean(e^l - 1 - l)) - K_0, where K_0 was measured at sigma 0 (rounding);
                 sigma <- sigma * clip(sqrt(delta / K), 0.8, 1.25), as K grows with sigma^2       [I]
