@@ -42,8 +42,8 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
-from harness import demonstration, entropy, fp8_blocks, keeper, memory, packed_folder, questions
-from harness import report, run_folder, small_policy, study, worked
+from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
+from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -57,7 +57,7 @@ from harness.questions import read_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, exploration, flashrl, jetrl, qat, qurl, rilq
+from methods import awq, deep_grpo, flashrl, four_over_six, gptq, jetrl, maspo, qat, qurl, rilq
 from methods import rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -2009,9 +2009,16 @@ def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypa
     assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
 
+def logged_steps(*numbers):
+    """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
+    figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
+    return [{"step": number, **figures, "completions": []} for number in numbers]
+
+
 def test_a_log_line_nested_too_deeply_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 1}, {"step": 2}]
+    first, second = logged_steps(1, 2)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(first) + "\n" + "[" * 100_000 + "\n" + json.dumps(second) + "\n")
+    assert read_log(str(tmp_path), 2) == [first, second]
 
 
 def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, capsys):
@@ -2022,8 +2029,9 @@ def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, ca
     adapter = "adapter/adapter_model.safetensors"
     assert (out / adapter).read_bytes() == (finished[1] / adapter).read_bytes() and (out / "report.html").exists()
     assert read_log(str(out), 2) == []
-    write_jsonl(out / "metrics.jsonl", [{"step": 1}, {"step": 2}, {"step": 3}, 4, {}])
-    assert read_log(str(out), 2) == [{"step": 1}, {"step": 2}] == read_jsonl(out / "metrics.jsonl")
+    steps = logged_steps(1, 2, 3)
+    write_jsonl(out / "metrics.jsonl", [*steps, 4, {}])
+    assert read_log(str(out), 2) == steps[:2] == read_jsonl(out / "metrics.jsonl")
 
 
 def broken_model(folder, path, config=None, tokenizer=None, generation=None):
@@ -2565,9 +2573,10 @@ def test_numbers_beyond_float32_are_refused(qwen, data, tmp_path, monkeypatch, c
 
 
 def test_a_torn_line_costs_no_other(tmp_path, capsys):
+    lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
     for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_text('torn{\n{"step": 2}\n{"step": "a"}\n{"step": null}\n{"step": 3}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 2}] == read_jsonl(tmp_path / "samples.jsonl")
+        (tmp_path / name).write_text("\n".join(["torn{", *lines, ""]))
+    assert read_log(str(tmp_path), 2) == logged_steps(2) == read_jsonl(tmp_path / "samples.jsonl")
     assert "lacks 1 of the 2 steps" in capsys.readouterr().err
 
 
@@ -2960,7 +2969,7 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     (tmp_path / "metrics").mkdir()
     for row in rows:
         write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", [{"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}] * 3)
-    claims.make_tables(str(tmp_path))
+    claims.make_tables(str(tmp_path), rows)
     for picture in ("curves.png", "rates.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
@@ -3998,7 +4007,7 @@ def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
     from compressed_tensors.quantization.utils import calculate_qparams
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
-    codes, scale = flashrl.quantize_rows(weight, format)
+    codes, scale = eight_bit.quantize_rows(weight, format)
     scheme, compressor = compressed_tensors_scheme(format)
     state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     assert codes.dtype == state["weight"].dtype and torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
@@ -4016,13 +4025,13 @@ def test_eight_bit_product_equals_the_librarys_operands(format):
     layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64), lora_rank=4, lora_alpha=8)
     layer.lora_B.data.normal_()
     x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
-    quantised = flashrl.EightBitLinear(layer, format)
-    merged = flashrl.current_weight(layer)
+    quantised = eight_bit.EightBitLinear(layer, format)
+    merged = eight_bit.current_weight(layer)
     torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
     scheme, _ = compressed_tensors_scheme(format)
     rows, none = x.flatten(0, 1), torch.zeros(1)
-    w = fake_quantize(merged, flashrl.quantize_rows(merged, format)[1], none, scheme.weights)
-    z = fake_quantize(rows, flashrl.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    w = fake_quantize(merged, eight_bit.quantize_rows(merged, format)[1], none, scheme.weights)
+    z = fake_quantize(rows, eight_bit.quantize_rows(rows, format)[1], none, scheme.input_activations)
     expected = F.linear(z, w, layer.bias)
     torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4, atol=1e-4)
@@ -4035,10 +4044,10 @@ def test_int8_product_is_exact():
     torch.manual_seed(0)
     x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
     x[0], w[0] = 127, 127
-    ours = flashrl.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
+    ours = eight_bit.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
     assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
     x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
-    torch.testing.assert_close(flashrl.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
+    torch.testing.assert_close(eight_bit.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -4047,7 +4056,7 @@ def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, fo
     model = with_lora(qwen[0], weights="bf16")
     before = {name: p.clone() for name, p in model.named_parameters()}
     prompts = [p for p in PROMPTS for _ in range(2)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
@@ -4068,7 +4077,7 @@ def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tm
 
     def spy(model, *args, **kwargs):
         layer = model.blocks[0].mlp.down
-        if isinstance(layer, flashrl.EightBitLinear):
+        if isinstance(layer, eight_bit.EightBitLinear):
             rollouts.append(layer.codes.clone())
         return generate(model, *args, **kwargs)
 
@@ -4136,11 +4145,11 @@ def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
         moved = []
         for layers in zip(model.quantized_layers(), scaled.quantized_layers()):
             masters = [layer.master for layer in layers]
-            before = [flashrl.quantize_rows(master, "int8")[0] for master in masters]
+            before = [eight_bit.quantize_rows(master, "int8")[0] for master in masters]
             assert (before[0] != before[1]).float().mean() < 1e-4                        # a tie may tip
             for master in masters:
                 master += 2e-4 * torch.sign(torch.sin(torch.arange(master.numel()))).view_as(master)
-            moved.append([(flashrl.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
+            moved.append([(eight_bit.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
         for layer, (plain, by_uaq) in zip(model.quantized_layers(), moved):
             reads_a_norm = len(layer.names) > 1
             assert by_uaq / plain == pytest.approx(1.5 if reads_a_norm else 1, rel=0.1)
@@ -4180,21 +4189,21 @@ def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
 def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
     """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
     torch.manual_seed(0)
-    weight, scale = flashrl.quantize_rows(torch.randn(96, 256), format)
+    weight, scale = eight_bit.quantize_rows(torch.randn(96, 256), format)
     for n in (1, 17, 300):
-        x, x_scale = flashrl.quantize_rows(torch.randn(n, 256), format)
-        ours = flashrl.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
-        assert relative(ours, flashrl.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
+        x, x_scale = eight_bit.quantize_rows(torch.randn(n, 256), format)
+        ours = eight_bit.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
+        assert relative(ours, eight_bit.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, prompts, 40, 2, slots=70)
         with torch.no_grad():
             logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05               # what bfloat16 adds otherwise FP8 rounds otherwise
 
 
-# ------------------------------------------------------------------- neighbours: noise control, float16, exploration
+# ------------------------------------------------------------------- neighbours: noise_control, pooled_noise, shaped_noise, fp16, deep_grpo, maspo
 
 def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
@@ -4256,7 +4265,7 @@ def test_noise_control_by_plappert_and_by_entropy(qwen):
 
 
 @pytest.mark.parametrize("variant,noisy", [
-    ("divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
+    ("noise_control:divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
     ("mlp", ["0.post", "1.post"]), ("first", ["0.input", "0.post"]), ("last", ["1.input", "1.post"]),
 ])
 def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
@@ -4266,7 +4275,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
              for m in model.modules() if isinstance(m, qerl.RMSNorm)}
     with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
         expected = {name: norm.noisy_weight for name, norm in norms.items()}
-    with small_neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
+    with small_neighbour(variant if ":" in variant else f"shaped_noise:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
         assert sorted(name for name, norm in norms.items() if norm.noisy_weight is not None) == noisy
         assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
     assert all(norm.noisy_weight is None for norm in norms.values())
@@ -4279,7 +4288,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
 def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
     """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the distribution's formula."""
     model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
-    method, drawn = small_neighbour(f"noise_control:{variant}"), []
+    method, drawn = small_neighbour(f"shaped_noise:{variant}"), []
     for _ in range(100):
         with method.noise(model, 0.01, rng):
             drawn += [(m.noisy_weight - m.weight.detach()) / 0.01 for m in model.modules() if isinstance(m, qerl.RMSNorm)]
@@ -4294,7 +4303,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
     """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it has the same log-probabilities."""
     model = with_lora(qwen[0])
     prompts, sampling, noise = [[5, 6, 7], [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     with method.noise(model, 0.3, noise):
         rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
     repeated, agrees = [p for p in prompts for _ in range(8)], []
@@ -4308,7 +4317,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
 
 def test_noise_control_drops_completions_far_from_the_policy():
     """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as in its gradient."""
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
     batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(), [1.0, 1.0, -1.0, -2.0])
     batch.weights = torch.full((4, 2), 1 / 8)
@@ -4341,22 +4350,22 @@ def resumes_bit_for_bit(monkeypatch, tmp_path, options):
     return whole
 
 
-@pytest.mark.parametrize("variant", ["divergence", "entropy", "pooled"])
-def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, variant):
+@pytest.mark.parametrize("name", ["noise_control:divergence", "noise_control:entropy", "pooled_noise", "shaped_noise:mlp"])
+def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, name):
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", f"noise_control:{variant}", "--group", 4,
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", name, "--group", 4,
                "--skip-eval-before", "--eval-questions", 1)
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, options)
     sigmas = [m["sigma"] for m in metrics]
     scheduled = [qerl.noise_sigma(step, 5) for step in range(5)]
     assert sigmas[0] == 0 and all(m["gradient_norm"] > 0 for m in metrics)
-    if variant in ("divergence", "entropy"):        # random weights: little divergence, much entropy
-        factor = 1.25 if variant == "divergence" else 0.6
+    if name.startswith("noise_control"):            # random weights: little divergence, much entropy
+        factor = 1.25 if name.endswith("divergence") else 0.6
         assert sigmas[1:3] == pytest.approx([0.01, 0.01 * factor])
     else:
         assert sigmas == scheduled
     assert metrics[0]["mismatch_kl"] < 1e-9 and all(m["mismatch_kl"] > 1e-8 for m in metrics if m["sigma"] > 1e-3)
-    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if variant == "pooled" else "kept_fraction" not in metrics[0]
+    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if name == "pooled_noise" else "kept_fraction" not in metrics[0]
 
 
 def test_fp16_rounds_more_finely_than_bfloat16(qwen):
@@ -4411,20 +4420,20 @@ def test_pivots_are_drawn_by_success_and_depth():
     rng = random.Random(0)
     rare = [(rng.random(), int(i % 400 == 0)) for i in range(2000)]
     for outcomes in (deep_fails, rare, [(r, 1 - y) for r, y in rare]):
-        assert exploration.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
+        assert branches.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
     many = [outcome for outcome in deep_fails for _ in range(100)]                       # the penalty is negligible: the frequencies
-    a, b = exploration.fit_success(many)
+    a, b = branches.fit_success(many)
     assert [1 / (1 + math.exp(-a - b * r)) for r in (0.25, 0.75)] == pytest.approx([0.75, 0.25], abs=3e-3)
     for too_little in ([], [(0.5, 0), (0.5, 1)] * 5, [(0.5, 1)] * 50):
-        assert exploration.fit_success(too_little) == (0, 0)
-    r, utility = exploration.pivot_utility(3, (a, b))
+        assert branches.fit_success(too_little) == (0, 0)
+    r, utility = deep_grpo.pivot_utility(3, (a, b))
     assert r.tolist() == [0.25, 0.5, 0.75]
     assert (utility / utility.sum()).tolist() == pytest.approx(np.array([0.75 / 16, 0.5 / 4, 0.25 * 9 / 16]) / 0.3125, abs=3e-3)
 
 
 def test_branches_join_the_samples_behind_their_question(qwen):
     """Two questions of two completions, three of them failed, two with pivots: what is asked, rewarded, remembered and weighed."""
-    method = small_neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    method = small_neighbour("deep_grpo", ["--max-new-tokens", 12, "--group", 2])
     text = ByteText()
     method.prepare(None, None, None, text)
     model = qerl.load_model(qwen[0])
@@ -4471,10 +4480,10 @@ def test_branches_join_the_samples_behind_their_question(qwen):
 def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
     """Any letter ends a sentence here, so that an untrained model's completions have pivots; every third branch is right."""
     monkeypatch.setattr(branches, "SENTENCE_END", re.compile(r"(?s)."))
-    monkeypatch.setattr(exploration, "REMEMBERED", 7)
+    monkeypatch.setattr(deep_grpo, "REMEMBERED", 7)
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (float(sum(map(ord, text)) % 7), float(sum(map(ord, text)) % 3 == 0)))
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, ("--model", qwen[0], "--data", data, *QUICK, "--method",
-                                                          "exploration:deep_grpo", "--skip-eval-before", "--eval-questions", 1))
+                                                          "deep_grpo", "--skip-eval-before", "--eval-questions", 1))
     assert all(0 <= m["branches"] <= 4 and m["gradient_norm"] > 0 for m in metrics) and sum(m["branches"] for m in metrics) > 7
     state, _ = read_checkpoint(str(tmp_path / "whole"), {}, must_agree=["none"])
     outcomes = state["method"]["outcomes"]
@@ -4486,7 +4495,7 @@ def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
 def test_maspo_weights_by_hand():
     """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1; else 1."""
     def w(ratio, probability, advantage):
-        return exploration.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
+        return maspo.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
     assert w(1.5, 1.0, 1.0) == pytest.approx(math.exp(-0.25 / (2 * 1.03 ** 2)))
     assert w(0.5, 1.0, -1.0) == pytest.approx(math.exp(-0.25 * 1.03 ** 2 / 2))
     assert w(3.0, 0.01, 2.0) == pytest.approx(math.exp(-4 / (2 * (0.01 ** -0.3 * 1.06) ** 2)))
@@ -4497,7 +4506,7 @@ def test_maspo_weights_by_hand():
 
 def test_maspo_loss_is_weighted_and_detached():
     """Its gradient is -w rho A, KL apart, which is Eq. 3's own; before any update it is GRPO's."""
-    method = small_neighbour("exploration:maspo", ["--beta", 0.1])
+    method = small_neighbour("maspo", ["--beta", 0.1])
     torch.manual_seed(0)
     old, ref = -torch.rand(4, 3) - 0.1, -torch.rand(4, 3)
     batch = Batch([[1]] * 4, None, None, None, torch.tensor([1.0, -1.0, 2.0, 0.0]), None, old, ref, torch.rand(4, 3))
@@ -4506,7 +4515,7 @@ def test_maspo_loss_is_weighted_and_detached():
     loss.backward()
     x = ref - logprobs.detach()
     A, ratio = batch.advantages[:, None], (logprobs.detach() - old).exp()
-    w = exploration.maspo_weights(ratio, old, A)
+    w = maspo.maspo_weights(ratio, old, A)
     assert (w < 0.99).any()
     torch.testing.assert_close(logprobs.grad, batch.weights * (0.1 * (1 - x.exp()) - w * ratio * A))
     assert kl.item() == pytest.approx((batch.weights * (x.exp() - 1 - x)).sum().item())
@@ -4523,13 +4532,13 @@ def test_maspo_loss_is_weighted_and_detached():
 
 def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
     scored_by_letters(monkeypatch)
-    weights, seen = exploration.maspo_weights, []
+    weights, seen = maspo.maspo_weights, []
 
     def recorded(*args):
         seen.append(weights(*args))
         return seen[-1]
-    monkeypatch.setattr(exploration, "maspo_weights", recorded)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "exploration:maspo", "--updates", 2, "--steps", 2,
+    monkeypatch.setattr(maspo, "maspo_weights", recorded)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "maspo", "--updates", 2, "--steps", 2,
              "--lr", 0.03, "--warm-up", 0, "--skip-eval-before", "--eval-questions", 1, "--out", tmp_path / "run")
     metrics = without_times(tmp_path / "run" / "metrics.jsonl")
     assert len(seen) == 4 and all(m["gradient_norm"] > 0 for m in metrics) and "branches" not in metrics[0]
@@ -4537,19 +4546,19 @@ def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
-    (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
-    (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
+    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "--method noise_control: there is no noise"),
+    (["--method", "pooled_noise", "--group", 6], "use a --group divisible by 4"),
+    (["--method", "pooled_noise", "--tis", 2], "use --tis 0"),
     (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
-    (["--method", "exploration:maspo", "--updates", 1], "exploration:maspo: with one update a rollout the ratio is 1"),
-    (["--method", "exploration:maspo", "--tis", 2], "use --tis 0"),
+    (["--method", "maspo", "--updates", 1], "maspo: with one update a rollout the ratio is 1"),
+    (["--method", "maspo", "--tis", 2], "use --tis 0"),
     (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")
 
 
-# --------------------------------------------------------------------- methods/: better_codes, rilq and qat
+# --------------------------------------------------------------------- methods/: four_over_six, awq, gptq, rilq and qat
 
 def calibrated(weights_seed=0, tokens=1000, out_features=48, in_features=128):
     """(weight, inputs x, gram): inputs that are correlated and of which some channels are large."""
@@ -4578,7 +4587,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
     """Each block by exhaustive search, number by number."""
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()[:6]
-    parts = better_codes.quantize_four_over_six(weight)
+    parts = four_over_six.quantize_four_over_six(weight)
     ours = qerl.dequantize_nvfp4(*parts, torch.float32)
     torch.testing.assert_close(packed_values(parts), ours, rtol=1e-2, atol=0)
     alpha = weight.abs().max().double() / 1536
@@ -4597,7 +4606,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 def test_four_over_six_lowers_the_error_of_gaussian_weights_as_published():
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
     rounding, better = (relative(qerl.dequantize_nvfp4(*quantize(weight), torch.float32), weight) ** 2
-                        for quantize in (qerl.quantize_nvfp4, better_codes.quantize_four_over_six))
+                        for quantize in (qerl.quantize_nvfp4, four_over_six.quantize_four_over_six))
     assert 1 - better / rounding == pytest.approx(0.166, abs=0.005)
 
 
@@ -4622,7 +4631,7 @@ def textbook_gptq(weight, gram, damping=0.01):
 @pytest.mark.parametrize("group", [1, 48, 128])
 def test_gptq_equals_the_textbook(group):
     weight, x, gram = calibrated()
-    parts = better_codes.quantize_gptq(weight, gram, group=group)
+    parts = gptq.quantize_gptq(weight, gram, group=group)
     expected = textbook_gptq(weight, gram).float()
     agree = torch.isclose(packed_values(parts), expected, rtol=1e-2, atol=1e-6)
     assert agree.float().mean() > 0.99                             # float32 decides a near tie otherwise
@@ -4634,7 +4643,7 @@ def test_gptq_equals_the_textbook(group):
 def test_gptq_of_uncorrelated_inputs_is_rounding():
     weight, _, _ = calibrated()
     for gram in (torch.eye(128), torch.zeros(128, 128)):
-        ours, rounding = better_codes.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
+        ours, rounding = gptq.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
         assert torch.equal(qerl.dequantize_nvfp4(*ours, torch.float32), qerl.dequantize_nvfp4(*rounding, torch.float32))
         assert torch.equal(ours[1].view(torch.uint8), rounding[1].view(torch.uint8)) and torch.equal(ours[2], rounding[2])
 
@@ -4662,7 +4671,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
         errors.append((relative(x.double() / s @ decoded.T.double(), x.double() @ weight.T.double()), s))
     best = min(errors, key=lambda e: e[0])
     assert best[0] < 0.9 * errors[0][0]
-    torch.testing.assert_close(better_codes.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(awq.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -4677,7 +4686,7 @@ def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
     for block in model.blocks:
         layers = [block.attention.qkv, block.mlp.gate_up, block.mlp.down] + [block.attention.o] * (kv_heads == 4)
         scales = {layer: torch.rand(layer.weight.dequantize(torch.float32).shape[1]) + 0.5 for layer in layers}
-        folded = better_codes.fold(block, scales)
+        folded = awq.fold(block, scales)
         changed = [name for name, tensor in folded.items() if not torch.equal(tensor, tensors[name])]
         assert any("o_proj" in name for name in changed) == (kv_heads == 4) and any("norm" in name for name in changed)
         tensors.update(folded)
@@ -4694,13 +4703,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("quantizer", better_codes.QUANTIZERS)
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
 def test_quantised_folder_is_one_of_compressed_tensors(qwen, data, cache, quantizer):
     """transformers, with the library, loads it and computes our logits; what was calibrated is nearer to the 16-bit model."""
     folder, theirs = qwen
     questions = read_questions(data, "train*.jsonl")[:20]
     text = train_gsm8k.ChatText(folder, "")
-    path = better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     ours = qerl.load_model(path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
@@ -4724,7 +4733,7 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     loaded = []
     load_model = qerl.load_model
     monkeypatch.setattr(qerl, "load_model", lambda folder, *rest, **options: loaded.append(folder) or load_model(folder, *rest, **options))
-    run_main(monkeypatch, *options, "--method", "better_codes:gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
+    run_main(monkeypatch, *options, "--method", "gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
     assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
@@ -4734,13 +4743,13 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
 
 @pytest.mark.parametrize("options,message", [
     (["--quantizer", "gptq", "--weights", "nf4"], "--quantizer gptq: chooses codes of NVFP4; use --weights nvfp4"),
-    (["--method", "better_codes", "--quantizer", "awq"], "use --quantizer awq alone"),
-    (["--method", "better_codes:awq", "--weights", "bf16"], "use --weights nvfp4"),
-    (["--method", "better_codes:int3"], "choose better_codes:four-over-six, better_codes:awq, better_codes:gptq"),
+    (["--method", "gptq", "--quantizer", "awq"], "use --quantizer awq alone"),
+    (["--method", "awq", "--weights", "bf16"], "use --weights nvfp4"),
+    (["--method", "gptq:int3"], "gptq has no variant int3; choose gptq alone"),
     (["--quantizer", "gptq"], "is in 4 bits already"),
 ])
 def test_quantizers_that_make_no_sense_are_refused(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
-    model = better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
+    model = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
     base = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4787,10 +4796,10 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
 
 def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
     """Eckart and Young: what is left of each layer's error are the singular values beyond the rank."""
-    monkeypatch.setitem(qerl.FORMATS, "low", rilq.low_bit_format(2))
+    monkeypatch.setitem(qerl.FORMATS, "low", lora_starts.low_bit_format(2))
     teacher = qerl.load_model(qwen[0], "bf16")
     model = qerl.load_model(qwen[0], "low", 8, lora_alpha=16)
-    rilq.svd_start(model, teacher)
+    lora_starts.svd_start(model, teacher)
     for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
         A = layer.lora_A.split(layer.rank)
         for i, rows in enumerate((exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)).split(layer.sizes)):
@@ -4801,7 +4810,7 @@ def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
 
 @pytest.mark.parametrize("bits,values", [(2, {-3, -1, 1, 3}), (3, {-7, -5, -3, -1, 1, 3, 5, 7})])
 def test_low_bit_format_takes_the_nearest_of_few_values(bits, values):
-    format = rilq.low_bit_format(bits)
+    format = lora_starts.low_bit_format(bits)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
     for block, found in zip(weight.view(-1, 16), decoded.view(-1, 16)):
@@ -4816,10 +4825,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     teacher = qerl.load_model(qwen[0], "bf16")
     torch.manual_seed(0)
     model = qerl.load_model(qwen[0], lora_rank=4)
-    start = rilq.adapter(model)
+    start = lora_starts.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)   # it is NaN at once
     assert len(losses) == 1 + rilq.PATIENCE and not any(loss <= losses[0] for loss in losses[1:])
-    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
+    assert all(torch.equal(start[name], p) for name, p in lora_starts.adapter(model).items())
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] < losses[0] and len(losses) == 3
     held = worked.rows_of(sequences[:2], "cpu")
@@ -4869,7 +4878,7 @@ def test_rilq_starts_lora_and_is_the_reference(qwen, data, tmp_path, monkeypatch
 ])
 def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "rilq", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4879,7 +4888,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     folder = qwen[0]
     text = train_gsm8k.ChatText(folder, "")
     questions = read_questions(data, "train*.jsonl")[:16]
-    start = folder if quantizer == "rtn" else better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    start = folder if quantizer == "rtn" else quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     student, ordinary = qat.fake_quantised(start), qerl.load_model(start)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
@@ -4891,7 +4900,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert qat.answer_loss(student, teacher, rows).item() < before
     (tmp_path / "trained").mkdir()
-    packed_folder.write_packed_folder(folder, qat.packed_model(student), tmp_path / "trained")
+    packed_folder.write_packed_folder(folder, trained_codes.packed_tensors(student), tmp_path / "trained")
     trained = qerl.load_model(str(tmp_path / "trained"))
     with torch.no_grad():
         assert relative(trained(tokens), student(tokens)) < 1e-5 < 1e-3 < relative(trained(tokens), ordinary(tokens))
@@ -4977,7 +4986,7 @@ def test_qat_starts_from_the_quantizers_folder(qwen, data, tmp_path, cache, monk
 ])
 def test_qat_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "qat", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -5068,10 +5077,10 @@ def test_fp8_of_whole_rows_equals_flashrls_product():
     y.backward(grad)
 
     def product(a, b):
-        return flashrl.multiply_codes(*flashrl.quantize_rows(a, "fp8"), *flashrl.quantize_rows(b, "fp8"))
+        return eight_bit.multiply_codes(*eight_bit.quantize_rows(a, "fp8"), *eight_bit.quantize_rows(b, "fp8"))
 
     def rounded(a):
-        codes, scale = flashrl.quantize_rows(a, "fp8")
+        codes, scale = eight_bit.quantize_rows(a, "fp8")
         return codes.float() * scale
     torch.testing.assert_close(y, product(x, weight), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(leaves[0].grad, product(grad, rounded(weight).T), rtol=1e-5, atol=1e-5)
@@ -5154,13 +5163,13 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.SQUARE)):
         with monkeypatch.context() as patch:
             patch.setattr(fp4_kernels, "use_triton", lambda x: False)
-            twin = fp8_blocks.quantize(matrix, block)
+            twin = fp8_blocks.quantize(matrix.cpu(), block)                               # a GPU's PyTorch divides by 448 less exactly
         fused = fp8_blocks.quantize(matrix, block)
-        assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale, twin.scale)
+        assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale.cpu(), twin.scale)
         if not CUDA:
             codes = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, block == fp8_blocks.SQUARE, dtype=torch.float32).codes
             fused = fused._replace(codes=codes.to(torch.float8_e4m3fn))
-        assert torch.equal(fused.codes.view(torch.uint8), twin.codes.view(torch.uint8))
+        assert torch.equal(fused.codes.view(torch.uint8).cpu(), twin.codes.view(torch.uint8))
     whole = fp8_blocks.quantize(x, fp8_blocks.SQUARE).codes
     assert torch.equal(fp8_blocks.transpose_bytes(whole).view(torch.uint8), whole.view(torch.uint8).T)
 
@@ -5246,7 +5255,7 @@ def test_fp8_gradient_is_near_the_exact_one(qwen, kind):
     exact = gradients()
     for layer in model.quantized_layers():
         del layer.forward
-    with jetrl.fp8(model, False):
+    with fp8_layers.fp8(model, False):
         plain = gradients()
     assert ours.keys() == exact.keys() and all(layer.fp8 for layer in model.quantized_layers())
     joined = [torch.cat([g.flatten() for g in gradient.values()]) for gradient in (ours, exact, plain)]
@@ -5300,7 +5309,7 @@ def test_jetrl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, options):
 
     def spy_decoding(model, *args, **kwargs):
         rollout = generate(model, *args, **kwargs)
-        decoding.append(isinstance(model.blocks[0].mlp.down.weight, jetrl.CodedWeight))
+        decoding.append(isinstance(model.blocks[0].mlp.down.weight, fp8_layers.CodedWeight))
         return rollout
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--eval-questions", 1, "--skip-eval-before", "--save-every", 1,
                "--sigma-start", 0, "--sigma-end", 0, "--method", *options)
@@ -5383,6 +5392,109 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())
+
+
+# ------------------------------------------------------------------- odd answers, checkpoints and logs; the methods' parts
+
+ODD_ANSWERS = {
+    **dict.fromkeys(["{-}5", "{-} 5", "\\text{-}5", "$-$ {5}"], -5),
+    **dict.fromkeys(["5i", "5 i", "5i.", "{5}i", "(5)i", "5\\,i", "5\\mathrm{i}"], None),
+    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5"], None),
+    **dict.fromkeys(["5 i think", "5, i.e. five", "5 in", "x >= 5", "5 inches", "notes: 5", "not 3, it is 5", "10 - (5) = 5"], 5),
+}
+
+
+@pytest.mark.parametrize("text,number", ODD_ANSWERS.items())
+def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, number):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}"):
+        assert answered_number(answer) == number
+    if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
+        assert stated_number(f"7, {text}") is None
+
+
+def change(**values):
+    """An edit of a checkpoint's tensors and metadata: other values in its state."""
+    def edit(tensors, metadata):
+        metadata["state"] = json.dumps(json.loads(metadata["state"]) | values)
+    return edit
+
+
+def exchange(start, end, make):
+    """An edit: the first tensor with such a name becomes what make gives for it."""
+    def edit(tensors, metadata):
+        name = min(n for n in tensors if n.startswith(start) and n.endswith(end))
+        tensors[name] = make(tensors[name])
+    return edit
+
+
+@pytest.mark.parametrize("edit,message", [
+    (change(step="2"), "(step cannot be '2')"),
+    (change(step=True), "(step cannot be True)"),
+    (change(drawn=-1), "(drawn cannot be -1)"),
+    (change(seconds=math.nan), "(seconds cannot be nan)"),
+    (change(slots="many"), "(slots cannot be 'many')"),
+    (change(data=7), "(data cannot be 7)"),
+    (change(accuracy_before="half"), "(accuracy_before cannot be 'half')"),
+    (change(scaler=[]), "(scaler cannot be [])"),
+    (change(scaler={"scale": 1}), "checkpoint's scaler is {'scale': 1}"),
+    (change(method={"sigma": 1}), "checkpoint's method is {'sigma': 1}"),
+    (exchange("rng.0", "", lambda t: t[:9]), "tensor rng.0 is no state of a random number generator"),
+    (exchange("rng.1", "", lambda t: t.float()), "tensor rng.1 is no state of a random number generator"),
+    (exchange("rng.1", "", torch.zeros_like), "tensor rng.1 is no state of a random number generator"),
+    (exchange("optimizer.", ".exp_avg", lambda t: t[:1]), "exp_avg is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t.double()), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t - 1), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".step", lambda t: -t), "step is no optimiser's"),
+    (exchange("model.", "", lambda t: t.to(torch.int8)), "not this model's"),
+])
+def test_a_checkpoint_that_was_signed_again_is_one_line(finished, tmp_path, monkeypatch, capsys, edit, message):
+    test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message)
+
+
+def test_a_checkpoint_of_a_steered_noise_is_held_to_its_kinds():
+    fresh = methods.find("noise_control:divergence", train_gsm8k.Settings(device="cpu")).state
+    checkpoint.require_same_kind("method", {"sigma": 0.02, "divergence": 0.1, "rounding": 1e-6}, fresh)
+    for nonsense in ({"sigma": "0.02"}, {"rounding": None}, {"more": 1}):
+        with pytest.raises(qerl.UserError, match="checkpoint's method is"):
+            checkpoint.require_same_kind("method", fresh | nonsense, fresh)
+
+
+def test_a_line_written_by_hand_is_no_step(finished, tmp_path, monkeypatch, capsys):
+    """Neither the curve nor the report stumbles over it, at the end of a run that is resumed."""
+    options, out = copied(finished, tmp_path)
+    (whole,), samples = logged_steps(2), read_jsonl(out / "samples.jsonl")
+    lines = [{"step": 1, "note": "mine"}, {**whole, "reward": "good"}, {**whole, "sigma": None}, whole]
+    write_jsonl(out / "metrics.jsonl", lines)
+    write_jsonl(out / "samples.jsonl", [{"step": 1, "note": "mine"}, *samples])
+    run_main(monkeypatch, *options)
+    assert "lacks 1 of the 2 steps" in capsys.readouterr().err and (out / "report.html").exists()
+    assert read_jsonl(out / "metrics.jsonl") == [whole] and read_jsonl(out / "samples.jsonl") == samples
+
+
+def test_fp8_with_an_exact_backward_rounds_the_forward_pass_alone(qwen):
+    """Its gradients are those of float32 products of the rounded operands; afterwards all is as before."""
+    model = all_trained(qwen[0])
+    fp8_neighbour("unified", model)
+    layer = model.quantized_layers()[0]
+    x = torch.randn(5, layer.master.shape[1], requires_grad=True)
+    with fp8_layers.exact_backward(model):
+        y = layer(x)
+    assert "forward" not in vars(layer)
+    torch.testing.assert_close(y, layer(x))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    weight = fp8_blocks.quantize(layer.master.detach(), fp8_blocks.SQUARE).dequantize()
+    torch.testing.assert_close(x.grad, grad @ weight)
+    torch.testing.assert_close(layer.master.grad, grad.T @ fp8_blocks.quantize(x.detach(), fp8_blocks.ROW).dequantize())
+
+
+@pytest.mark.parametrize("name", methods.names()[1:])
+def test_a_neighbour_opens_with_what_a_student_needs(name):
+    """The problem, a formula, what differs from QeRL, a result and when to use it; and it is a demonstration by itself."""
+    module = importlib.import_module(f"methods.{name}")
+    words = module.__doc__.lower()
+    assert all(part in words for part in ("problem", "formula", "what differs from qerl", "when would you use it?", "ours"))
+    assert callable(module.main) and issubclass(module.Neighbour, methods.Method)
 
 
 # -------------------------------------------------------------- several GPUs
@@ -5767,7 +5879,7 @@ def test_saved_folder_has_the_librarys_bytes_and_logits(tmp_path, monkeypatch, c
     assert not list(tmp_path.glob("*.tmp")) and os.stat(out / files[0]).st_mode & 0o777 == os.stat(out / "config.json").st_mode & 0o777
 
 
-@pytest.mark.parametrize("quantizer", better_codes.QUANTIZERS)
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
 def test_saved_folder_is_what_a_quantizer_trains_on(qwen, data, tmp_path, cache, monkeypatch, quantizer):
     options = ("--model", qwen[0], "--data", data, "--quantizer", quantizer, "--device", "cpu")
     run_main(monkeypatch, *options, "--save-quantized", tmp_path / "out")
@@ -5958,6 +6070,7 @@ def test_the_built_in_policy_is_not_saved(tmp_path, monkeypatch, capsys):
     assert "name it with --model" in refused(monkeypatch, capsys, "--save-quantized", tmp_path / "out")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
     options = ("--model", "m", "--device", "cpu", "--save-quantized", tmp_path / "out")
     assert "start without torchrun" in refused(monkeypatch, capsys, *options)

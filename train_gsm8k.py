@@ -67,7 +67,7 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/better_codes.py",
+    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/awq.py and so on",
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")

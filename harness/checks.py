@@ -65,6 +65,13 @@ def check_saving(settings):
     fits(Ranks().count == 1, "is done by one process; start without torchrun")
 
 
+def require_noise(settings):
+    """Refuse a method that does something with the noise where there is none."""
+    if settings.sigma_start == 0 or settings.stages == 1:
+        raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
+                        "0.01 and --stages 10")
+
+
 def rank_fits(model, rank):
     """Refuse a rank of LoRA above what the smallest layer can have."""
     layers = model.quantized_layers() if rank else []

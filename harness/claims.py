@@ -11,8 +11,9 @@ made from runs.jsonl and the metrics beside it; flags that are not named here go
 from statistics import fmean as mean
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
+from harness.run_folder import read_jsonl
 from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
+from harness.study import write_lines
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -207,25 +208,19 @@ def plot_rates(rows, plt):
     return figure
 
 
-def make_tables(out):
-    """tables.md and curves.png from runs.jsonl and the metrics beside it."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
-    best = best_table(rows)
+def make_tables(out, rows):
+    """tables.md, curves.png and rates.png from the rows of runs.jsonl and the metrics beside it."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
              "Differences by seed (with what is named minus without), at equal learning rates and, where",
              "several were tried, with each arm at its own best:",
              "", *paired_table(rows), "",
-             "Each arm at the learning rate with the highest training accuracy:", "", *best]
-    atomic_write(f"{out}/tables.md", "\n".join(lines) + "\n")
+             "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
     runs = [(row, read_jsonl(f"{out}/metrics/{row['name']}.jsonl")) for row in rows]
     save_figure(f"{out}/curves.png", plot_curves, runs)
     if best_rates(rows):
         save_figure(f"{out}/rates.png", plot_rates, rows)
-    print("\n".join(lines))
+    write_lines(f"{out}/tables.md", lines)
 
 
 def main(argv):

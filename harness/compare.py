@@ -11,8 +11,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
-from harness.study import NO_NOISE, arguments, conduct, with_error
+from harness.study import NO_NOISE, arguments, conduct, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -41,14 +40,14 @@ ROWS = {
     "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
     "rilq": Row(f"{NVFP4}, noise", f"{NVFP4} from RILQ", []),
     "qat:distil": Row("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA", []),
-    "better_codes:four-over-six": Row(f"{NVFP4}, noise", NVFP4, []),
-    "better_codes:awq": Row(f"{NVFP4}, noise", NVFP4, []),
-    "better_codes:gptq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "four_over_six": Row(f"{NVFP4}, noise", NVFP4, []),
+    "awq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "gptq": Row(f"{NVFP4}, noise", NVFP4, []),
     "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
     "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
-    "noise_control:pooled": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
-    "exploration:deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
-    "exploration:maspo": Row(f"{NVFP4}, noise", NVFP4, []),
+    "pooled_noise": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
+    "deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
+    "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
 FLAGS = {
@@ -103,17 +102,12 @@ def plot_accuracy(rows, plt):
     return figure
 
 
-def make_table(out):
-    """table.md and accuracy.png from runs.jsonl."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
+def make_table(out, rows):
+    """table.md and accuracy.png from the rows of runs.jsonl."""
     lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
              "seeds, in percent.", "", *table(rows)]
-    atomic_write(f"{out}/table.md", "\n".join(lines) + "\n")
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
-    print("\n".join(lines))
+    write_lines(f"{out}/table.md", lines)
 
 
 def main(argv):

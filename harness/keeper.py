@@ -4,8 +4,8 @@ import os
 import time
 from dataclasses import asdict
 
-from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checkpoint import weights_checksum
+from harness.checkpoint import fingerprint, read_checkpoint, require_same_kind, restore
+from harness.checkpoint import save_checkpoint, weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
@@ -86,6 +86,8 @@ class Keeper:
                 raise UserError(
                     f"--resume: {self.folder} was started with other questions or answers than the "
                     "data now holds; give the same --data or another --out")
+            require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
+            require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             method.state = self.state["method"]

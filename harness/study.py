@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from harness.flags import Parser, require
-from harness.run_folder import append_jsonl, read_jsonl
+from harness.run_folder import append_jsonl, atomic_write, read_jsonl
 from harness.small_policy import warm_start
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
@@ -201,9 +201,23 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     return args
 
 
+def write_lines(path, lines):
+    """Write a table, and print it."""
+    text = "\n".join(lines)
+    atomic_write(path, text + "\n")
+    print(text)
+
+
 def conduct(flags, args, make_tables):
-    """Run what is missing, unless --tables is given, then make_tables(folder) -> exit status."""
+    """Run what is missing, unless --tables is given -> exit status.
+
+    Then make_tables(folder, rows of its runs.jsonl), if there are any.
+    """
     os.makedirs(f"{args.out}/metrics", exist_ok=True)
     failed = [] if args.tables else run_missing(flags, args)
-    make_tables(args.out)
+    rows = read_jsonl(f"{args.out}/runs.jsonl")
+    if rows:
+        make_tables(args.out, rows)
+    else:
+        print(f"{args.out}/runs.jsonl holds no finished run yet")
     return 1 if failed else 0
