@@ -184,7 +184,9 @@ def plot_curves(runs, plt):
             axis.grid(alpha=0.3)
         column[0].set(title=f"{model}, learning rate {lr:g}")
         column[0].legend(frameon=False, title="arm (seeds)", fontsize=8)
-        column[-1].set(xlabel="step", yscale="log")
+        for axis in column[1:]:
+            axis.set_yscale("log")
+        column[-1].set(xlabel="step")
     return figure
 
 

@@ -11,7 +11,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
-from harness.study import NO_NOISE, arguments, conduct, with_error, write_lines
+from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -57,16 +57,22 @@ FLAGS = {
 
 
 def table(rows):
-    """A line for each model and method: means and standard errors over the seeds."""
+    """A line for each model and method: means and standard errors over the seeds.
+
+    The gain is over QeRL's run of the same seed.
+    """
     lines = ["| model | method | sampled with | trained | memory, GB | seconds a step | mismatch K3 "
-             "| pass@1 before | after | greedy after | seeds |",
-             "|---|---|---|---|---|---|---|---|---|---|---|"]
+             "| pass@1 before | after | gain over qerl, points | greedy after | seeds |",
+             "|---|---|---|---|---|---|---|---|---|---|---|---|"]
     for model in sorted({r["model"] for r in rows}):
         for arm, row in ROWS.items():
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
                 continue
             before = [f"{100 * r['accuracy_before']:.1f}" for r in same if "accuracy_before" in r]
+            qerl = {r["seed"]: r["accuracy_after"] for r in rows
+                    if (r["model"], r["arm"]) == (model, "qerl")}
+            gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
             cells = [
                 row.rollout,
                 row.training,
@@ -75,6 +81,7 @@ def table(rows):
                 f"{mean(r['mismatch_kl'] for r in same):.1e}",
                 before[0] if before else "-",
                 with_error([r["accuracy_after"] for r in same]),
+                with_error(gains) if gains and arm != "qerl" else "-",
                 with_error([r["greedy_after"] for r in same]),
                 str(len(same)),
             ]
@@ -94,7 +101,9 @@ def plot_accuracy(rows, plt):
                 continue
             seconds = mean(r["seconds"] for r in same)
             accuracy = mean(r["accuracy_after"] for r in same)
-            axis.plot(seconds, accuracy, "o", color="tab:green" if arm == "qerl" else "tab:blue")
+            error = standard_error([r["accuracy_after"] for r in same])
+            axis.errorbar(seconds, accuracy, error, marker="o", capsize=3, elinewidth=0.8,
+                          color="tab:green" if arm == "qerl" else "tab:blue")
             axis.annotate(arm, (seconds, accuracy), xytext=(4, 3), textcoords="offset points",
                           fontsize=8)
         axis.set(title=model, xlabel="seconds of a run", ylabel="held-out pass@1 after")
