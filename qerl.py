@@ -675,11 +675,10 @@ class KVCache:
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
-        group = len(slots) // len(k)
         self.reserve(k.shape[2])
-        repeated = torch.stack([k, v]).repeat_interleave(group, 1)
-        for piece, part in zip(self.pieces[layer], repeated.split(CACHE_PIECE, 3)):
-            piece[:, slots, :, :part.shape[3]] = part
+        for_each_slot = torch.stack([k, v])[:, :, None]        # (2, P, 1, kv_heads, T, head_dim)
+        for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
+            piece[:, slots.view(len(k), -1), :, :part.shape[4]] = part
 
     def keep(self, slots):
         """Forget all slots but these, int64 [fewer]; piece by piece, so there is never a second cache."""
