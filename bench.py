@@ -1276,17 +1276,28 @@ def arguments():
                    help="default: a GPU if there is one")
     p.add_argument("--out", default="results", help="folder for the results (default results)")
     args = p.parse_args()
+    check_arguments(args)
+    args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
+    args.ranks = [16, 128] if args.ranks is None else args.ranks
+    return args
+
+
+# The commands that take an option, of those that not all take.
+TAKERS = {
+    "weights": ["rollout", "step", "scaling"],
+    "ranks": ["rollout"],
+    "sizes": ["step"],
+    "repeats": ["step", "scaling"],
+    "processes": ["scaling"],
+    "add": ["scaling"],
+    "long": ["memory"],
+}
+
+
+def check_arguments(args):
+    """Raise the one line of a UserError if they make no sense."""
     check_device(args.device)
-    takers_of = {
-        "weights": ["rollout", "step", "scaling"],
-        "ranks": ["rollout"],
-        "sizes": ["step"],
-        "repeats": ["step", "scaling"],
-        "processes": ["scaling"],
-        "add": ["scaling"],
-        "long": ["memory"],
-    }
-    for option, takers in takers_of.items():
+    for option, takers in TAKERS.items():
         if getattr(args, option) is not None and args.what not in takers:
             known = " and ".join(takers)
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
@@ -1312,9 +1323,6 @@ def arguments():
     for prompts, group in args.sizes or []:
         require(prompts % processes == 0, "sizes", f"{prompts}x{group}",
                 f"{processes} processes cannot share {prompts} prompts")
-    args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
-    args.ranks = [16, 128] if args.ranks is None else args.ranks
-    return args
 
 
 def results_folder(args):
