@@ -2985,8 +2985,8 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in lines[4:]] == arms and "NVFP4 + LoRA, noise" in lines[-1]
     assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG" and "pass@1" in capsys.readouterr().out
-    for flags in (*compare.FLAGS.values(), *claims.FLAGS.values()):                      # every arm's flags go together
-        train_gsm8k.arguments(["--device", "cpu", *flags])
+    for flags in (*compare.flags_of(small=True).values(), *compare.flags_of(small=False).values(), *claims.FLAGS.values()):
+        train_gsm8k.arguments(["--device", "cpu", *flags])                               # every arm's flags go together
 
 
 def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):

@@ -21,7 +21,6 @@ class Row(NamedTuple):
     flags: list
 
 
-# Full fine-tuning wants a lower learning rate than LoRA.
 FULL = ["--weights", "bf16", "--lora-rank", "0", "--beta", "0"]
 NVFP4 = "NVFP4 + LoRA"
 ROWS = {
@@ -34,7 +33,7 @@ ROWS = {
     "flashrl:int8": Row("INT8, activations too", "BF16 + LoRA", []),
     "flashrl:fp8": Row("FP8, activations too", "BF16 + LoRA", []),
     "qurl:acr": Row(f"{NVFP4}, noise", NVFP4, []),
-    "qurl:int8": Row("INT8, activations too", "BF16, all weights", [*FULL, "--lr", "1e-5"]),
+    "qurl:int8": Row("INT8, activations too", "BF16, all weights", FULL),
     "jetrl:unified": Row("FP8, activations too", "the same in FP8, LoRA in 16 bit", []),
     "jetrl:training": Row(f"{NVFP4}, noise", "NVFP4 as FP8, LoRA in 16 bit", []),
     "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
@@ -50,10 +49,19 @@ ROWS = {
     "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
-FLAGS = {
-    arm: row.flags if arm in WITHOUT_FILE else ["--method", arm, *row.flags]
-    for arm, row in ROWS.items()
-}
+
+
+def flags_of(small):
+    """{method: flags of train_gsm8k.py} for the small policy or a real model.
+
+    Training all weights wants a lower learning rate than LoRA.
+    """
+    found = {}
+    for arm, row in ROWS.items():
+        method = [] if arm in WITHOUT_FILE else ["--method", arm]
+        rate = ["--lr", "1e-4" if small else "1e-5"] if row.flags == FULL else []
+        found[arm] = [*method, *row.flags, *rate]
+    return found
 
 
 def table(rows):
@@ -122,4 +130,4 @@ def make_table(out, rows):
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="results/methods")
-    return conduct(FLAGS, args, make_table)
+    return conduct(flags_of(small=args.model == [None]), args, make_table)
