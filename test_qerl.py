@@ -3006,8 +3006,28 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
+def call_in_a_fork(command, stdout, **_):
+    """subprocess.call for a command of train_gsm8k.py, which here need not import torch anew; returns its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(1, 2)
+            torch.set_num_threads(1)
+            sys.argv = command[1:]
+            train_gsm8k.main()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
+    """Its runs are forks where there are any; test_claims_runs_what_is_missing starts processes, as a study does."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if hasattr(os, "fork") and not CUDA:
+        monkeypatch.setattr(study.subprocess, "call", call_in_a_fork)
     arms = ["qerl", "rollout_correction:token-tis"]
     quick = [*map(str, QUICK), "--steps", "2"]
     lr = quick.index("--lr")
