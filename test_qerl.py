@@ -27,6 +27,7 @@ from decimal import Decimal
 if "PYTEST_XDIST_WORKER" in os.environ:                   # of several processes, and what they start, each takes one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import matplotlib.figure
 import numpy as np
 import pytest
 import torch
@@ -159,6 +160,24 @@ def data(tmp_path_factory):
     for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_curves():
+    """Learning curves without tick labels and layout, which take most of a short run's time.
+
+    Everything else of them is drawn. Runs in processes of their own, and other pictures, are not touched.
+    """
+    save_figure = keeper.save_figure
+
+    def save_plain(*picture):
+        without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
+        with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
+            patch.setattr(matplotlib.figure.Figure, "set_layout_engine", lambda self, *args, **options: None)
+            save_figure(*picture)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "save_figure", save_plain)
+        yield
 
 
 def with_lora(folder, seed=1, **options):
@@ -2343,29 +2362,42 @@ def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, cap
 
 
 WITHOUT = """
-import sys, types
+import os, sys, types
 sys.modules["triton"] = None
 import torch, transformers
-if {windows}:
-    sys.modules["fcntl"] = sys.modules["resource"] = None
-    sys.modules["msvcrt"] = types.SimpleNamespace(locking=lambda *lock: None, LK_NBLCK=2)
-import train_gsm8k
-print(train_gsm8k.arguments([]).device)
-train_gsm8k.main()
+
+*options, out = sys.argv[1:]
+torch.set_num_threads(1)
+for system in ("macos", "windows"):
+    child = os.fork()                  # torch and transformers are imported once; what is the project's, in each child
+    if child:
+        if os.waitpid(child, 0)[1]:
+            sys.exit(system + " failed")
+        continue
+    if system == "windows":
+        sys.modules["fcntl"] = sys.modules["resource"] = None
+        sys.modules["msvcrt"] = types.SimpleNamespace(locking=lambda *lock: None, LK_NBLCK=2)
+    import train_gsm8k
+    print(system, train_gsm8k.arguments([]).device, flush=True)
+    sys.argv[1:] = [*options, "--out", os.path.join(out, system)]
+    train_gsm8k.main()
+    sys.exit()
 """
 
 
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_run_without_the_modules_of_linux(qwen, data, tmp_path, windows):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+def test_a_run_without_the_modules_of_linux(qwen, data, tmp_path):
     """macOS has no Triton, Windows no fcntl and resource either: the rest does without."""
-    options = ["--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 1, "--out", tmp_path / "run"]
+    options = ["--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 1, tmp_path]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", WITHOUT.format(windows=windows), *map(str, options)], cwd=HERE, env=environment,
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *map(str, options)], cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("cpu\n") and (tmp_path / "run" / "report.html").exists()
-    peak = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["peak_memory_gb"]
-    assert peak == 0 if windows else peak > 0.05
+    assert "macos cpu\n" in done.stdout and "windows cpu\n" in done.stdout
+    peaks = {}
+    for system in ("macos", "windows"):
+        assert (tmp_path / system / "report.html").exists()
+        peaks[system] = read_jsonl(tmp_path / system / "metrics.jsonl")[0]["peak_memory_gb"]
+    assert peaks["macos"] > 0.05 and peaks["windows"] == 0
 
 
 def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
@@ -2974,10 +3006,30 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
+def call_in_a_fork(command, stdout, **_):
+    """subprocess.call for a command of train_gsm8k.py, which here need not import torch anew; returns its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(1, 2)
+            torch.set_num_threads(1)
+            sys.argv = command[1:]
+            train_gsm8k.main()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
+    """Its runs are forks where there are any; test_claims_runs_what_is_missing starts processes, as a study does."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if hasattr(os, "fork") and not CUDA:
+        monkeypatch.setattr(study.subprocess, "call", call_in_a_fork)
     arms = ["qerl", "rollout_correction:token-tis"]
-    quick = list(map(str, QUICK))
+    quick = [*map(str, QUICK), "--steps", "2"]
     lr = quick.index("--lr")
     del quick[lr:lr + 2]
     assert compare.main(["--model", qwen[0], "--data", data, "--lrs", "1e-3", "--seeds", "0", "--arms", *arms, "--out", f"{tmp_path}/out",
@@ -3028,17 +3080,18 @@ def test_a_random_reward_knows_nothing_of_the_answer():
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "0",
-               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK)]
+               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK), "--steps", "2"]
     lr = options.index("--lr")
     del options[lr:lr + 2]                                                               # the study sets it
     assert claims.main(options) == 0
     rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
     assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
-        ("nvfp4+aqn", True, "nvfp4", 5), ("bf16", False, "bf16", 5)]
+        ("nvfp4+aqn", True, "nvfp4", 2), ("bf16", False, "bf16", 2)]
     assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
     capsys.readouterr()
     assert claims.main(options) == 0 and "2 runs, 0 missing" in capsys.readouterr().out
-    assert claims.main([*options, "--group", "1", "--seeds", "2"]) == 1                   # what fails is said, and is no row
+    failing = [*options, "--arms", "bf16", "--group", "1", "--seeds", "2"]
+    assert claims.main(failing) == 1                                                      # what fails is said, and is no row
     assert "ended with status 2" in capsys.readouterr().out
     assert len(open(tmp_path / "out" / "runs.jsonl").readlines()) == 2
 
@@ -3144,8 +3197,13 @@ def shapes_here(group):
 @pytest.mark.parametrize("name,rows,columns,shapes", [("nvfp4", 1, 1024, 0), ("nvfp4", 21, 256, 1), ("nvfp4", 70, 1024, 2), ("nvfp4", 70, 384, 2),
                                                       ("nvfp4", 130, 256, 3), ("nvfp4", 300, 256, 4), ("mxfp4", 21, 256, 0), ("nf4", 21, 256, 3)])
 def test_kernel_linear(name, rows, columns, shapes):
-    """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero."""
+    """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero.
+
+    The interpreter, which is slow, takes half of 1024 columns, and the sign of x changes from shape to shape only.
+    """
     group = shapes_here(shapes)
+    if not CUDA:
+        columns = min(columns, 512)
     piece = 64 * max(shape.R for shape in group)                             # a tile lies in one piece
     out = 3 * piece
     tiled, dense = tiled_weight(name, out, columns)
@@ -3156,9 +3214,10 @@ def test_kernel_linear(name, rows, columns, shapes):
     with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(piece))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
     lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, torch.bfloat16)
-    for shape in (None, *group):
-        assert relative(tiled.multiply(x, shape=shape).cpu().double(), plain) < 5e-3
-        for sign in (1, -1):
+    for number, shape in enumerate((None, *group)):
+        if CUDA or shape is None:                                            # else test_kernel_linear_adds_parts does it
+            assert relative(tiled.multiply(x, shape=shape).cpu().double(), plain) < 5e-3
+        for sign in (1, -1) if CUDA else [(-1) ** number]:
             y = tiled.multiply(sign * x, bias_there, residual_there, lora, shape)
             assert relative(y.cpu().double(), sign * with_lora + bias + residual) < 5e-3
         assert not fp4_kernels.scratch(x.device).counters.any()
@@ -3214,13 +3273,14 @@ def test_kernel_linear_without_wgmma(monkeypatch, version):
     if CUDA and torch.cuda.get_device_capability()[0] == 9:
         monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")                                # Triton compiles as for Ampere; see bench.py mma
     have_capability(monkeypatch, *version)
+    columns = 512 if CUDA else 256
     launches = []
     launch = fp4_kernels.launch_linear
     monkeypatch.setattr(fp4_kernels, "launch_linear", lambda *args: launches.append(args) or launch(*args))
     for name, rows, by_kernel in (("nvfp4", 5, True), ("nvfp4", 40, True), ("mxfp4", 20, True), ("nvfp4", 65, False), ("nf4", 5, False)):
-        tiled, dense = tiled_weight(name, 384, 512)
-        x, residual = torch.randn(rows, 512).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
-        bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, 512) / 16, torch.randn(384, 8) * 8
+        tiled, dense = tiled_weight(name, 384, columns)
+        x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 384).bfloat16() * 64
+        bias, A, B = torch.randn(384) * 64, torch.randn(3 * 8, columns) / 16, torch.randn(384, 8) * 8
         h = (x.double() @ A.double().T).split(8, -1)
         expected = x.double() @ dense.T + bias + residual + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(128))], -1)
         lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [128] * 3, 2.0, torch.bfloat16)
@@ -3296,9 +3356,9 @@ def test_kernel_linear_adds_parts(rows, shapes):
 
 
 @runs_kernels
-@pytest.mark.parametrize("out", [128, 4480])
+@pytest.mark.parametrize("out", [128, 4480 if CUDA else 640])
 def test_kernel_linear_cuts_its_work(out):
-    """2 tiles: less work than programs; 70: programs with parts of two tiles, both on a GPU and on the interpreter's three SMs."""
+    """2 tiles: less work than programs; 70 on a GPU, 10 on the interpreter's three SMs: programs with parts of two tiles."""
     tiled, dense = tiled_weight("nvfp4", out, 256)
     x = torch.randn(5, 256).bfloat16()
     shape = fp4_kernels.SHAPES[0][0]._replace(programs=1 if out > 128 else 3)
@@ -3349,14 +3409,14 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
     """Log-probabilities and gradients of LoRA and norms, blocks recomputed, with kernels and without them."""
     model = with_lora(make_folder(tmp_path, name)[0], train_norms=True, device=KERNEL_DEVICE)
     model.recompute_in_backward()
-    prompts, length = [[5, 6, 7], [8], [9] * 11, [5, 6, 7]], torch.tensor([17, 9, 3, 5], device=KERNEL_DEVICE)
-    completions = torch.randint(0, 250, (4, 17), device=KERNEL_DEVICE)
+    prompts, length = [[5, 6, 7], [8], [5, 6, 7]], torch.tensor([5, 2, 3], device=KERNEL_DEVICE)
+    completions = torch.randint(0, 250, (3, 5), device=KERNEL_DEVICE)
     found = []
     for kernels in (True, False):
         with monkeypatch.context() as patch:
             if not kernels:
                 patch.setattr(fp4_kernels, "use_triton", lambda x: False)
-            logprobs = qerl.token_logprobs(model, prompts, completions, length, chunk=13)
+            logprobs = qerl.token_logprobs(model, prompts, completions, length, chunk=4)
             logprobs.square().sum().backward()
         found.append({"logprobs": logprobs.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
         model.zero_grad()
@@ -3425,8 +3485,8 @@ def test_kernel_sample():
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1), rtol=1e-4, atol=1e-4)
     again = fp4_kernels.sample(logits, 0.7, torch.tensor([5], device=KERNEL_DEVICE))[0]
     assert torch.equal(token, again) and not torch.equal(token, fp4_kernels.sample(logits, 0.7, torch.tensor([6], device=KERNEL_DEVICE))[0])
-    draws = 20000 if CUDA else 400
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]).to(KERNEL_DEVICE).expand(draws, 5).contiguous()
+    draws = 20000 if CUDA else 160
+    logits = torch.tensor([0.0, 1.0, 1.5, -0.5, 0.5]).to(KERNEL_DEVICE).expand(draws, 5).contiguous()
     counts = fp4_kernels.sample(logits, 1.0, torch.tensor([1], device=KERNEL_DEVICE))[0].bincount(minlength=5)
     wanted = draws * logits[0].softmax(0)
     assert ((counts - wanted) ** 2 / wanted).sum() < 18.5                                 # 4 degrees of freedom: 1 in 1,000
@@ -3759,54 +3819,82 @@ SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-ne
            "--save-every", 1, "--device", "cpu", "--beta", 0.1, "--eval-questions", 5)
 
 
-@pytest.mark.parametrize("algo", [(), ("--algo", "dapo", "--beta", 0)])
-def test_two_processes_take_the_steps_of_one(qwen, data, tmp_path, algo):
-    """The same global batch: the same adapter and figures within rounding."""
-    script = tmp_path / "same.py"
-    script.write_text(SAME_COMPLETIONS)
+def run_alone(*args):
+    """SAME_COMPLETIONS in this process, whose environment is that of a single one under torchrun."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RUN_ID", "torchrun sets it"), ("MAX_RESTARTS", "0")):
+            patch.setenv(f"TORCHELASTIC_{name}", value)
+        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
+        for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):
+            patch.setattr(module, name, getattr(module, name))                            # put back what the script replaces
+        exec(SAME_COMPLETIONS, {})
+
+
+def assert_same_steps(one, several, steps):
+    """Two runs' folders, of so many steps, hold the same adapter, figures and answers within rounding."""
     adapters, logs, answers = [], [], []
-    for count in (1, 2):
-        out = tmp_path / str(count)
-        done = run_processes(count, script, "--model", qwen[0], "--data", data, *SEVERAL, *algo, "--out", out)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("held-out pass@1") == 1                                  # one of them speaks
+    for out in (one, several):
         adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
         logs.append(read_jsonl(out / "metrics.jsonl"))
         answers.append(read_jsonl(out / "answers_after.jsonl"))
-    one, two = adapters
-    moved = max(t.abs().max() for name, t in one.items() if "lora_B" in name)
+    moved = max(t.abs().max() for name, t in adapters[0].items() if "lora_B" in name)
     assert moved > 1e-3                                                                   # there was something to learn
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+    assert len(logs[0]) == len(logs[1]) == steps
     for a, b in zip(*logs):
         assert a.keys() == b.keys()
         for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-7), name
-    assert len(logs[1]) == 3 and answers[0] == answers[1]
+    assert answers[0] == answers[1]
 
 
-def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path):
+def test_two_processes_take_the_steps_of_one(qwen, data, tmp_path, capsys):
+    """The same global batch: the same adapter and figures within rounding."""
+    script = tmp_path / "same.py"
+    script.write_text(SAME_COMPLETIONS)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--out")
+    run_alone(*options, tmp_path / "1")
+    done = run_processes(2, script, *options, tmp_path / "2")
+    assert done.returncode == 0, done.stderr
+    for output in (done.stdout, capsys.readouterr().out):
+        assert output.count("held-out pass@1") == 1                                       # one of them speaks
+    assert_same_steps(tmp_path / "1", tmp_path / "2", steps=3)
+
+
+# train_gsm8k.py of which rank 1 is killed in the second update of step 3. Rank 0 has been with it in the first one, so step 2 is saved.
+DYING_RANK = """
+import os, signal
+import train_gsm8k
+from harness.ranks import Ranks
+
+add_gradients, calls = Ranks.add_gradients, []
+
+def die(self, trained):
+    calls.append(self)
+    if self.rank == 1 and len(calls) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    add_gradients(self, trained)
+
+Ranks.add_gradients = die
+train_gsm8k.main()
+"""
+
+
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 25, "--out", out)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(torchrun(2, f"{HERE}/train_gsm8k.py", *options), env=environment, cwd=HERE, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.PIPE, text=True)
-    while run.poll() is None and len(read_jsonl(out / "metrics.jsonl")) < 3:
-        time.sleep(0.05)
-    children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
-    ranks = {}
-    for child in children:
-        with open(f"/proc/{child}/environ", "rb") as f:
-            ranks[dict(line.split(b"=", 1) for line in f.read().split(b"\0") if b"=" in line)[b"RANK"]] = int(child)
-    os.kill(ranks[b"1"], signal.SIGKILL)
-    _, errors = run.communicate(timeout=120)
+    script = tmp_path / "dying.py"
+    script.write_text(DYING_RANK)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 4, "--skip-eval-before", "--out", out)
+    run = run_processes(2, script, *options)
     assert run.returncode != 0 and not (out / "summary.json").exists()
-    assert errors.count("error: ") <= 1 and ("go on with --resume" in errors or "SIGKILL" in errors)
-    done_steps = len(read_jsonl(out / "metrics.jsonl"))
-    done = subprocess.run([sys.executable, f"{HERE}/train_gsm8k.py", *map(str, options), "--resume"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and f"resumed {out} after step {done_steps}" in done.stdout, done.stderr
-    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == list(range(1, 26))
+    assert run.stderr.count("error: ") <= 1 and ("go on with --resume" in run.stderr or "SIGKILL" in run.stderr)
+    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
+    run_main(monkeypatch, *options, "--resume")
+    assert f"resumed {out} after step 2" in capsys.readouterr().out
+    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("options,message", [
@@ -5592,25 +5680,18 @@ def two_agents(script, *args):
 
 
 def test_two_machines_take_the_step_of_one_process(qwen, data, tmp_path):
+    """Two processes on each; DAPO, whose further draws and token counts cross the machines, too."""
     script = tmp_path / "same.py"
     script.write_text(SAME_COMPLETIONS)
-    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 1, "--skip-eval-before", "--out")
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--algo", "dapo", "--beta", 0, "--steps", 1, "--skip-eval-before", "--out")
     agents = two_agents(script, *options, tmp_path / "2 x 2")
-    alone = subprocess.run([sys.executable, script, *map(str, options), tmp_path / "alone"], env={**os.environ, "PYTHONPATH": HERE},
-                           cwd=HERE, capture_output=True, text=True)
-    assert alone.returncode == 0, alone.stderr
+    run_alone(*options, tmp_path / "alone")
     outputs = [agent.communicate(timeout=300) for agent in agents]
     assert all(agent.returncode == 0 for agent in agents), outputs
     assert "".join(out for out, _ in outputs).count("held-out pass@1") == 1                # one of four speaks
-    [one], [four] = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("alone", "2 x 2"))
-    assert one.keys() == four.keys()
-    for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
-        assert four[name] == pytest.approx(one[name], rel=1e-3, abs=1e-7), name
-    one, four = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("alone", "2 x 2"))
-    moved = max(t.abs().max() for name, t in one.items() if "lora_B" in name)
-    assert moved > 1e-3
-    for name, tensor in one.items():
-        torch.testing.assert_close(four[name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+    assert_same_steps(tmp_path / "alone", tmp_path / "2 x 2", steps=1)
+    state, _ = read_checkpoint(str(tmp_path / "2 x 2"), {}, must_agree=["none"])
+    assert state["drawn"] > 8                                                              # questions were replaced
 
 
 def as_rank(monkeypatch, rank, others, local_rank=0):
