@@ -1018,15 +1018,18 @@ def bench_scaling(args):
     if args.processes is None:
         args.processes = [n for n in counts if not cuda or n <= torch.cuda.device_count()]
     for count in args.processes:
-        require(count >= 1 and prompts % count == 0, "processes", count,
+        require(count in counts, "processes", count,
                 f"cannot share {prompts} prompts; use " + ", ".join(map(str, counts)))
         require(not cuda or count <= torch.cuda.device_count(), "processes", count,
                 f"only {torch.cuda.device_count()} GPUs are here; use fewer")
     rows = []
-    added = args.add or []
-    for path in [f"{results_folder(args)}/scaling.json", *added]:
-        if os.path.exists(path) or path in added:
+    for path in args.add or []:
+        require(os.path.exists(path), "add", path, "no such file; give a scaling.json")
+    for path in [f"{results_folder(args)}/scaling.json", *(args.add or [])]:
+        if os.path.exists(path):
             rows = replace_rows(rows, read_rows(path))
+    require(rows or args.processes, "processes", "without a number",
+            "there are no rows yet; give numbers, or --add FILE")
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
             f"completions for each of them and {prompts} x {group} in all: of the phases the "
             "processes' mean, of the step the slowest's; medians of several steps")
@@ -1341,15 +1344,29 @@ def results_name(args):
     return args.what if processes == 1 else f"{args.what}-{processes}-processes"
 
 
-def keep_other_models(path, result):
-    """Add to a result what an earlier call measured of models that this call did not."""
-    if os.path.exists(path):
-        with open(path) as f:
+TABLES = {"rows", "means", "vllm", "busy", "long"}
+
+
+def read_earlier(path):
+    """{table: rows} of what an earlier call measured, empty without one; raises UserError."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as f:
             earlier = json.load(f)
-        for key in {"rows", "means", "vllm", "busy", "long"} & set(result):
-            measured = {r["model"] for r in result[key]}
-            others = [r for r in earlier.get(key, []) if r.get("model") not in measured]
-            result[key] = others + result[key]
+        tables = {key: list(earlier[key]) for key in TABLES & earlier.keys()}
+        assert all(isinstance(row, dict) for rows in tables.values() for row in rows)
+    except (ValueError, TypeError, AttributeError, AssertionError):
+        raise qerl.UserError(f"{path}: not what bench.py writes; remove it, or give another --out")
+    return tables
+
+
+def keep_other_models(earlier, result):
+    """Add to a result what an earlier call measured of models that this call did not."""
+    for key in TABLES & set(result):
+        measured = {r["model"] for r in result[key]}
+        others = [r for r in earlier.get(key, []) if r.get("model") not in measured]
+        result[key] = others + result[key]
 
 
 def run(args):
@@ -1362,12 +1379,13 @@ def run(args):
     path = f"{results_folder(args)}/{results_name(args)}"
     with creating(args.out):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+    earlier = read_earlier(f"{path}.json")
     for result in bench(args):
         if not ranks.main:
             continue
         result = {"command": command_line(), **result, **environment(args.device)}
         if plot:
-            keep_other_models(f"{path}.json", result)
+            keep_other_models(earlier, result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
         if plot:
             save_figure(f"{path}.png", plot, result)

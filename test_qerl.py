@@ -3041,6 +3041,34 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
         train_gsm8k.arguments(["--device", "cpu", *flags])                               # every arm's flags go together
 
 
+@pytest.mark.parametrize("line,message", [("[1]", "a line is no run's: [1]; remove it"), ('{"name": "a"}', "a line is no run's")])
+def test_what_is_no_run_is_named(tmp_path, line, message):
+    (tmp_path / "runs.jsonl").write_text(line + "\n")
+    for study_of in (claims, compare):
+        with pytest.raises(qerl.UserError, match=re.escape(message)):
+            study_of.main(["--tables", "--out", str(tmp_path)])
+
+
+def test_a_run_without_its_metrics_is_named(tmp_path, monkeypatch):
+    rows = [{**dict.fromkeys(study.COLUMNS, 0.5), **row} for row in made_up_rows()]
+    write_jsonl(tmp_path / "runs.jsonl", rows)
+    with pytest.raises(qerl.UserError, match="metrics/nvfp4\\+aqn-0.jsonl: is missing or empty"):
+        claims.main(["--tables", "--out", str(tmp_path)])
+    assert "4 bits under noise" in (tmp_path / "tables.md").read_text()                    # the tables are there all the same
+
+
+@pytest.mark.parametrize("text", ['{"rows": [', '{"rows": [{"model": "tiny"}, 3], "long": 5}', "[]"])
+def test_a_broken_results_file_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys, text):
+    (tmp_path / "cpu").mkdir()
+    for what in ("memory", "step", "rollout"):
+        path = tmp_path / "cpu" / f"{what}.json"
+        path.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["bench.py", what, "--device", "cpu", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as stop:
+            bench.main()
+        assert stop.value.code == 2 and "not what bench.py writes; remove it" in capsys.readouterr().err and path.read_text() == text
+
+
 def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -5635,7 +5663,8 @@ def test_bench_scaling_compares_with_one_process(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("options,message", [
     (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
-    (["scaling", "--processes", "--add", "nowhere.json"], "nowhere.json"),
+    (["scaling", "--processes", "--add", "nowhere.json"], "--add nowhere.json: no such file"),
+    (["scaling", "--processes"], "there are no rows yet"),
     (["scaling", "--processes", "--add", __file__], "not what bench.py scaling writes"),
     (["step", "--processes", "2"], "--processes: step does not take it"),
     (["step", "--sizes", "4x1"], "invalid size value"), (["step", "--repeats", "0"], "must be at least 1")])
@@ -6260,7 +6289,15 @@ def without_half(tensors):
     (lambda q, t, a: shutil.rmtree(a) or [], "is no readable adapter"),
     (lambda q, t, a: os.truncate(f"{a}/adapter_model.safetensors", 100) or [], "is no readable adapter"),
     (lambda q, t, a: edited(a, lambda c: c.pop("r")), "is no readable adapter"),
-    (lambda q, t, a: edited(a, lambda c: c.update(r=0)), "is no readable adapter"),
+    (lambda q, t, a: edited(a, lambda c: c.update(r=0)), "has the rank r = 0"),
+    (lambda q, t, a: edited(a, lambda c: c.update(r=2 * c["r"])), "the rank is"),
+    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha=math.nan)), "has lora_alpha = nan"),
+    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha="16")), "has lora_alpha = 16"),
+    (lambda q, t, a: edited(a, tensors=lambda s: {}), "holds no tensor"),
+    (lambda q, t, a: edited(a, tensors=lambda s: {k: v * math.nan if "layers.1.mlp.down_proj.lora_B" in k else v for k, v in s.items()}),
+     "layers.1.mlp.down_proj.lora_B.weight holds NaN"),
+    (lambda q, t, a: edited(a, tensors=lambda s: {k: v[:, :1].contiguous() if "lora_B" in k else v for k, v in s.items()}), "the rank is"),
+    (lambda q, t, a: edited(a, lambda c: c.update(base_model_name_or_path=None)), "names no model; name it by --model"),
     (lambda q, t, a: edited(a, lambda c: c.update(use_dora=True)), "asks for use_dora"),
     (lambda q, t, a: edited(a, lambda c: c.update(peft_type="IA3")), "asks for IA3"),
     (lambda q, t, a: edited(a, lambda c: c.update(base_model_name_or_path="./gone")), "or name the model by --model"),

@@ -14,6 +14,7 @@ from harness.figures import save_figure
 from harness.run_folder import read_jsonl
 from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
 from harness.study import write_lines
+from qerl import UserError
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -46,6 +47,7 @@ FLAGS = {**ARMS, **ABLATIONS}
 QUESTIONS = {
     "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
     "4 bits": [("nvfp4+aqn", "bf16+aqn"), ("nvfp4", "bf16")],
+    "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
 }
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy", "entropy"]
@@ -211,6 +213,15 @@ def plot_rates(rows, plt):
     return figure
 
 
+def metrics_of(out, row):
+    """The steps of a finished run; raises UserError where they are not beside its row."""
+    path = f"{out}/metrics/{row['name']}.jsonl"
+    metrics = read_jsonl(path)
+    if not metrics:
+        raise UserError(f"{path}: is missing or empty; copy it, too, or remove the run from runs.jsonl")
+    return metrics
+
+
 def make_tables(out, rows):
     """tables.md, curves.png and rates.png from the rows of runs.jsonl and the metrics beside it."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
@@ -219,11 +230,10 @@ def make_tables(out, rows):
              "several were tried, with each arm at its own best:",
              "", *paired_table(rows), "",
              "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
-    runs = [(row, read_jsonl(f"{out}/metrics/{row['name']}.jsonl")) for row in rows]
-    save_figure(f"{out}/curves.png", plot_curves, runs)
+    write_lines(f"{out}/tables.md", lines)
+    save_figure(f"{out}/curves.png", plot_curves, [(row, metrics_of(out, row)) for row in rows])
     if best_rates(rows):
         save_figure(f"{out}/rates.png", plot_rates, rows)
-    write_lines(f"{out}/tables.md", lines)
 
 
 def main(argv):

@@ -7,6 +7,7 @@
 How runs are made, stopped and resumed: harness/study.py. table.md and accuracy.png are made from
 runs.jsonl; flags that are not named here go to train_gsm8k.py.
 """
+import itertools
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def flags_of(small):
 def table(rows):
     """A line for each model and method: means and standard errors over the seeds.
 
-    The gain is over QeRL's run of the same seed.
+    The gain is over QeRL's run of the same seed, in brackets how many seeds both have.
     """
     lines = ["| model | method | sampled with | trained | memory, GB | seconds a step | mismatch K3 "
              "| pass@1 before | after | gain over qerl, points | greedy after | seeds |",
@@ -86,10 +87,10 @@ def table(rows):
                 row.training,
                 f"{max(r['peak_memory_gb'] for r in same):.1f}",
                 f"{mean(r['seconds_a_step'] for r in same):.2f}",
-                f"{mean(r['mismatch_kl'] for r in same):.1e}",
+                f"{max(0.0, mean(r['mismatch_kl'] for r in same)):.1e}",      # 0 but for rounding
                 before[0] if before else "-",
                 with_error([r["accuracy_after"] for r in same]),
-                with_error(gains) if gains and arm != "qerl" else "-",
+                f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
                 with_error([r["greedy_after"] for r in same]),
                 str(len(same)),
             ]
@@ -100,8 +101,10 @@ def table(rows):
 def plot_accuracy(rows, plt):
     """pass@1 after the training against the seconds of a run, a panel a model, a point a method."""
     models = sorted({r["model"] for r in rows})
-    figure, axes = plt.subplots(1, len(models), figsize=(8 * len(models), 6), layout="constrained",
+    figure, axes = plt.subplots(1, len(models), figsize=(9 * len(models), 6), layout="constrained",
                                 squeeze=False)
+    colors = dict(zip(ROWS, itertools.cycle(plt.get_cmap("tab10").colors)))
+    markers = {arm: "osD"[i // 10] for i, arm in enumerate(ROWS)}
     for axis, model in zip(axes[0], models):
         for arm in ROWS:
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
@@ -110,12 +113,11 @@ def plot_accuracy(rows, plt):
             seconds = mean(r["seconds"] for r in same)
             accuracy = mean(r["accuracy_after"] for r in same)
             error = standard_error([r["accuracy_after"] for r in same])
-            axis.errorbar(seconds, accuracy, error, marker="o", capsize=3, elinewidth=0.8,
-                          color="tab:green" if arm == "qerl" else "tab:blue")
-            axis.annotate(arm, (seconds, accuracy), xytext=(4, 3), textcoords="offset points",
-                          fontsize=8)
+            axis.errorbar(seconds, accuracy, error, marker=markers[arm], capsize=3, elinewidth=0.8,
+                          color=colors[arm], linestyle="none", label=arm)
         axis.set(title=model, xlabel="seconds of a run", ylabel="held-out pass@1 after")
         axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

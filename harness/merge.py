@@ -9,6 +9,7 @@ stand for: the weights that LoRA was trained on. The adapter of a 16-bit model, 
 while it was loaded, is added to the weights before rounding.
 """
 import json
+import math
 import os
 import re
 
@@ -35,20 +36,41 @@ def read_adapter(folder):
             config = json.load(f)
         tensors = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
         kind = config["peft_type"]
-        scaling = config["lora_alpha"] / config["r"]
-        base = str(config["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError,
+        rank = config["r"]
+        alpha = config["lora_alpha"]
+        base = config["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError,
             safetensors.SafetensorError) as e:
         raise qerl.UserError(f"{folder}: is no readable adapter ({qerl.reason(e)}); give the folder "
                              "adapter of a run")
+    check_adapter(folder, rank, alpha, tensors)
     asked = [name for name in FOREIGN if config.get(name)] + [kind] * (kind != "LORA")
     qerl.require(not asked, f"{folder}: its adapter_config.json asks for {', '.join(asked)}, which is "
                             "not done here; merge it by PEFT's merge_and_unload")
-    return scaling, base, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    return alpha / rank, base, {name.removeprefix(PREFIX): t for name, t in tensors.items()}
+
+
+def check_adapter(folder, rank, alpha, tensors):
+    """Refuse an adapter that would make other weights than the trained ones."""
+    again = "take it from the run again"
+    qerl.require(isinstance(rank, int) and rank > 0,
+                 f"{folder}: its adapter_config.json has the rank r = {rank}; {again}")
+    numeric = isinstance(alpha, (int, float)) and math.isfinite(alpha)
+    qerl.require(numeric, f"{folder}: its adapter_config.json has lora_alpha = {alpha}; {again}")
+    qerl.require(tensors, f"{folder}: its adapter_model.safetensors holds no tensor; {again}")
+    for name, tensor in tensors.items():
+        qerl.require(torch.isfinite(tensor.float()).all(),
+                     f"{folder}: tensor {name} holds NaN or infinity; {again}")
+        side = 0 if ".lora_A." in name else 1
+        matrix = ".lora_A." in name or ".lora_B." in name
+        qerl.require(not matrix or tensor.dim() == 2 and tensor.shape[side] == rank,
+                     f"{folder}: tensor {name} has shape {tuple(tensor.shape)}, the rank is {rank}; {again}")
 
 
 def find_model(base, given):
     """The folder of the model that the adapter names or, if there is one, of --model."""
+    qerl.require(given or isinstance(base, str),
+                 "the adapter's adapter_config.json names no model; name it by --model")
     try:
         return qerl.model_folder(given or base)
     except qerl.UserError as e:
@@ -56,8 +78,11 @@ def find_model(base, given):
 
 
 def check_norms(files, base, given):
-    """Refuse a --model that computes something else than the one that was trained on."""
-    if not given or not os.path.isdir(base):
+    """Refuse a --model whose norms are not those of the one that was trained on, if that is here."""
+    if not given:
+        return
+    if not isinstance(base, str) or not os.path.isdir(base):
+        print(f"{base} is no folder here, so its norms are not compared with those of {given}")
         return
     trained_on = qerl.open_tensors(base, "cpu")
     for name in files.keys() & trained_on.keys():
@@ -66,7 +91,8 @@ def check_norms(files, base, given):
             here = files[name].get_tensor(name)
             same = there.shape == here.shape and torch.equal(there.float(), here.float())
             qerl.require(same, f"--model {given}: its {name} is not that of {base}, which the adapter "
-                               "was trained on (AWQ changes norms); leave --model out")
+                               "was trained on (another model, or AWQ, which changes norms); leave "
+                               "--model out")
 
 
 def weight_names(files):
@@ -81,7 +107,8 @@ def check_targets(names, adapter, folder):
     lacking = sorted(adapted - set(names))
     halves = [{name.split(f".lora_{half}.")[0] for name in adapter if f".lora_{half}." in name}
               for half in "AB"]
-    qerl.require(halves[0] == halves[1], f"{folder}: a layer lacks LoRA's A or B; train it again")
+    half = sorted(halves[0] ^ halves[1])
+    qerl.require(not half, f"{folder}: {half[:1]} lacks LoRA's A or B; take it from the run again")
     qerl.require(not lacking, f"{folder}: adapts {', '.join(lacking[:1])}, which the model does not "
                               "have; name the model that it was trained on by --model")
 

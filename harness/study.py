@@ -21,6 +21,7 @@ import torch
 from harness.flags import Parser, require
 from harness.run_folder import append_jsonl, atomic_write, read_jsonl
 from harness.small_policy import warm_start
+from qerl import UserError
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
@@ -113,6 +114,21 @@ def row_of(run, folder):
     }
 
 
+# What tables and pictures read of a row.
+COLUMNS = {"name", "model", "arm", "lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy",
+           "training_accuracy", "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
+
+
+def finished_runs(out):
+    """The rows of a study's runs.jsonl; raises UserError where a line is none."""
+    path = f"{out}/runs.jsonl"
+    rows = read_jsonl(path)
+    for row in rows:
+        if not isinstance(row, dict) or not COLUMNS <= row.keys():
+            raise UserError(f"{path}: a line is no run's: {str(row)[:60]}; remove it")
+    return rows
+
+
 def work(device, missing, flags, args, failed):
     """Run what is in the queue, one after the other, on a device: "cpu" or the number of a GPU."""
     environment = dict(os.environ)
@@ -146,7 +162,7 @@ def run_missing(flags, args):
     flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
     the next begins.
     """
-    done = {row["name"] for row in read_jsonl(f"{args.out}/runs.jsonl")}
+    done = {row["name"] for row in finished_runs(args.out)}
     wanted = [
         Run(arm, model, lr, seed)
         for lr in args.lrs
@@ -215,7 +231,7 @@ def conduct(flags, args, make_tables):
     """
     os.makedirs(f"{args.out}/metrics", exist_ok=True)
     failed = [] if args.tables else run_missing(flags, args)
-    rows = read_jsonl(f"{args.out}/runs.jsonl")
+    rows = finished_runs(args.out)
     if rows:
         make_tables(args.out, rows)
     else:
