@@ -4323,7 +4323,7 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
 
 def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
-    method = methods.find(name, train_gsm8k.arguments(["--device", "cpu", "--method", name, *map(str, settings)]))
+    method = methods.find(name, train_gsm8k.arguments(["--device", "cpu", "--micro-tokens", "16384", "--method", name, *map(str, settings)]))
     method.state.update(state)
     return method
 
