@@ -51,7 +51,7 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims, compare, entropy, memory_bench
+from harness import claims, compare, entropy, memory_bench, scaling_bench
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
@@ -1027,7 +1027,7 @@ def bench_scaling(args):
         require(os.path.exists(path), "add", path, "no such file; give a scaling.json")
     for path in [f"{results_folder(args)}/scaling.json", *(args.add or [])]:
         if os.path.exists(path):
-            rows = replace_rows(rows, read_rows(path))
+            rows = scaling_bench.replace_rows(rows, scaling_bench.read_rows(path))
     require(rows or args.processes, "processes", "without a number",
             "there are no rows yet; give numbers, or --add FILE")
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
@@ -1037,30 +1037,13 @@ def bench_scaling(args):
     for count in args.processes:
         sizes = dict.fromkeys([(prompts * count, group), (prompts, group)])
         for name in args.model or ["Qwen2.5-7B" if cuda else "tiny"]:
-            rows = replace_rows(rows, measure_processes(args, count, name, sizes))
+            rows = scaling_bench.replace_rows(rows, measure_processes(args, count, name, sizes))
             yield {"what": what, "settings": settings, "rows": rows}
-    print_scaling(rows)
+    print()
+    print_head(*scaling_bench.HEAD)
+    for cells in scaling_bench.cells_of(rows):
+        print_row(*cells)
     yield {"what": what, "settings": settings, "rows": rows}
-
-
-def read_rows(path):
-    """The rows of a file that scaling wrote; raises UserError."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            rows = json.load(f)["rows"]
-        assert rows and all(row["processes"] >= 1 and row["step"] > 0 for row in rows)
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise qerl.UserError(f"{path}: not what bench.py scaling writes; name another or remove it")
-    return rows
-
-
-def replace_rows(rows, new):
-    """Rows with new ones, which replace those of the same model, weights and processes."""
-    def variant(row):
-        return row["model"], row["weights"], row["processes"]
-    measured = set(map(variant, new))
-    kept = [r for r in rows if variant(r) not in measured]
-    return sorted(kept + new, key=lambda r: (*variant(r), -r["prompts"]))
 
 
 def measure_processes(args, count, name, sizes):
@@ -1082,89 +1065,11 @@ def measure_processes(args, count, name, sizes):
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
         require(done.returncode == 0, "processes", count, "a step failed; its error stands above")
         [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
-        rows = read_rows(path)
+        rows = scaling_bench.read_rows(path)
     for row in rows:
         print(f"{name}, {STEP_LABELS[row['weights']]}, {row['prompts']} x {row['group']}, "
               f"{count} process{'es' if count > 1 else ''}: {row['step']:.2f} s a step", flush=True)
     return rows
-
-
-def series_of(rows):
-    """{label: rows} of the two ways to share: as many prompts for each process, or for all."""
-    fewest = min(r["prompts"] for r in rows)
-    label = f"{fewest} x {rows[0]['group']}"
-    return {
-        f"{label} a process": [r for r in rows if r["prompts"] == fewest * r["processes"]],
-        f"{label} in all": [r for r in rows if r["prompts"] == fewest],
-    }
-
-
-def speed(row, what="completions"):
-    """Completions a second, or their tokens."""
-    completions = row["prompts"] * row["group"]
-    return completions * (row["length"] if what == "tokens" else 1) / row["step"]
-
-
-def speed_ups(rows, what="completions"):
-    """Each row's speed over that of one process of the same model; none without a row of one."""
-    alone = [speed(r, what) for r in rows if r["processes"] == 1]
-    return [speed(r, what) / alone[0] for r in rows] if alone else []
-
-
-def by_variant(rows):
-    """{(model, weights): its rows}"""
-    variants = {}
-    for row in rows:
-        variants.setdefault((row["model"], row["weights"]), []).append(row)
-    return variants
-
-
-PHASES = ["rollout", "logprobs", "update", "waiting", "exchange"]
-
-
-def print_scaling(rows):
-    print()
-    print_head("model", "size", "processes", "completions", "tokens each", "step, s",
-               *(f"{phase}, s" for phase in PHASES), "completions/s", "times one", "efficiency",
-               "tokens/s", "times one")
-    for (name, weights), same in by_variant(rows).items():
-        for label, series in series_of(same).items():
-            ratios = speed_ups(series)
-            token_ratios = speed_ups(series, "tokens")
-            for i, row in enumerate(series):
-                cells = [f"{name}, {STEP_LABELS[weights]}", label, row["processes"]]
-                cells += [row["prompts"] * row["group"], f"{row['length']:.0f}"]
-                cells += [f"{row[phase]:.3f}" for phase in ("step", *PHASES)]
-                cells.append(f"{speed(row):.1f}")
-                if ratios:
-                    cells += [f"{ratios[i]:.2f}x", f"{ratios[i] / row['processes']:.0%}"]
-                else:
-                    cells += ["", ""]
-                cells.append(f"{speed(row, 'tokens'):.0f}")
-                cells.append(f"{token_ratios[i]:.2f}x" if token_ratios else "")
-                print_row(*cells)
-
-
-def plot_scaling(result, plt):
-    """How many times as fast as one process, by processes: both ways to share, and the ideal."""
-    variants = by_variant(result["rows"])
-    figure, axes = panels(plt, len(variants), 4.6)
-    for axis, ((name, weights), rows) in zip(axes, variants.items()):
-        counts = sorted({r["processes"] for r in rows})
-        axis.plot(counts, counts, color="gray", linewidth=1, label="ideal")
-        for label, series in series_of(rows).items():
-            times = speed_ups(series)
-            if times:
-                axis.plot([r["processes"] for r in series], times, "o-", label=label)
-        axis.set(title=f"{name}, {STEP_LABELS[weights]}: an RL step", xlabel="GPUs")
-        axis.set(xscale="log", yscale="log")
-        axis.set_xticks(counts, counts)
-        axis.set_yticks(counts, [f"{count}x" for count in counts])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("completions per second, over one GPU's")
-    axes[0].legend(frameon=False)
-    return figure
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1236,7 +1141,7 @@ COMMANDS = {
     "mma": (bench_mma, None),
     "rollout": (bench_rollout, plot_rollout),
     "step": (bench_step, plot_step),
-    "scaling": (bench_scaling, plot_scaling),
+    "scaling": (bench_scaling, scaling_bench.plot_scaling),
     "memory": (bench_memory, memory_bench.plot_memory),
 }
 

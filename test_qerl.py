@@ -5617,9 +5617,12 @@ def test_a_neighbour_opens_with_what_a_student_needs(name):
 
 import socket
 
+from harness import scaling_bench
+
+
 def scaling_row(processes, prompts, step, **figures):
     """A row as bench.py scaling keeps it, with made-up seconds."""
-    phases = dict.fromkeys(bench.PHASES, step / 5)
+    phases = dict.fromkeys(scaling_bench.PHASES, step / 5)
     row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts, "group": 8, "step": step, "length": 100.0}
     return {**row, **phases, **figures}
 
@@ -5638,25 +5641,25 @@ def test_bench_scaling_measures_processes_and_keeps_earlier_rows(tmp_path, monke
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(1, 2, 2), (2, 4, 2), (2, 2, 2), (4, 2, 2)]
     assert rows[0]["step"] == 10.0
     for row in rows[1:3]:
-        phases = [row[name] for name in ("reward", *bench.PHASES)]
+        phases = [row[name] for name in ("reward", *scaling_bench.PHASES)]
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
         assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
     assert (here.parent / "scaling.png").stat().st_size > 5000
     assert "| 2 x 2 in all | 4 | 4 | 100 | 5.000 |" in capsys.readouterr().out
 
 
-def test_bench_scaling_compares_with_one_process(monkeypatch, tmp_path, capsys):
+def test_bench_scaling_compares_with_one_process():
     """Completions a second of 2 processes over one's: 1.9 x where each has as many, 1.6 x where they share."""
     rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9), scaling_row(2, 32, 10 / 1.6, length=150.0)]
-    each, shared = bench.series_of(rows).values()
-    assert bench.speed_ups(each) == pytest.approx([1, 1.9]) and bench.speed_ups(shared) == pytest.approx([1, 1.6])
-    assert bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
-    assert bench.speed_ups(rows[1:]) == []                                                 # with whom to compare?
-    bench.print_scaling(rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert "| 32 x 8 a process | 2 | 512 | 100 |" in lines[4] and "| 48.6 | 1.90x | 95% |" in lines[4]
-    bench.print_scaling(rows[1:])                                                          # measured before one process is
-    figure = bench.plot_scaling({"rows": rows}, pytest.importorskip("matplotlib.pyplot"))
+    each, shared = scaling_bench.series_of(rows).values()
+    assert scaling_bench.speed_ups(each) == pytest.approx([1, 1.9]) and scaling_bench.speed_ups(shared) == pytest.approx([1, 1.6])
+    assert scaling_bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
+    assert scaling_bench.speed_ups(rows[1:]) == []                                         # with whom to compare?
+    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows)]
+    assert "| 32 x 8 a process | 2 | 512 | 100 |" in lines[1] and "| 48.6 | 1.90x | 95% |" in lines[1]
+    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows[1:])]    # measured before one process is
+    assert len(lines) == 2 and not any("x |" in line for line in lines)
+    figure = scaling_bench.plot_scaling({"rows": rows}, pytest.importorskip("matplotlib.pyplot"))
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines == {"ideal": [1, 2], "32 x 8 a process": pytest.approx([1, 1.9]), "32 x 8 in all": pytest.approx([1, 1.6])}
 
