@@ -70,7 +70,9 @@ class Ranks:
         return device
 
     def stop(self):
+        """Leave, when all are about to: a rank that is still busy would miss those gone before."""
         if dist.is_initialized():
+            self.collect([self.rank])
             dist.destroy_process_group()
 
     @contextlib.contextmanager
