@@ -268,15 +268,11 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, B, *kept = ctx.saved_tensors
-        grad_x = grad_h = grad_B = None
+        grad_x = None
         if ctx.needs_input_grad[0]:
             weight = kept[0] if kept else ctx.layer.weight.dequantize(grad.dtype)
             grad_x = grad @ weight
-        if h is not None:
-            pieces = list(ctx.layer.pieces(grad, h, B))
-            grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in pieces], -1)
-            grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in pieces])
-        return grad_x, grad_h, grad_B, None
+        return grad_x, *ctx.layer.lora_gradients(grad, h, B), None
 
 
 class QuantLinear(nn.Module):
@@ -309,6 +305,14 @@ class QuantLinear(nn.Module):
         if h is None:
             return ()
         return zip(y.split(self.sizes, -1), h.split(self.rank, -1), B.split(self.sizes))
+
+    def lora_gradients(self, grad, h, B):
+        """The gradients of h and B in y = ... + h Bᵀ, from y's, [n, out]; None without LoRA."""
+        if h is None:
+            return None, None
+        pieces = list(self.pieces(grad, h, B))
+        grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in pieces], -1)
+        return grad_h, torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in pieces])
 
     def forward(self, x):
         rows = x.flatten(0, -2)

@@ -5549,6 +5549,7 @@ def exchange(start, end, make):
     (change(drawn=-1), "(drawn cannot be -1)"),
     (change(seconds=math.nan), "(seconds cannot be nan)"),
     (change(slots="many"), "(slots cannot be 'many')"),
+    (change(micro_tokens=0), "(micro_tokens cannot be 0)"),
     (change(data=7), "(data cannot be 7)"),
     (change(accuracy_before="half"), "(accuracy_before cannot be 'half')"),
     (change(scaler=[]), "(scaler cannot be [])"),

@@ -188,7 +188,7 @@ def possible(name, value):
     """Whether a checkpoint's state may hold this value under this name; see harness/keeper.py."""
     if name in ("step", "drawn"):
         return type(value) is int and value >= 0
-    if name == "slots":
+    if name in ("slots", "micro_tokens"):
         return value is None or type(value) is int and value > 0
     if name == "seconds":
         return type(value) is float and 0 <= value < math.inf

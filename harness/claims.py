@@ -195,7 +195,7 @@ def plot_curves(runs, plt):
 
 def plot_rates(rows, plt):
     """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS."""
-    models = sorted({r["model"] for r in rows if (r["model"], r["arm"]) in best_rates(rows)})
+    models = sorted({model for model, _ in best_rates(rows)})
     figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4),
                                 layout="constrained", squeeze=False)
     for axis, model in zip(axes[0], models):

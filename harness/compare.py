@@ -74,13 +74,13 @@ def table(rows):
              "| pass@1 before | after | gain over qerl, points | greedy after | seeds |",
              "|---|---|---|---|---|---|---|---|---|---|---|---|"]
     for model in sorted({r["model"] for r in rows}):
+        qerl = {r["seed"]: r["accuracy_after"] for r in rows
+                if (r["model"], r["arm"]) == (model, "qerl")}
         for arm, row in ROWS.items():
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
                 continue
             before = [f"{100 * r['accuracy_before']:.1f}" for r in same if "accuracy_before" in r]
-            qerl = {r["seed"]: r["accuracy_after"] for r in rows
-                    if (r["model"], r["arm"]) == (model, "qerl")}
             gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
             cells = [
                 row.rollout,

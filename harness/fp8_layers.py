@@ -63,14 +63,10 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, B = ctx.saved_tensors
-        grad_x = grad_h = grad_B = None
+        grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = ctx.weight.gradient(grad)
-        if h is not None:
-            pieces = list(ctx.layer.pieces(grad, h, B))
-            grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in pieces], -1)
-            grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in pieces])
-        return grad_x, grad_h, grad_B, None
+        return grad_x, *ctx.layer.lora_gradients(grad, h, B), None
 
 
 class FrozenBlockLinear(qerl.QuantLinear):

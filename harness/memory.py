@@ -58,14 +58,19 @@ def keep_decoded(model, share=0.5, small=1e8):
         layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
 
 
+def cache_bytes(model):
+    """Bytes of one token's keys and values in the KV cache, those of all layers."""
+    heads = model.config.num_key_value_heads
+    values = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
+    return values * model.embedding.dtype.itemsize
+
+
 def slots_that_fit(model, longest, most=256, share=0.7):
     """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
 
     If all grow to that length the cache takes `share` of the free memory.
     """
-    heads = model.config.num_key_value_heads
-    token = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
-    sequence = longest * token * model.embedding.dtype.itemsize
+    sequence = longest * cache_bytes(model)
     free = free_memory(model.device)
     slots = max(1, min(most, int(share * free / sequence)))
     if slots < most:

@@ -18,6 +18,7 @@ import fp4_kernels
 import qerl
 from harness.batches import Batch
 from harness.instruments import Clock, peak_memory_gb
+from harness.memory import cache_bytes
 from harness.random_models import random_model, random_prompts
 from harness.stops import is_out_of_memory
 
@@ -115,10 +116,8 @@ def total_gb(tensors):
 
 def cache_gb(model, settings):
     """The KV cache of all completions at their full length."""
-    attention = model.blocks[0].attention
-    token = 2 * len(model.blocks) * model.config.num_key_value_heads * attention.head_dim
     tokens = settings.group * (settings.prompt_tokens + settings.new_tokens)
-    return tokens * token * model.embedding.dtype.itemsize / 1e9
+    return tokens * cache_bytes(model) / 1e9
 
 
 def load(name, settings, device):
