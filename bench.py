@@ -1294,8 +1294,8 @@ def run(args):
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
         if plot:
             save_figure(f"{path}.png", plot, result)
-    ranks.stop()
     print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))
+    ranks.stop()
 
 
 def main():

@@ -7,6 +7,7 @@ the ranks once a minibatch, before they are clipped, so all ranks take the same 
 same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone writes and
 speaks. Without torchrun there is one rank, and everything here returns what it was given.
 """
+import atexit
 import contextlib
 import os
 import sys
@@ -70,10 +71,16 @@ class Ranks:
         return device
 
     def stop(self):
-        """Leave, when all are about to: a rank that is still busy would miss those gone before."""
+        """End the process of a rank, when all are about to: whoever is busy would miss those gone.
+
+        Python's own end is left out, in which gloo's threads now and then abort a finished run.
+        """
         if dist.is_initialized():
             self.collect([self.rank])
-            dist.destroy_process_group()
+            atexit._run_exitfuncs()                    # a tracker sends its last lines there
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     @contextlib.contextmanager
     def together(self):
