@@ -27,3 +27,14 @@ def sampled_gradient(method, logits, noisy, size=1024):
     batch.old_logprobs = rollout_logprobs if method.variant == "bypass" else logprobs.detach()
     loss, _ = method.loss(logprobs, batch)
     return -torch.autograd.grad(loss, logits)[0]
+
+
+def bias_and_scatter(method, logits, noisy, count=100):
+    """Of so many sampled gradients, over the exact one's length: how far off is their mean, and how
+    far from this mean is one of them (root mean square)?
+    """
+    exact = torch.autograd.grad(expected_reward(logits), logits)[0]
+    gradients = torch.stack([sampled_gradient(method, logits, noisy) for _ in range(count)])
+    mean = gradients.mean(0)
+    scatter = (gradients - mean).norm() / count ** 0.5
+    return (mean - exact).norm() / exact.norm(), scatter / exact.norm()

@@ -2,6 +2,8 @@
 
 For methods/rilq.py.
 """
+import contextlib
+
 import torch
 
 import qerl
@@ -16,6 +18,17 @@ def adapter(model):
 def put_adapter(model, tensors):
     for name, p in qerl.trainable(model).items():
         p.copy_(tensors[name])
+
+
+@contextlib.contextmanager
+def other_adapter(model, tensors):
+    """The context in which the model has these tensors in the place of its own adapter."""
+    own = adapter(model)
+    put_adapter(model, tensors)
+    try:
+        yield
+    finally:
+        put_adapter(model, own)
 
 
 def low_bit_format(bits):

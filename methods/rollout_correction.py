@@ -41,7 +41,7 @@ from types import SimpleNamespace
 import torch
 
 import qerl
-from harness.chain_policy import expected_reward, sampled_gradient
+from harness.chain_policy import bias_and_scatter
 from harness.mismatch import LARGEST, describe_mismatch
 from methods import Method
 from qerl import UserError
@@ -144,7 +144,6 @@ class Neighbour(Method):
 def main():
     torch.manual_seed(0)
     logits = torch.randn(5, 5, requires_grad=True)
-    exact = torch.autograd.grad(expected_reward(logits), logits)[0]
     print("100 gradients, each of 1024 completions of 16 tokens, against the exact one. In per cent\n"
           "of its length: how far their mean is off (bias), how far one is from the mean (scatter).")
     rows = [("no correction", None, 0), *((kind, kind, 0) for kind in (*KEPT, "bypass"))]
@@ -155,10 +154,7 @@ def main():
         for name, variant, tis in rows:
             settings = SimpleNamespace(tis=tis, clip_low=0.2, clip_high=0.28, beta=0)
             method = Neighbour(settings, variant) if variant else Method(settings)
-            gradients = torch.stack([sampled_gradient(method, logits, noisy) for _ in range(100)])
-            mean = gradients.mean(0)
-            bias = (mean - exact).norm() / exact.norm()
-            scatter = (gradients - mean).norm() / 100 ** 0.5 / exact.norm()
+            bias, scatter = bias_and_scatter(method, logits, noisy)
             left_out = method.measure_updates().get("masked_fraction", 0)
             print(f"{name:40} {bias:6.0%} {scatter:8.0%} {left_out:16.0%}")
     print("\nA mean of 100 is itself off by about a tenth of the scatter. Only the whole product,\n"
