@@ -48,6 +48,19 @@ def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
     return rollout, batch
 
 
+def scored_completions(model, text, generator):
+    """complete(questions), as a Method's `explore` takes it: groups of 8, of at most 64 tokens."""
+    import train_gsm8k         # only here, because it imports the methods
+
+    def complete(questions, phase="rollout", **options):
+        prompts = [q["prompt"] for q in questions]
+        rollout = qerl.generate(
+            model, prompts, 64, 8, eos=text.eos, generator=generator, **options)
+        texts = train_gsm8k.decode_all(text, rollout)
+        return train_gsm8k.score(questions, rollout, texts, "answer")
+    return complete
+
+
 def gradient(model, batch, scale=1):
     """The gradient of `scale` times a Batch's loss by all that is trained, over scale: float32 [n]."""
     for p in qerl.trainable(model).values():

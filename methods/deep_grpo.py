@@ -33,13 +33,15 @@ When would you use it? Where most completions fail late and sampling is cheap be
 failed completion costs G more (logged: seconds of "branches").
 """
 import functools
+import types
 from collections import namedtuple
 
 import torch
 
 import qerl
 from harness.branches import fit_success, join_samples, limited_sampler, sentence_ends
-from harness.demonstration import small_policy
+from harness.demonstration import scored_completions, small_policy
+from harness.questions import with_prompts
 from harness.small_policy import made_up_problems
 from methods import Method
 
@@ -76,8 +78,7 @@ class Neighbour(Method):
         self.measured = {"branches": len(pivots)}
         if not pivots:
             return samples
-        group = samples.rewards.shape[1]
-        limits = [pivot.room for pivot in pivots for _ in range(group)]
+        limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
         branched = complete([pivot.question for pivot in pivots], "branches",
                             sampler_class=limited_sampler(limits))
         mended = branched.correct.amax(1)
@@ -109,9 +110,9 @@ class Neighbour(Method):
 
     def advantages(self, samples):
         """Of branches without the division by the standard deviation."""
-        is_branch = torch.tensor(["begun" in q for q in samples.questions])[:, None]
         centered = samples.rewards - samples.rewards.mean(1, keepdim=True)
-        is_branch = is_branch.to(centered.device)
+        is_branch = [["begun" in question] for question in samples.questions]
+        is_branch = torch.tensor(is_branch, device=centered.device)
         return torch.where(is_branch, centered, super().advantages(samples))
 
     def token_weights(self, minibatch):
@@ -134,14 +135,10 @@ class Neighbour(Method):
 def show_pivots():
     text = ("He sells 4 of 12 eggs. So 12 - 4 = 8 are left! They cost 2 dollars each.\n"
             "8 * 2 = 18. The answer is 18.")
-    right_of_50 = {0.2: 38, 0.4: 36, 0.6: 25, 0.8: 4}
-    outcomes = [(r, int(i < right)) for r, right in right_of_50.items() for i in range(50)]
-    a, b = fit_success(outcomes)
     cuts = sentence_ends(list(text))
-    r, utility = pivot_utility(len(cuts), (a, b))
-    print("1. Pivots of a failed completion, a letter a token, after outcomes made by hand: of 50\n"
-          f"branches from r = 0.2, 0.4, 0.6 and 0.8 each, {list(right_of_50.values())} were right.\n"
-          f"P(r) = sigmoid({a:.2f} {b:+.2f} r).\n\n"
+    r, utility = pivot_utility(len(cuts), (1.8, -3.4))
+    print("1. Pivots of a failed completion, a letter a token. Deep branches mostly fail here:\n"
+          "P(r) = sigmoid(1.8 - 3.4 r).\n\n"
           "     r     P   r^2     Q  the completion up to the cut ends in")
     for j, cut in enumerate(cuts):
         probability = utility[j] / r[j] ** 2
@@ -150,40 +147,20 @@ def show_pivots():
 
 
 def show_branches():
-    import train_gsm8k         # only here, because it imports the methods
     model, text, _ = small_policy(0)
-    settings = train_gsm8k.arguments(["--device", "cpu", "--method", "deep_grpo"])
-    method = Neighbour(settings)
+    method = Neighbour(types.SimpleNamespace(max_new_tokens=64))
     method.prepare(model, None, None, text)
+    rng = torch.Generator().manual_seed(0)
+    complete = scored_completions(model, text, rng)
     problems, _ = made_up_problems()
-    asked = train_gsm8k.with_prompts(problems[:48], text, 400)
-    sampling_rng = torch.Generator().manual_seed(0)
-
-    def complete(questions, phase="rollout", **options):
-        prompts = [q["prompt"] for q in questions]
-        rollout = qerl.generate(
-            model, prompts, 64, 8, eos=text.eos, generator=sampling_rng, **options)
-        texts = train_gsm8k.decode_all(text, rollout)
-        return train_gsm8k.score(questions, rollout, texts, "answer")
-
-    samples = complete(asked)
-    both = method.explore(samples, complete, torch.Generator().manual_seed(0))
-    branches = [i for i, q in enumerate(both.questions) if "begun" in q]
-    cut = {both.questions[i]["question"] for i in branches}
-    mains = [i for i, q in enumerate(both.questions) if q["question"] in cut and i not in branches]
-    failed = int((samples.correct == 0).sum())
-    print(f"\n2. The small policy: of {samples.correct.numel()} completions of {len(asked)} questions "
-          f"{failed} failed. {len(branches)} of these end a\n"
-          f"sentence before their last, and so were branched; they belong to {len(cut)} questions. A\n"
-          "branch inherits what was wrong before the cut, so it pays where failures come late.\n\n"
-          "                  right answers   groups with some right, some wrong")
-    for name, groups in (("these questions", mains), ("their pivots", branches)):
-        print(f"  {name:15} {both.correct[groups].mean():13.1%} {teaching(both, groups):15.1%}")
-
-
-def teaching(samples, groups):
-    """The fraction of these groups whose answers are not all alike."""
-    return qerl.has_signal(samples.correct[groups]).float().mean()
+    samples = complete(with_prompts(problems[:48], text, 400))
+    method.explore(samples, complete, rng)
+    found = method.measured
+    print(f"\n2. The small policy: {samples.correct.mean():.0%} of {samples.correct.numel()} "
+          f"completions are right. {found['branches']} of the others end a sentence\n"
+          f"before their last and are branched: {found['branch_accuracy']:.0%} of the branches are "
+          f"right, but {found['mended']:.0%} of\nthe cut completions have one that is. A branch inherits "
+          "what was wrong before the cut,\nso it pays where failures come late.")
 
 
 def main():
