@@ -37,18 +37,14 @@ When would you use it? Where FlashRL's rollout is right, all weights are trained
 and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.
 """
 import contextlib
-import copy
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 import qerl
 from harness.batches import Batch
 from harness.eight_bit import eight_bit, quantize_rows, require_fp8_products
-from harness.full_weights import train_all_weights
-from harness.small_policy import ByteText, made_up_problems, warm_start
-from harness.worked import answer_logits, rows_of, worked_sequences
+from harness.small_policy import warm_start
 from methods import Method, flashrl
 from qerl import UserError
 
@@ -126,82 +122,49 @@ class Neighbour(Method):
 
 
 def show_clipping():
-    """The slope of the gain in log π at R = 1.5 and advantage 1, with and without ACR."""
+    """The slope of the gain in log π at R = 1.5 and advantage 1."""
     rho = torch.tensor([[0.5, 1, 2, 3, 4, 8]])
     one = torch.ones_like(rho)
     token = Batch(None, None, None, -rho.log(), one[0, :1], one.bool(), 0 * rho, weights=one)
     settings = SimpleNamespace(tis=2.0, clip_low=0.2, clip_high=0.28, beta=0)
-    slopes = []
-    for method in (Method(settings), Neighbour(settings, "acr")):
-        logprobs = (1.5 * one).log().requires_grad_()
-        loss, _ = method.loss(logprobs, token)
-        slopes.append(-torch.autograd.grad(loss, logprobs)[0][0])
+    logprobs = (1.5 * one).log().requires_grad_()
+    loss, _ = Neighbour(settings, "acr").loss(logprobs, token)
+    slope = -torch.autograd.grad(loss, logprobs)[0]
     r = truncation(token.old_logprobs, token.rollout_logprobs, settings.tis)
-    print("ACR: a token at R = 1.5, where TIS alone clips all that is above 1.28; C = 2\n"
-          "   ρ    w     r   ACR's bound   slope with TIS   with ACR")
-    for row in zip(rho[0], (rho * r)[0], r[0], (1.28 / r)[0], *slopes):
-        print("{:4.1f} {:4.1f} {:5.2f} {:13.2f} {:16.1f} {:10.1f}".format(*map(abs, row)))
-
-
-def codes_of(model):
-    """The INT8 codes of all weights that read a norm, in a line, and their relative error."""
-    weights = [b.attention.qkv.master.detach() for b in model.blocks]
-    weights += [b.mlp.gate_up.master.detach() for b in model.blocks]
-    parts = [quantize_rows(weight, "int8") for weight in weights]
-    errors = [(codes * scale - w).norm() for w, (codes, scale) in zip(weights, parts)]
-    error = torch.stack(errors).norm() / torch.stack([w.norm() for w in weights]).norm()
-    return torch.cat([codes.flatten() for codes, _ in parts]), error
-
-
-def one_step(model, lr):
-    """One step of Adam towards some 16 worked answers."""
-    questions, _ = made_up_problems()
-    rows = rows_of(worked_sequences(questions, ByteText(), tokens=1600), "cpu")
-    optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
-    F.cross_entropy(*answer_logits(model, rows)).backward()
-    optimizer.step()
+    print("ACR: the slope of a token's gain at R = 1.5, C = 2. With TIS alone, whose bound is always\n"
+          "1.28, it is 0 everywhere.\n\n"
+          "   ρ    w     r   ACR's bound   slope")
+    for row in zip(rho[0], (rho * r)[0], r[0], (1.28 / r)[0], slope[0].abs()):
+        print("{:4.1f} {:4.1f} {:5.2f} {:13.2f} {:7.1f}".format(*row))
 
 
 def show_updates():
-    plain = qerl.load_model(warm_start(), "bf16")
-    train_all_weights(plain)
-    scaled = copy.deepcopy(plain)
-    scale_for_updates(scaled, UAQ_SCALE)
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        moved = (plain(tokens) - scaled(tokens)).abs().max()
-    error = [codes_of(model)[1] for model in (plain, scaled)]
-    print(f"\nUAQ on the built-in policy, s = {UAQ_SCALE}: its logits move by {moved:.0e},\n"
-          f"the relative error of its INT8 weights from {error[0]:.5f} to {error[1]:.5f}.\n"
-          "Codes that one step of Adam changes:\n"
-          "learning rate    plain   rate times s      UAQ")
+    """A weight that reads a norm, W and W / s, before and after a step of Adam from the start."""
+    layer = qerl.load_model(warm_start(), "bf16").blocks[0].mlp.gate_up
+    weight = layer.weight.dequantize(torch.float32)
+    scaled = weight / UAQ_SCALE
+    sign = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).sign()
+
+    def changed(before, after):
+        codes, _ = quantize_rows(before, "int8")
+        return (quantize_rows(after, "int8")[0] != codes).float().mean()
+
+    int8 = changed(weight, scaled)
+    nvfp4 = (qerl.quantize_nvfp4(weight)[0] != qerl.quantize_nvfp4(scaled)[0]).float().mean()
+    print(f"\nUAQ, s = {UAQ_SCALE}, changes {int8:.3%} of a weight's INT8 codes and {nvfp4:.3%} of its "
+          "NVFP4 codes.\nThen a step of Adam moves each value by the learning rate, up or down. INT8 "
+          "codes that\nit changes:\n\nlearning rate    plain   rate times s      UAQ")
     for lr in (1e-6, 1e-5, 1e-4):
-        changed = []
-        for start, rate in ((plain, lr), (plain, lr * UAQ_SCALE), (scaled, lr)):
-            model = copy.deepcopy(start)
-            before, _ = codes_of(model)
-            one_step(model, rate)
-            changed.append((codes_of(model)[0] != before).float().mean().item())
-        print(f"{lr:13.0e} {changed[0]:8.3%} {changed[1]:14.3%} {changed[2]:8.3%}")
-    print("The rounding stays, the step grows; a larger rate would move the other weights, too.")
-
-
-def show_frozen():
-    weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
-    packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
-    packed_s, block_scale_s, global_scale_s = qerl.quantize_nvfp4(weight / UAQ_SCALE)
-    codes = (packed != packed_s).sum()
-    scales = (block_scale.float() != block_scale_s.float()).sum()
-    factor = (global_scale_s / global_scale).item()
-    print(f"\nUAQ on a frozen NVFP4 weight [512, 1024]: {codes} pairs of codes and {scales} block scales\n"
-          f"change. The global scale takes the factor ({factor:.4f}), the norm takes it back, and no\n"
-          "step will come.")
+        plain = changed(weight, weight + lr * sign)
+        faster = changed(weight, weight + UAQ_SCALE * lr * sign)
+        by_uaq = changed(scaled, scaled + lr * sign)
+        print(f"{lr:13.0e} {plain:8.3%} {faster:14.3%} {by_uaq:8.3%}")
+    print("\nThe rounding stays, the step grows; a larger rate would move the other weights, too.")
 
 
 def main():
     show_clipping()
     show_updates()
-    show_frozen()
 
 
 if __name__ == "__main__":
