@@ -7,6 +7,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -163,10 +164,16 @@ def weights_of(folder):
     return [os.path.realpath(folder), *([s.st_size, s.st_mtime_ns] for s in status)]
 
 
-def cached_folder(name, key, make):
-    """The folder that make(path) filled when it was first asked for with this key (JSON)."""
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    folder = os.path.join(run_folder.CACHE, f"{name}-{digest[:12]}")
+def cached_folder(source, name, key, make):
+    """The folder that make(path) filled when it was first asked for with this key (JSON).
+
+    It is made of the weights in the folder `source`, and named after it and `name`. It is made
+    again once these weights, or the code of make's module, have changed.
+    """
+    code = inspect.getsource(inspect.getmodule(make))
+    digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
+    model = os.path.basename(os.path.realpath(source))
+    folder = os.path.join(run_folder.CACHE, f"{model}-{name}-{digest[:12]}")
     if os.path.exists(folder):
         return folder
     os.makedirs(run_folder.CACHE, exist_ok=True)

@@ -8,8 +8,6 @@ each has its own.
 """
 import importlib
 import inspect
-import os
-import sys
 import tempfile
 import time
 
@@ -17,7 +15,7 @@ import torch
 
 import qerl
 from harness.demonstration import accuracy, distance, worked_problems
-from harness.packed_folder import cached_folder, require_16_bit, weights_of, write_packed_folder
+from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
 from harness.small_policy import ByteText, warm_start
 from harness.worked import worked_sequences
 from methods import Method
@@ -59,9 +57,8 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         model = qerl.load_model(folder, "bf16", device=device)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
-    sources = [inspect.getsource(part) for part in (module, sys.modules[__name__])]
-    key = [weights_of(folder), quantizer, sequences, str(device), sources]
-    return cached_folder(f"{os.path.basename(os.path.realpath(folder))}-{quantizer}", key, make)
+    key = [quantizer, sequences, str(device), inspect.getsource(module)]
+    return cached_folder(folder, quantizer, key, make)
 
 
 class OtherCodes(Method):

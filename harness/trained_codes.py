@@ -2,16 +2,24 @@
 import torch
 
 import qerl
-from harness.full_weights import replace_layers
+from harness.full_weights import TrainedLinear, replace_layers
 from harness.packed_folder import named_parts
 
 
-def trained_codes_model(folder, layer_class, device):
-    """The model of a 16-bit folder, or of one in NVFP4, with layer_class(layer, parts) as layers.
+class ScaledLinear(TrainedLinear):
+    """A QuantLinear's layers with trained weights, and the scales of their NVFP4, which stay."""
 
-    parts: for each of a QuantLinear's layers what quantize_nvfp4 returns. The class keeps their
-    scales as `block_scales` and `global_scales` (lists), and stacked as `scale` [out, in/16].
-    """
+    def __init__(self, layer, parts):
+        """parts: for each of the layers what quantize_nvfp4 returned."""
+        super().__init__(layer)
+        self.block_scales = [block_scale for _, block_scale, _ in parts]
+        self.global_scales = [global_scale for _, _, global_scale in parts]
+        scales = [b.float() / g for b, g in zip(self.block_scales, self.global_scales)]
+        self.scale = torch.cat(scales)                                           # [out, in/16]
+
+
+def trained_codes_model(folder, layer_class, device):
+    """The model of a 16-bit folder, or of one in NVFP4, with a class of ScaledLinear as layers."""
     model = qerl.load_model(folder, "bf16", device=device)
     checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, device), device=device)
 

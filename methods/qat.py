@@ -36,25 +36,20 @@ Result of the paper: the claims above; its figures were not read. Ours: methods/
 When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
-import inspect
-import os
+import itertools
 import random
-import sys
-import tempfile
 
 import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.demonstration import accuracy, distance, worked_problems
-from harness.full_weights import TrainedLinear
-from harness.packed_folder import cached_folder, require_16_bit, weights_of
-from harness.packed_folder import write_packed_folder
-from harness.quantizers import round_e2m1
+from harness.demonstration import distance, worked_problems
+from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
+from harness.quantizers import quantized_folder, round_e2m1
 from harness.small_policy import ByteText, warm_start
-from harness.trained_codes import packed_tensors, trained_codes_model
+from harness.trained_codes import ScaledLinear, packed_tensors, trained_codes_model
 from harness.worked import answer_logits, rows_of, worked_sequences
-from methods import Method, gptq
+from methods import Method
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
 RECIPE = dict(lr=1e-5, steps=500, batch=16)
@@ -74,20 +69,13 @@ class RoundStraightThrough(torch.autograd.Function):
         return grad, None
 
 
-class FakeQuantLinear(TrainedLinear):
+class FakeQuantLinear(ScaledLinear):
     """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass."""
-
-    def __init__(self, layer, parts):
-        """parts: for each of its layers what quantize_nvfp4 returned, whose scales are kept."""
-        super().__init__(layer)
-        self.block_scales = [block_scale for _, block_scale, _ in parts]
-        self.global_scales = [global_scale for _, _, global_scale in parts]
-        scales = [b.float() / g for b, g in zip(self.block_scales, self.global_scales)]
-        self.scale = torch.cat(scales)                                           # [out, in/16]
 
     def cast(self, dtype):
         _, bias = super().cast(dtype)
         return RoundStraightThrough.apply(self.master, self.scale).to(dtype), bias
+
 
 def fake_quantised(folder, device="cpu"):
     """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
@@ -153,39 +141,28 @@ class Neighbour(Method):
             write_packed_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
 
-        source = inspect.getsource(sys.modules[__name__])
-        key = [weights_of(folder), start, self.variant, sequences, recipe, device, source]
-        return cached_folder(f"{os.path.basename(os.path.realpath(folder))}-qat", key, make)
+        key = [start, self.variant, sequences, recipe, device]
+        return cached_folder(folder, "qat", key, make)
 
 
-def main(recipe=dict(lr=3e-5, steps=16, batch=16)):
+def main(recipe=dict(SMALL_RECIPE, steps=16)):
     print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by\n"
           "distillation from itself in 16 bit or by supervised fine-tuning, from rounded weights\n"
-          f"or from GPTQ's, {recipe['steps']} steps. KL to its 16-bit self on held-out answers,\n"
-          "their perplexity, greedy accuracy:\n")
+          f"or from GPTQ's, {recipe['steps']} steps. KL to its 16-bit self on held-out answers, and\n"
+          "their perplexity:\n")
     folder = warm_start()
     questions, held_out = worked_problems(64)
     sequences = worked_sequences(questions, ByteText(), 65536)
     teacher = qerl.load_model(folder, "bf16")
-    print(f"{'start':7}{'training':10}{'KL':>10}{'perplexity':>12}{'accuracy':>10}")
-
-    def show(start, training, model):
-        far = distance(model, teacher, held_out)
-        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}"
-              f"{accuracy(model):10.1%}")
-
-    show("16 bit", "-", teacher)
-    with tempfile.TemporaryDirectory() as path:
-        found = gptq.choose_codes(qerl.load_model(folder, "bf16"), sequences[:64])
-        write_packed_folder(folder, found, path)
-        cases = [("RTN", "none"), ("RTN", "sft"), ("RTN", "distil"), ("GPTQ", "none"),
-                 ("GPTQ", "distil")]
-        for start, training in cases:
-            student = fake_quantised(folder if start == "RTN" else path)
+    starts = {"RTN": folder, "GPTQ": quantized_folder(folder, "gptq", questions, ByteText(), "cpu")}
+    print(f"{'start':7}{'training':10}{'KL':>10}{'perplexity':>12}")
+    for start, training in itertools.product(starts, ("none", "sft", "distil")):
+        student = fake_quantised(starts[start])
+        if training != "none":
             guide = teacher if training == "distil" else None
-            if training != "none":
-                cold_start(student, guide, sequences, **recipe)
-            show(start, training, student)
+            cold_start(student, guide, sequences, **recipe)
+        far = distance(student, teacher, held_out)
+        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}")
     print("\nFrom rounded weights distillation gives back more of the KL than fine-tuning. GPTQ\n"
           "alone does better than either, and its weights hardly change their codes at this\n"
           "learning rate: they start in the middle between two roundings.")
