@@ -158,9 +158,9 @@ def show_branches():
     found = method.measured
     print(f"\n2. The small policy: {samples.correct.mean():.0%} of {samples.correct.numel()} "
           f"completions are right. {found['branches']} of the others end a sentence\n"
-          f"before their last and are branched: {found['branch_accuracy']:.0%} of the branches are "
-          f"right, but {found['mended']:.0%} of\nthe cut completions have one that is. A branch inherits "
-          "what was wrong before the cut,\nso it pays where failures come late.")
+          f"before their last, and get 8 branches each: {found['branch_accuracy']:.0%} of these are "
+          f"right, and {found['mended']:.0%} of\nthe {found['branches']} have one that is. A branch "
+          "inherits what was wrong before the cut, so it pays\nwhere failures come late.")
 
 
 def main():

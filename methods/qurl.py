@@ -151,9 +151,9 @@ def show_updates():
 
     int8 = changed(weight, scaled)
     nvfp4 = (qerl.quantize_nvfp4(weight)[0] != qerl.quantize_nvfp4(scaled)[0]).float().mean()
-    print(f"\nUAQ, s = {UAQ_SCALE}, changes {int8:.3%} of a weight's INT8 codes and {nvfp4:.3%} of its "
-          "NVFP4 codes.\nThen a step of Adam moves each value by the learning rate, up or down. INT8 "
-          "codes that\nit changes:\n\nlearning rate    plain   rate times s      UAQ")
+    print(f"\nUAQ, s = {UAQ_SCALE}, changes {int8:.3%} of a weight's INT8 codes and {nvfp4:.3%} of "
+          "its NVFP4 codes.\nThen a step of Adam moves each value by the learning rate, up or down. "
+          "INT8 codes that\nit changes:\n\nlearning rate    plain   rate times s      UAQ")
     for lr in (1e-6, 1e-5, 1e-4):
         plain = changed(weight, weight + lr * sign)
         faster = changed(weight, weight + UAQ_SCALE * lr * sign)
