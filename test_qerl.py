@@ -3454,8 +3454,8 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads,kv_heads,dim,interleaved", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
-def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved):
+@pytest.mark.parametrize("heads,kv_heads,dim,interleaved,parts", [(6, 2, 48, False, None), (4, 4, 64, False, 2), (7, 1, 128, True, 3)])
+def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved, parts):
     torch.manual_seed(0)
     monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 256)
     split, longest = 128, 2 * 256 + 9                                                     # three pieces, the last one short
@@ -3469,7 +3469,7 @@ def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved)
     pieces = [piece.contiguous().to(KERNEL_DEVICE) for piece in cache.split(256, 3)]
     addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=KERNEL_DEVICE)
     twins = [piece.nan_to_num().double() for piece in cache.split(256, 3)]
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split)
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split, parts)
     twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), twins, filled, interleaved)
     assert relative(kernel.cpu().double(), twin) < 1e-5
     for piece, expected in zip(pieces, twins):
