@@ -37,15 +37,21 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if several else 0
         self.local_rank = int(os.environ["LOCAL_RANK"]) if several else 0      # of this machine
         self.main = self.rank == 0
+        self.serve = lambda: None      # with --shard: harness.sharded.SharedPasses.serve
 
     def check(self, settings):
         """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
         if self.count == 1:
+            if settings.shard:
+                raise UserError("--shard cuts the weights over several processes; start by torchrun")
             return
         require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
                 f"is not divisible by --updates {settings.updates} times {self.count} processes")
         require(settings.method == "qerl", "method", settings.method,
                 "the neighbours run in one process; start without torchrun")
+        if settings.shard and (settings.lora_rank == 0 or settings.keep_activations):
+            raise UserError("--shard goes neither with --lora-rank 0 nor with --keep-activations; "
+                            "leave one out")
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
@@ -77,6 +83,7 @@ class Ranks:
     def together(self):
         """Around what all ranks do together: a rank that is gone ends it, in one line a machine."""
         try:
+            self.serve()
             yield
         except RuntimeError as e:
             if "out of memory" in str(e):
