@@ -81,9 +81,15 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self):
-        """Around what all ranks do together: a rank that is gone ends it, in one line a machine."""
-        try:
+        """Around what all ranks do together, once none of them needs the others otherwise."""
+        with self.surviving():
             self.serve()
+            yield
+
+    @contextlib.contextmanager
+    def surviving(self):
+        """Around what ends if a rank is gone: it ends in one line a machine."""
+        try:
             yield
         except RuntimeError as e:
             if "out of memory" in str(e):

@@ -86,11 +86,12 @@ def tensors_in(line, layout, unit):
 class SharedPasses:
     """The passes of the ranks through the blocks of a model from a ShardedCheckpoint.
 
-    It makes the model gather its weights. Whatever else the ranks do together must be announced by
-    `serve`, which Ranks.together calls.
+    It makes the model gather its weights. Before all else that the ranks do together each of them
+    must `serve`, which Ranks.together sees to.
     """
 
     def __init__(self, model, ranks):
+        self.ranks = ranks
         self.device = model.device
         self.blocks = [
             [m for m in block.modules() if isinstance(m, qerl.QuantLinear)] for block in model.blocks
@@ -130,12 +131,13 @@ class SharedPasses:
     def enter(self, i, direction):
         """Before block i runs: have its weights here, and the next one's on their way."""
         order = self.order(direction)
-        if i == order[0]:
-            self.begin(direction)
-        self.wait(i)
         place = order.index(i)
-        if place + 1 < len(order):
-            self.gather(order[place + 1])
+        with self.ranks.surviving():
+            if place == 0:
+                self.begin(direction)
+            self.wait(i)
+            if place + 1 < len(order):
+                self.gather(order[place + 1])
 
     def begin(self, direction):
         """Begin a pass, for which a rank that wants down waits until none wants up."""
@@ -149,7 +151,7 @@ class SharedPasses:
         """How many ranks want a pass up and down, int64 [2]."""
         votes = torch.zeros(2, dtype=torch.long, device=self.device)
         if direction is not None:
-            votes[direction] = 1
+            votes[direction].fill_(1)
         dist.all_reduce(votes)
         return votes
 
