@@ -12,14 +12,18 @@ first and mma with a picture.
                                                        log-probabilities, update; with --weights
                                                        nvfp4-fp8, too, trained in FP8
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
+    python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, and its
+                                                       peak by phase, each model under a cap
+    python bench.py memory --long [1024 8192 ...]      how long completions may be in 80 GB
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
 
-kernels, mma, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU
-they run a tiny shape, so that one can step through them; its times mean nothing. mma needs a Hopper
-GPU. step may be started by torchrun, too: each process then has its share of the prompts.
+kernels, mma, rollout, step, scaling and memory make random weights of the given shapes on the GPU.
+On a CPU they run a tiny shape, so that one can step through them; its times, and memory, mean
+nothing. mma needs a Hopper GPU. step may be started by torchrun, too: each process then has its
+share of the prompts.
 """
 import copy
 import glob
@@ -40,44 +44,25 @@ import types
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims, compare, entropy
+from harness import claims, compare, entropy, memory_bench
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
+from harness.random_models import SHAPES, config_of, random_model, random_prompts
 from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
 from methods import Method, jetrl
 
 
-class Shape(NamedTuple):
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-
-
-SHAPES = {
-    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 151936),
-    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
-    "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 151936),
-    "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 152064),
-    "Qwen2.5-14B": Shape(5120, 13824, 48, 40, 8, 152064),
-    "Qwen2.5-32B": Shape(5120, 27648, 64, 40, 8, 152064),
-    "tiny": Shape(256, 512, 2, 4, 2, 512),
-}
 LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4",
           "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
 COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red",
@@ -187,57 +172,7 @@ def bench_formats(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Random models
-
-class RandomWeights(qerl.Checkpoint):
-    """Normal weights of any shape. Layers of a kind are equal, but each lies in its own memory."""
-
-    def __init__(self, weights, lora_rank, device):
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        super().__init__({}, weights, lora_rank, device=device, dtype=dtype)
-        self.first = {}
-
-    def has(self, name):
-        return name.endswith((".weight", ".bias"))
-
-    def read(self, name, shape):
-        scale = 0.02 if len(shape) > 1 else 0.1
-        tensor = torch.randn(shape, device=self.device, dtype=self.dtype) * scale
-        return tensor + 1 if name.endswith("norm.weight") else tensor
-
-    def linear(self, prefix, leaves, sizes, in_features, bias):
-        """As Checkpoint.linear, but only the first layer of a kind is quantised; others copy it."""
-        kind = leaves[0]
-        if kind not in self.first:
-            self.first[kind] = super().linear(prefix, leaves, sizes, in_features, bias)
-        layer = copy.deepcopy(self.first[kind])
-        layer.names = [f"{prefix}.{leaf}" for leaf in leaves]
-        if layer.rank:
-            layer.lora_B.data.normal_(std=0.01)
-        return layer
-
-
-def config_of(name):
-    shape = SHAPES[name]
-    return transformers.Qwen2Config(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=False,
-    )
-
-
-def random_model(name, weights, lora_rank, device):
-    torch.manual_seed(0)
-    return qerl.Transformer(config_of(name), RandomWeights(weights, lora_rank, device))
-
-
-def random_prompts(vocabulary, count, length):
-    return torch.randint(0, vocabulary, (count, length)).tolist()
-
+# GPU
 
 def wait(device):
     if device == "cuda":
@@ -1088,8 +1023,9 @@ def bench_scaling(args):
         require(not cuda or count <= torch.cuda.device_count(), "processes", count,
                 f"only {torch.cuda.device_count()} GPUs are here; use fewer")
     rows = []
-    for path in [f"{results_folder(args)}/scaling.json", *args.add]:
-        if os.path.exists(path) or path in args.add:
+    added = args.add or []
+    for path in [f"{results_folder(args)}/scaling.json", *added]:
+        if os.path.exists(path) or path in added:
             rows = replace_rows(rows, read_rows(path))
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
             f"completions for each of them and {prompts} x {group} in all: of the phases the "
@@ -1229,6 +1165,66 @@ def plot_scaling(result, plt):
 
 
 # --------------------------------------------------------------------------------------------------
+# Memory of an RL step
+
+def bench_memory(args):
+    """Whole steps or, with --long, longer and longer completions; a row each time one is measured."""
+    cuda = args.device == "cuda"
+    small = {} if cuda else memory_bench.SMALL
+    settings = memory_bench.MemorySettings(**small)
+    result = {
+        "what": "10^9 bytes of one GRPO step on random weights, all completions at full length, "
+                "LoRA on all seven projections; rest_gb: activations and temporary tensors",
+        "settings": asdict(settings),
+        "unsloth": memory_bench.UNSLOTH,
+        "rows": [],
+        "long": [],
+    }
+    kind = "rows" if args.long is None else "long"
+    for name in args.model or memory_models(cuda, args.long is not None):
+        if args.long is None:
+            cap = memory_bench.CAPS.get(name)
+            work = memory_bench.step_rows, name, cap, settings, args.device
+        else:
+            lengths = args.long or ((1024, 4096, 8192, 20000, 32768) if cuda else (8, 16))
+            cap = memory_bench.LONG_CAP if cuda else None
+            work = memory_bench.length_rows, name, lengths, cap, settings, args.device
+        # On a CPU in this process, so that a debugger can step through it.
+        rows = memory_bench.in_own_process(*work) if cuda else work[0](*work[1:])
+        for row in rows:
+            result[kind].append({"model": name, "cap_gb": cap, **row})
+            print(memory_bench.progress(result[kind][-1]), flush=True)
+            yield dict(result)
+    print_memory(result)
+
+
+def memory_models(cuda, long):
+    """The shapes that bench_memory measures unless told others."""
+    if not cuda:
+        return ["tiny"]
+    return ["Qwen2.5-7B", "Qwen2.5-32B"] if long else list(memory_bench.CAPS)
+
+
+def print_memory(result):
+    print("\nmemory in 10^9 bytes")
+    if result["rows"]:
+        print_head(*memory_bench.STEP_HEAD)
+    for row in result["rows"]:
+        print_row(*memory_bench.step_cells(row))
+    if not result["long"]:
+        return
+    print_head(*memory_bench.LONG_HEAD)
+    for row in result["long"]:
+        print_row(*memory_bench.long_cells(row))
+    for model, (fitted, too_long) in memory_bench.longest_that_fit(result["long"]).items():
+        but = f", {too_long} did not" if too_long else ""
+        print(f"{model}: completions of {fitted} tokens fit{but}")
+    published = memory_bench.UNSLOTH
+    print(f"for comparison, published by Unsloth: {published['model']}, QLoRA, 8 completions of "
+          f"{published['length']} tokens, {published['gb']} GB")
+
+
+# --------------------------------------------------------------------------------------------------
 # Command line
 
 COMMANDS = {
@@ -1238,6 +1234,7 @@ COMMANDS = {
     "rollout": (bench_rollout, plot_rollout),
     "step": (bench_step, plot_step),
     "scaling": (bench_scaling, plot_scaling),
+    "memory": (bench_memory, memory_bench.plot_memory),
 }
 
 
@@ -1268,25 +1265,40 @@ def arguments():
     p.add_argument("--processes", nargs="*", type=int,
                    help="scaling: numbers of processes, each with a GPU of its own (default 1 2 4 8 as "
                         "far as there are GPUs); rows of other numbers stay in scaling.json")
-    p.add_argument("--add", nargs="+", default=[], metavar="FILE",
+    p.add_argument("--add", nargs="+", metavar="FILE",
                    help="scaling: add the rows of other calls' scaling.json; --processes without a "
                         "number measures nothing more")
+    p.add_argument("--long", nargs="*", type=int, metavar="TOKENS",
+                   help="memory: how long completions may be, of these lengths and longer ones that "
+                        "should fit (default 1024 4096 8192 20000 32768)")
     p.add_argument("--device", choices=["cuda", "cpu"],
                    default="cuda" if torch.cuda.is_available() else "cpu",
                    help="default: a GPU if there is one")
     p.add_argument("--out", default="results", help="folder for the results (default results)")
     args = p.parse_args()
+    check_arguments(args)
+    args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
+    args.ranks = [16, 128] if args.ranks is None else args.ranks
+    return args
+
+
+# The commands that take an option, of those that not all take.
+TAKERS = {
+    "weights": ["rollout", "step", "scaling"],
+    "ranks": ["rollout"],
+    "sizes": ["step"],
+    "repeats": ["step", "scaling"],
+    "processes": ["scaling"],
+    "add": ["scaling"],
+    "long": ["memory"],
+}
+
+
+def check_arguments(args):
+    """Raise the one line of a UserError if they make no sense."""
     check_device(args.device)
-    takers_of = {
-        "weights": ["rollout", "step", "scaling"],
-        "ranks": ["rollout"],
-        "sizes": ["step"],
-        "repeats": ["step", "scaling"],
-        "processes": ["scaling"],
-        "add": ["scaling"],
-    }
-    for option, takers in takers_of.items():
-        if getattr(args, option) not in (None, []) and args.what not in takers:
+    for option, takers in TAKERS.items():
+        if getattr(args, option) is not None and args.what not in takers:
             known = " and ".join(takers)
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
     if args.what == "mma":
@@ -1301,6 +1313,8 @@ def arguments():
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     for rank in args.ranks or []:
         require(rank >= 1, "ranks", rank, "must be at least 1")
+    for length in args.long or []:
+        require(length >= 1, "long", length, "must be at least 1")
     require(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
             "must be at least 1")
     processes = Ranks().count
@@ -1309,9 +1323,6 @@ def arguments():
     for prompts, group in args.sizes or []:
         require(prompts % processes == 0, "sizes", f"{prompts}x{group}",
                 f"{processes} processes cannot share {prompts} prompts")
-    args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
-    args.ranks = [16, 128] if args.ranks is None else args.ranks
-    return args
 
 
 def results_folder(args):
@@ -1335,7 +1346,7 @@ def keep_other_models(path, result):
     if os.path.exists(path):
         with open(path) as f:
             earlier = json.load(f)
-        for key in {"rows", "means", "vllm", "busy"} & set(result):
+        for key in {"rows", "means", "vllm", "busy", "long"} & set(result):
             measured = {r["model"] for r in result[key]}
             others = [r for r in earlier.get(key, []) if r.get("model") not in measured]
             result[key] = others + result[key]
@@ -1347,7 +1358,7 @@ def run(args):
     ranks = Ranks()
     ranks.start(args.device)
     if args.what != "formats" and args.device == "cpu":
-        print(f"on a CPU{'' if args.model else ', a tiny shape'}: these times mean nothing")
+        print(f"on a CPU{'' if args.model else ', a tiny shape'}: these figures mean nothing")
     path = f"{results_folder(args)}/{results_name(args)}"
     with creating(args.out):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -1358,8 +1369,8 @@ def run(args):
         if plot:
             keep_other_models(f"{path}.json", result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
-    if plot and ranks.main:
-        save_figure(f"{path}.png", plot, result)
+        if plot:
+            save_figure(f"{path}.png", plot, result)
     ranks.stop()
     print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))
 

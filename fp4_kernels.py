@@ -1347,7 +1347,7 @@ if triton is not None:
         tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
-# Attention of one new token a row against a cache of fixed size: rotary embedding, append, attend.
+# Attention of one new token a row against a cache: rotary embedding, append, attend.
 #
 #     y[b, h] = softmax(q[b, h] · K[b, :filled[b] + 1]ᵀ / √D) · V[b, :filled[b] + 1]
 #
@@ -1355,42 +1355,52 @@ if triton is not None:
 # share them (grouped-query attention); the places of the cache that are not filled are not
 # touched. A row's cache is cut into parts of `split` tokens for different programs, so that long
 # rows do not make the others wait. The last program of a row to finish puts its parts together.
+#
+# The cache grows while a recorded CUDA graph replays this kernel: it lies in pieces, whose addresses
+# the kernel reads from a table.
 
-def decode_attention_torch(qkv, cos, sin, k_cache, v_cache, filled, interleaved=False):
-    B, kv_heads, _, D = k_cache.shape
+CACHE_PIECE = 512          # positions of a piece; a part of the cache lies in one
+
+
+def decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved=False):
+    _, B, kv_heads, _, D = pieces[0].shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     q, k, v = qkv.view(B, -1, D).split([heads, kv_heads, kv_heads], 1)           # (B, heads, D)
     q = rotate(q, cos[:, None], sin[:, None])
     k = rotate(k, cos[:, None], sin[:, None])
 
-    rows = torch.arange(B, device=qkv.device)
-    k_cache[rows, :, filled] = k
-    v_cache[rows, :, filled] = v
+    for i, piece in enumerate(pieces):
+        rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
+        place = filled[rows] - i * CACHE_PIECE
+        piece[0, rows, :, place] = k[rows]
+        piece[1, rows, :, place] = v[rows]
 
     longest = filled.max() + 1
-    k = k_cache[:, :, :longest]
-    v = v_cache[:, :, :longest]
+    k, v = torch.cat(pieces, 3)[:, :, :, :longest]
     there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
     y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=there, enable_gqa=True)
     y = y.reshape(B, -1)
     return interleave(y) if interleaved else y
 
 
-def decode_attention(qkv, cos, sin, k_cache, v_cache, filled, interleaved=False, split=None):
+def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interleaved=False,
+                     split=None):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
 
-    qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; caches
-    [B, kv_heads, max_len, D]; filled int64 [B]: how many places of each row's cache are filled, so
-    that the new k and v go to place `filled`; the caller counts on. split: how many tokens of the
-    cache a program has, divisible by 64, for tests.
+    qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
+    int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
+    `filled`; the caller counts on. The cache has max_len places, CACHE_PIECE in each of `pieces` [2
+    (k, v), B, kv_heads, CACHE_PIECE, D], the rest in the last. Pieces that no row has reached need
+    not exist yet. addresses int64: where each piece lies. split: how many tokens of the cache a
+    program has, divisible by 64 and a divisor of CACHE_PIECE, for tests.
     """
     if not use_triton(qkv):
-        return decode_attention_torch(qkv, cos, sin, k_cache, v_cache, filled, interleaved)
-    B, kv_heads, max_len, D = k_cache.shape
+        return decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved)
+    _, B, kv_heads, _, D = pieces[0].shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
     split = split or (512 if B * kv_heads >= 128 else 128)
-    assert split % 64 == 0
+    assert split % 64 == 0 and CACHE_PIECE % split == 0
     parts = triton.cdiv(max_len, split)
 
     # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
@@ -1400,10 +1410,10 @@ def decode_attention(qkv, cos, sin, k_cache, v_cache, filled, interleaved=False,
     out, stats, arrived = attention_scratch(B * kv_heads, parts, padded_heads, padded_D, qkv.device)
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, k_cache, v_cache, filled, y, out, stats, arrived,
-        kv_heads, k_cache.stride(0), k_cache.stride(1), D ** -0.5 * LOG2E,
+        qkv, cos, sin, addresses, filled, y, out, stats, arrived,
+        kv_heads, max_len, D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=64, SPLIT=split,
+        BLOCK=64, SPLIT=split, PIECE=CACHE_PIECE,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
     return y
 
@@ -1438,7 +1448,7 @@ if triton is not None:
                HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
         """(top, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
-        The cache has n tokens, which begin at `cached`.
+        The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
         """
         for start in range(first, last, BLOCK):
             t = start + tl.arange(0, BLOCK)
@@ -1500,12 +1510,13 @@ if triton is not None:
                                   stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
         return done, total, out
 
-    @triton.jit
-    def decode_attention_kernel(qkv, cos, sin, k_cache, v_cache, filled, y, outs, stats, arrived,
-                                kv_heads, stride_b, stride_h, scale_log2e,
+    # Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
+    @triton.jit(do_not_specialize=["max_len"])
+    def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
+                                kv_heads, max_len, scale_log2e,
                                 INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                                 HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                                BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+                                BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
         """A program has a part, SPLIT tokens, of the cache of one row and kv head.
 
         SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
@@ -1530,7 +1541,12 @@ if triton is not None:
             total = tl.zeros([HEADS], tl.float32)
             out = tl.zeros([HEADS, D_PAD], tl.float32)
 
-            cached = b * stride_b + g * stride_h
+            piece = part * SPLIT // PIECE
+            places = tl.minimum(PIECE, max_len - piece * PIECE)
+            # PyTorch aligns what it allocates for loads of 16 bytes.
+            k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
+            v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
+            cached = (row.to(tl.int64) * places - piece * PIECE) * D
             if n < (part + 1) * SPLIT:                         # the new token is this part's: first
                 k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
                 v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)

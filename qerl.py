@@ -37,6 +37,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import fp4_kernels
+from fp4_kernels import CACHE_PIECE
 
 # --------------------------------------------------------------------------------------------------
 # 1. Formats                                     Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)
@@ -44,7 +45,7 @@ import fp4_kernels
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
 # mantissa bit). Each 16 neighbours along the input dimension share an FP8 (E4M3) scale, and each
 # tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight. Rounding is to nearest, as in the paper's
-# public checkpoints; the calibration (AWQ) of its experiments is in methods/better_codes.py.
+# public checkpoints; the calibration (AWQ) of its experiments is in methods/awq.py.
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign
@@ -489,8 +490,7 @@ class Attention(nn.Module):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
         y = fp4_kernels.decode_attention(
-            qkv, *rope, cache.k[self.index], cache.v[self.index], cache.filled,
-            interleaved=self.o.weight.interleaved)
+            qkv, *rope, *cache.layer(self.index), interleaved=self.o.weight.interleaved)
         return self.o.decode(y, residual)
 
 
@@ -641,30 +641,52 @@ IDLE = -1                  # in place of a slot's completion; as an index it is 
 
 
 class KVCache:
-    """Keys and values [layers, slots, kv_heads, max_len, head_dim]; filled [slots]: how many."""
+    """Keys and values of every slot; filled int64 [slots]: how many it has, at most max_len.
+
+    A layer's lie in pieces [2 (keys, values), slots, kv_heads, CACHE_PIECE positions (the last: the
+    rest), head_dim], made when the first slot gets there. Kernels find them by their addresses, so
+    that a recorded CUDA graph goes on with new ones.
+    """
 
     def __init__(self, model, slots, max_len):
-        heads = model.config.num_key_value_heads
-        shape = len(model.blocks), slots, heads, max_len, model.blocks[0].attention.head_dim
-        self.k = torch.zeros(shape, dtype=model.embedding.dtype, device=model.device)
-        self.v = torch.zeros_like(self.k)
+        self.max_len = max_len
+        self.shape = model.config.num_key_value_heads, model.blocks[0].attention.head_dim
+        self.dtype = model.embedding.dtype
+        self.pieces = [[] for _ in model.blocks]
         self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
+        self.addresses = self.filled.new_zeros(len(self.pieces), math.ceil(max_len / CACHE_PIECE))
+
+    def layer(self, index):
+        """What fp4_kernels.decode_attention takes of a layer."""
+        return self.pieces[index], self.addresses[index], self.max_len, self.filled
+
+    def reserve(self, length):
+        """Make the pieces of the first `length` positions."""
+        kv_heads, head_dim = self.shape
+        for start in range(len(self.pieces[0]) * CACHE_PIECE, min(length, self.max_len), CACHE_PIECE):
+            positions = min(CACHE_PIECE, self.max_len - start)
+            shape = 2, len(self.filled), kv_heads, positions, head_dim
+            for layer, pieces in enumerate(self.pieces):
+                pieces.append(self.filled.new_zeros(shape, dtype=self.dtype))
+                self.addresses[layer, len(pieces) - 1] = pieces[-1].data_ptr()
 
     def store_prompts(self, layer, slots, k, v):
         """k, v [P, kv_heads, T, head_dim] of P prompts into slots [P * G].
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
-        group = len(slots) // len(k)
-        T = k.shape[2]
-        self.k[layer, slots, :, :T] = k.repeat_interleave(group, 0)
-        self.v[layer, slots, :, :T] = v.repeat_interleave(group, 0)
+        self.reserve(k.shape[2])
+        for_each_slot = torch.stack([k, v])[:, :, None]        # (2, P, 1, kv_heads, T, head_dim)
+        for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
+            piece[:, slots.view(len(k), -1), :, :part.shape[4]] = part
 
     def keep(self, slots):
-        """Forget all slots but these, int64 [fewer]."""
-        self.k = self.k[:, slots]                      # the old k is free before v is copied
-        self.v = self.v[:, slots]
+        """Forget all slots but these, int64 [fewer]; piece by piece, so there is never a second cache."""
         self.filled = self.filled[slots]
+        for layer, pieces in enumerate(self.pieces):
+            for i in range(len(pieces)):
+                pieces[i] = pieces[i][:, slots]
+                self.addresses[layer, i] = pieces[i].data_ptr()
 
 
 @dataclass
@@ -779,6 +801,7 @@ class Sampler:
 
         The kernels' twins wait for the GPU, which a graph cannot.
         """
+        self.cache.reserve(int(self.cache.filled.max()) + 1)          # the warm-up is a step
         self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.use_triton(self.model.embedding):
             recorded = self.step if self.top_p == 1 else self.forward
@@ -807,7 +830,8 @@ class Sampler:
         self.position[slots] = 0
 
     def steps(self, count):
-        """`count` tokens for every slot; nothing here waits for the device."""
+        """`count` tokens for every slot; once the cache has room, nothing waits for the device."""
+        self.cache.reserve(int(self.cache.filled.max()) + count)
         for _ in range(count):
             (self.replay or self.step)()
             if self.replay and self.top_p != 1:
@@ -1119,7 +1143,7 @@ class Checkpoint:
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
                 "config that belongs to the weights")
         require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
-        require(torch.isfinite(tensor.float()).all(),
+        require(tensor.dtype == torch.uint8 or torch.isfinite(tensor.float()).all(),
                 f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
         return tensor
 

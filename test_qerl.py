@@ -42,8 +42,8 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
-from harness import demonstration, entropy, fp8_blocks, keeper, memory, packed_folder, questions
-from harness import report, run_folder, small_policy, study, worked
+from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
+from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -57,7 +57,7 @@ from harness.questions import read_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from methods import better_codes, exploration, flashrl, jetrl, qat, qurl, rilq
+from methods import awq, deep_grpo, flashrl, four_over_six, gptq, jetrl, maspo, qat, qurl, rilq
 from methods import rollout_correction
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1851,15 +1851,19 @@ def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
 def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     model = qerl.load_model(family[0])
     cache = qerl.KVCache(model, 3, 100)
-    monkeypatch.setattr(memory, "free_memory", lambda device: cache.k.nbytes + cache.v.nbytes)
+    cache.reserve(100)
+    size = sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
+    monkeypatch.setattr(memory, "free_memory", lambda device: size)
     assert memory.slots_that_fit(model, 100, share=1.0) == 3
     assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
     assert memory.slots_that_fit(model, 10 ** 6) == 1 and memory.slots_that_fit(model, 1, share=1.0) == 256
 
 
 def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
-    """What memory held when it began; otherwise a resumed run would draw other random numbers."""
+    """What memory held when it began; otherwise a resumed run would draw other numbers and add in another order."""
     used, generate = [], qerl.generate
+    pieces, cut = set(), Batch.pieces
+    monkeypatch.setattr(Batch, "pieces", lambda batch, budget: pieces.add(budget) or cut(batch, budget))
 
     def watched(*args, **options):
         used.append(options["slots"])
@@ -1869,12 +1873,29 @@ def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
     first = used[0]
-    assert 1 < first < 256 and set(used) == {first}
+    assert 1 < first < 256 and set(used) == {first} and pieces == {512}
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
     for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
         used.clear()
         run_main(monkeypatch, *options, "--resume", *more)
-        assert set(used) == {slots}, more
+        assert set(used) == {slots} and pieces == {512}, more
+
+
+def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
+    model = with_lora(family[0])
+    config = model.config
+    trained = 12 * sum(p.numel() for p in qerl.trainable(model).values())                 # two moments and a gradient, float32
+    logits = 3 * 2048 * config.vocab_size * 4
+    d, wide = config.hidden_size, config.intermediate_size
+    for recompute, values in ((False, len(model.blocks) * (5 * d + 3 * wide)), (True, (10 + len(model.blocks)) * d + 5 * wide)):
+        model.recompute_blocks = recompute
+        monkeypatch.setattr(memory, "free_memory", lambda device: trained + logits + 1000 * 4 * values)
+        assert memory.micro_tokens_that_fit(model, share=1.0) == 1000
+        assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert memory.micro_tokens_that_fit(model) == 512
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1e15)
+    assert memory.micro_tokens_that_fit(model) == 16384 and not capsys.readouterr().out.endswith("16384")
 
 
 def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
@@ -1988,9 +2009,16 @@ def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypa
     assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
 
+def logged_steps(*numbers):
+    """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
+    figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
+    return [{"step": number, **figures, "completions": []} for number in numbers]
+
+
 def test_a_log_line_nested_too_deeply_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 1}, {"step": 2}]
+    first, second = logged_steps(1, 2)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(first) + "\n" + "[" * 100_000 + "\n" + json.dumps(second) + "\n")
+    assert read_log(str(tmp_path), 2) == [first, second]
 
 
 def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, capsys):
@@ -2001,8 +2029,9 @@ def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, ca
     adapter = "adapter/adapter_model.safetensors"
     assert (out / adapter).read_bytes() == (finished[1] / adapter).read_bytes() and (out / "report.html").exists()
     assert read_log(str(out), 2) == []
-    write_jsonl(out / "metrics.jsonl", [{"step": 1}, {"step": 2}, {"step": 3}, 4, {}])
-    assert read_log(str(out), 2) == [{"step": 1}, {"step": 2}] == read_jsonl(out / "metrics.jsonl")
+    steps = logged_steps(1, 2, 3)
+    write_jsonl(out / "metrics.jsonl", [*steps, 4, {}])
+    assert read_log(str(out), 2) == steps[:2] == read_jsonl(out / "metrics.jsonl")
 
 
 def broken_model(folder, path, config=None, tokenizer=None, generation=None):
@@ -2544,9 +2573,10 @@ def test_numbers_beyond_float32_are_refused(qwen, data, tmp_path, monkeypatch, c
 
 
 def test_a_torn_line_costs_no_other(tmp_path, capsys):
+    lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
     for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_text('torn{\n{"step": 2}\n{"step": "a"}\n{"step": null}\n{"step": 3}\n')
-    assert read_log(str(tmp_path), 2) == [{"step": 2}] == read_jsonl(tmp_path / "samples.jsonl")
+        (tmp_path / name).write_text("\n".join(["torn{", *lines, ""]))
+    assert read_log(str(tmp_path), 2) == logged_steps(2) == read_jsonl(tmp_path / "samples.jsonl")
     assert "lacks 1 of the 2 steps" in capsys.readouterr().err
 
 
@@ -2921,6 +2951,29 @@ def test_claims_tables():
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
 
 
+def test_claims_at_each_arms_own_best_rate(tmp_path):
+    """Training accuracy chooses the rate, whatever the test questions say; a rate of fewer seeds is no worse for it."""
+    rows = []
+    for arm, best in (("nvfp4+aqn", 1e-4), ("bf16", 3e-4)):
+        for lr, seeds in ((1e-4, (0, 1)), (3e-4, (0,))):
+            for seed in seeds:
+                measures = dict.fromkeys(claims.MEASURES, 0.2 if lr == best else 0.3)        # on the test the other rate wins
+                measures["training_accuracy"] = (0.5 if lr == best else 0.4) - 0.4 * seed     # the second seed is bad
+                rows.append({"name": f"{arm}{lr}{seed}", "model": "m", "arm": arm, "lr": lr, "seed": seed, "steps": 3, **measures})
+    assert claims.best_rates(rows) == {("m", "nvfp4+aqn"): 1e-4, ("m", "bf16"): 3e-4}
+    assert claims.best_table(rows)[2:] == ["| m | bf16 | 0.0001, 0.0003 | 0.0003 | 1 | 20.0 | 20.0 | 50.0 |",
+                                           "| m | nvfp4+aqn | 0.0001, 0.0003 | 0.0001 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
+    assert [line for line in claims.paired_table(rows) if "own best | both | 1 | 0.0 |" in line]
+    assert claims.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}                  # one rate is not the best of any
+    write_jsonl(tmp_path / "runs.jsonl", rows)
+    (tmp_path / "metrics").mkdir()
+    for row in rows:
+        write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", [{"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}] * 3)
+    claims.make_tables(str(tmp_path), rows)
+    for picture in ("curves.png", "rates.png"):
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+
+
 def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     arms = ["qerl", "rollout_correction:token-tis"]
@@ -2932,7 +2985,7 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in lines[4:]] == arms and "NVFP4 + LoRA, noise" in lines[-1]
     assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG" and "pass@1" in capsys.readouterr().out
-    for arm, flags in compare.FLAGS.items():                                             # every method's flags go together
+    for flags in (*compare.FLAGS.values(), *claims.FLAGS.values()):                      # every arm's flags go together
         train_gsm8k.arguments(["--device", "cpu", *flags])
 
 
@@ -3314,22 +3367,51 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
 
 @runs_kernels
 @pytest.mark.parametrize("heads,kv_heads,dim,interleaved", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
-def test_kernel_decode_attention(heads, kv_heads, dim, interleaved):
+def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved):
     torch.manual_seed(0)
-    split, longest = 128, 2 * 128 + 9
-    filled = torch.tensor([0, 64, 65, longest - 1, 7, split - 1, split])
+    monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 256)
+    split, longest = 128, 2 * 256 + 9                                                     # three pieces, the last one short
+    filled = torch.tensor([0, 64, 65, longest - 1, 255, split - 1, 256])
     heads = heads if not interleaved else 7 * 2                                           # whole tiles of columns
     kv_heads = kv_heads if not interleaved else 2
     qkv, cos, sin = torch.randn(7, (heads + 2 * kv_heads) * dim), torch.randn(7, dim), torch.randn(7, dim)
-    k, v = torch.randn(2, 7, kv_heads, longest, dim)
+    cache = torch.randn(2, 7, kv_heads, longest, dim)
     for b, n in enumerate(filled):                                                        # what lies behind must not matter
-        k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
-    k_kernel, v_kernel = k.clone().to(KERNEL_DEVICE), v.clone().to(KERNEL_DEVICE)
-    k_twin, v_twin = k.nan_to_num().double(), v.nan_to_num().double()
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), k_kernel, v_kernel, filled.to(KERNEL_DEVICE), interleaved, split)
-    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), k_twin, v_twin, filled, interleaved)
+        cache[:, b, :, n:] = float("nan")
+    pieces = [piece.contiguous().to(KERNEL_DEVICE) for piece in cache.split(256, 3)]
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=KERNEL_DEVICE)
+    twins = [piece.nan_to_num().double() for piece in cache.split(256, 3)]
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split)
+    twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), twins, filled, interleaved)
     assert relative(kernel.cpu().double(), twin) < 1e-5
-    assert relative(k_kernel.cpu().nan_to_num().double(), k_twin) < 1e-6 and relative(v_kernel.cpu().nan_to_num().double(), v_twin) < 1e-6
+    for piece, expected in zip(pieces, twins):
+        assert relative(piece.cpu().nan_to_num().double(), expected) < 1e-6
+
+
+def test_the_cache_grows_in_pieces(family, monkeypatch):
+    """Pieces of 8 positions give the rollout of a single piece, also where slots are given back and taken anew."""
+    model = with_lora(family[0])
+    prompts = [[5, 6, 7], [8], [9] * 19, [5, 6, 7, 8]] * 12
+    grown = []
+
+    class Watched(qerl.Sampler):
+        def steps(self, count):
+            super().steps(count)
+            grown.append((int(self.cache.filled.max()), len(self.cache.pieces[0]), len(self.cache.filled)))
+
+    def rollout():
+        generator = torch.Generator().manual_seed(3)
+        return qerl.generate(model, prompts, 40, 1, eos={11, 12, 13}, slots=36, generator=generator, sampler_class=Watched)
+    whole = rollout()
+    assert {pieces for _, pieces, _ in grown} == {1}
+    grown.clear()
+    monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 8)
+    monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
+    cut = rollout()
+    for field in fields(qerl.Rollout):
+        torch.testing.assert_close(getattr(cut, field.name), getattr(whole, field.name), rtol=1e-4, atol=1e-4)
+    assert grown[0][1] == 3 and grown[-1][1] == max(-(-filled // 8) for filled, _, _ in grown) > 3      # as many as needed
+    assert {slots for _, _, slots in grown} >= {36, 18}                                   # it shrank
 
 
 @runs_kernels
@@ -3925,7 +4007,7 @@ def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
     from compressed_tensors.quantization.utils import calculate_qparams
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
-    codes, scale = flashrl.quantize_rows(weight, format)
+    codes, scale = eight_bit.quantize_rows(weight, format)
     scheme, compressor = compressed_tensors_scheme(format)
     state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     assert codes.dtype == state["weight"].dtype and torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
@@ -3943,13 +4025,13 @@ def test_eight_bit_product_equals_the_librarys_operands(format):
     layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64), lora_rank=4, lora_alpha=8)
     layer.lora_B.data.normal_()
     x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
-    quantised = flashrl.EightBitLinear(layer, format)
-    merged = flashrl.current_weight(layer)
+    quantised = eight_bit.EightBitLinear(layer, format)
+    merged = eight_bit.current_weight(layer)
     torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
     scheme, _ = compressed_tensors_scheme(format)
     rows, none = x.flatten(0, 1), torch.zeros(1)
-    w = fake_quantize(merged, flashrl.quantize_rows(merged, format)[1], none, scheme.weights)
-    z = fake_quantize(rows, flashrl.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    w = fake_quantize(merged, eight_bit.quantize_rows(merged, format)[1], none, scheme.weights)
+    z = fake_quantize(rows, eight_bit.quantize_rows(rows, format)[1], none, scheme.input_activations)
     expected = F.linear(z, w, layer.bias)
     torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4, atol=1e-4)
@@ -3962,10 +4044,10 @@ def test_int8_product_is_exact():
     torch.manual_seed(0)
     x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
     x[0], w[0] = 127, 127
-    ours = flashrl.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
+    ours = eight_bit.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
     assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
     x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
-    torch.testing.assert_close(flashrl.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
+    torch.testing.assert_close(eight_bit.multiply_codes(x, x_scale, w, w_scale), ours * x_scale * w_scale.T)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -3974,7 +4056,7 @@ def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, fo
     model = with_lora(qwen[0], weights="bf16")
     before = {name: p.clone() for name, p in model.named_parameters()}
     prompts = [p for p in PROMPTS for _ in range(2)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
@@ -3995,7 +4077,7 @@ def test_flashrl_quantises_the_current_policy_before_each_rollout(qwen, data, tm
 
     def spy(model, *args, **kwargs):
         layer = model.blocks[0].mlp.down
-        if isinstance(layer, flashrl.EightBitLinear):
+        if isinstance(layer, eight_bit.EightBitLinear):
             rollouts.append(layer.codes.clone())
         return generate(model, *args, **kwargs)
 
@@ -4063,11 +4145,11 @@ def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
         moved = []
         for layers in zip(model.quantized_layers(), scaled.quantized_layers()):
             masters = [layer.master for layer in layers]
-            before = [flashrl.quantize_rows(master, "int8")[0] for master in masters]
+            before = [eight_bit.quantize_rows(master, "int8")[0] for master in masters]
             assert (before[0] != before[1]).float().mean() < 1e-4                        # a tie may tip
             for master in masters:
                 master += 2e-4 * torch.sign(torch.sin(torch.arange(master.numel()))).view_as(master)
-            moved.append([(flashrl.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
+            moved.append([(eight_bit.quantize_rows(m, "int8")[0] != c).float().mean().item() for m, c in zip(masters, before)])
         for layer, (plain, by_uaq) in zip(model.quantized_layers(), moved):
             reads_a_norm = len(layer.names) > 1
             assert by_uaq / plain == pytest.approx(1.5 if reads_a_norm else 1, rel=0.1)
@@ -4107,21 +4189,21 @@ def test_qurl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, capsys):
 def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
     """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
     torch.manual_seed(0)
-    weight, scale = flashrl.quantize_rows(torch.randn(96, 256), format)
+    weight, scale = eight_bit.quantize_rows(torch.randn(96, 256), format)
     for n in (1, 17, 300):
-        x, x_scale = flashrl.quantize_rows(torch.randn(n, 256), format)
-        ours = flashrl.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
-        assert relative(ours, flashrl.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
+        x, x_scale = eight_bit.quantize_rows(torch.randn(n, 256), format)
+        ours = eight_bit.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(), scale.cuda()).cpu().float()
+        assert relative(ours, eight_bit.multiply_codes(x, x_scale, weight, scale)) < (1e-6 if format == "int8" else 5e-3)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
-    with flashrl.eight_bit(model, format):
+    with eight_bit.eight_bit(model, format):
         rollout = qerl.generate(model, prompts, 40, 2, slots=70)
         with torch.no_grad():
             logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)], rollout.tokens, rollout.length)
-    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
+    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05               # what bfloat16 adds otherwise FP8 rounds otherwise
 
 
-# ------------------------------------------------------------------- neighbours: noise control, float16, exploration
+# ------------------------------------------------------------------- neighbours: noise_control, pooled_noise, shaped_noise, fp16, deep_grpo, maspo
 
 def small_neighbour(name, settings=(), **state):
     """The Method of --method NAME with the small preset's settings and these."""
@@ -4183,7 +4265,7 @@ def test_noise_control_by_plappert_and_by_entropy(qwen):
 
 
 @pytest.mark.parametrize("variant,noisy", [
-    ("divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
+    ("noise_control:divergence", ["0.input", "0.post", "1.input", "1.post", "norm"]), ("attention", ["0.input", "1.input"]),
     ("mlp", ["0.post", "1.post"]), ("first", ["0.input", "0.post"]), ("last", ["1.input", "1.post"]),
 ])
 def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
@@ -4193,7 +4275,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
              for m in model.modules() if isinstance(m, qerl.RMSNorm)}
     with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
         expected = {name: norm.noisy_weight for name, norm in norms.items()}
-    with small_neighbour(f"noise_control:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
+    with small_neighbour(variant if ":" in variant else f"shaped_noise:{variant}").noise(model, 0.01, torch.Generator().manual_seed(3)):
         assert sorted(name for name, norm in norms.items() if norm.noisy_weight is not None) == noisy
         assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
     assert all(norm.noisy_weight is None for norm in norms.values())
@@ -4206,7 +4288,7 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
 def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
     """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the distribution's formula."""
     model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
-    method, drawn = small_neighbour(f"noise_control:{variant}"), []
+    method, drawn = small_neighbour(f"shaped_noise:{variant}"), []
     for _ in range(100):
         with method.noise(model, 0.01, rng):
             drawn += [(m.noisy_weight - m.weight.detach()) / 0.01 for m in model.modules() if isinstance(m, qerl.RMSNorm)]
@@ -4221,7 +4303,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
     """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it has the same log-probabilities."""
     model = with_lora(qwen[0])
     prompts, sampling, noise = [[5, 6, 7], [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     with method.noise(model, 0.3, noise):
         rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
     repeated, agrees = [p for p in prompts for _ in range(8)], []
@@ -4235,7 +4317,7 @@ def test_noise_control_pools_draws_within_each_group(qwen):
 
 def test_noise_control_drops_completions_far_from_the_policy():
     """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as in its gradient."""
-    method = small_neighbour("noise_control:pooled")
+    method = small_neighbour("pooled_noise")
     ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
     batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(), [1.0, 1.0, -1.0, -2.0])
     batch.weights = torch.full((4, 2), 1 / 8)
@@ -4268,22 +4350,22 @@ def resumes_bit_for_bit(monkeypatch, tmp_path, options):
     return whole
 
 
-@pytest.mark.parametrize("variant", ["divergence", "entropy", "pooled"])
-def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, variant):
+@pytest.mark.parametrize("name", ["noise_control:divergence", "noise_control:entropy", "pooled_noise", "shaped_noise:mlp"])
+def test_noise_control_trains(qwen, data, tmp_path, monkeypatch, name):
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", f"noise_control:{variant}", "--group", 4,
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--method", name, "--group", 4,
                "--skip-eval-before", "--eval-questions", 1)
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, options)
     sigmas = [m["sigma"] for m in metrics]
     scheduled = [qerl.noise_sigma(step, 5) for step in range(5)]
     assert sigmas[0] == 0 and all(m["gradient_norm"] > 0 for m in metrics)
-    if variant in ("divergence", "entropy"):        # random weights: little divergence, much entropy
-        factor = 1.25 if variant == "divergence" else 0.6
+    if name.startswith("noise_control"):            # random weights: little divergence, much entropy
+        factor = 1.25 if name.endswith("divergence") else 0.6
         assert sigmas[1:3] == pytest.approx([0.01, 0.01 * factor])
     else:
         assert sigmas == scheduled
     assert metrics[0]["mismatch_kl"] < 1e-9 and all(m["mismatch_kl"] > 1e-8 for m in metrics if m["sigma"] > 1e-3)
-    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if variant == "pooled" else "kept_fraction" not in metrics[0]
+    assert all(0 <= m["kept_fraction"] <= 1 for m in metrics) if name == "pooled_noise" else "kept_fraction" not in metrics[0]
 
 
 def test_fp16_rounds_more_finely_than_bfloat16(qwen):
@@ -4338,20 +4420,20 @@ def test_pivots_are_drawn_by_success_and_depth():
     rng = random.Random(0)
     rare = [(rng.random(), int(i % 400 == 0)) for i in range(2000)]
     for outcomes in (deep_fails, rare, [(r, 1 - y) for r, y in rare]):
-        assert exploration.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
+        assert branches.fit_success(outcomes) == pytest.approx(newton(outcomes), abs=1e-4)
     many = [outcome for outcome in deep_fails for _ in range(100)]                       # the penalty is negligible: the frequencies
-    a, b = exploration.fit_success(many)
+    a, b = branches.fit_success(many)
     assert [1 / (1 + math.exp(-a - b * r)) for r in (0.25, 0.75)] == pytest.approx([0.75, 0.25], abs=3e-3)
     for too_little in ([], [(0.5, 0), (0.5, 1)] * 5, [(0.5, 1)] * 50):
-        assert exploration.fit_success(too_little) == (0, 0)
-    r, utility = exploration.pivot_utility(3, (a, b))
+        assert branches.fit_success(too_little) == (0, 0)
+    r, utility = deep_grpo.pivot_utility(3, (a, b))
     assert r.tolist() == [0.25, 0.5, 0.75]
     assert (utility / utility.sum()).tolist() == pytest.approx(np.array([0.75 / 16, 0.5 / 4, 0.25 * 9 / 16]) / 0.3125, abs=3e-3)
 
 
 def test_branches_join_the_samples_behind_their_question(qwen):
     """Two questions of two completions, three of them failed, two with pivots: what is asked, rewarded, remembered and weighed."""
-    method = small_neighbour("exploration:deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    method = small_neighbour("deep_grpo", ["--max-new-tokens", 12, "--group", 2])
     text = ByteText()
     method.prepare(None, None, None, text)
     model = qerl.load_model(qwen[0])
@@ -4398,10 +4480,10 @@ def test_branches_join_the_samples_behind_their_question(qwen):
 def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
     """Any letter ends a sentence here, so that an untrained model's completions have pivots; every third branch is right."""
     monkeypatch.setattr(branches, "SENTENCE_END", re.compile(r"(?s)."))
-    monkeypatch.setattr(exploration, "REMEMBERED", 7)
+    monkeypatch.setattr(deep_grpo, "REMEMBERED", 7)
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (float(sum(map(ord, text)) % 7), float(sum(map(ord, text)) % 3 == 0)))
     metrics = resumes_bit_for_bit(monkeypatch, tmp_path, ("--model", qwen[0], "--data", data, *QUICK, "--method",
-                                                          "exploration:deep_grpo", "--skip-eval-before", "--eval-questions", 1))
+                                                          "deep_grpo", "--skip-eval-before", "--eval-questions", 1))
     assert all(0 <= m["branches"] <= 4 and m["gradient_norm"] > 0 for m in metrics) and sum(m["branches"] for m in metrics) > 7
     state, _ = read_checkpoint(str(tmp_path / "whole"), {}, must_agree=["none"])
     outcomes = state["method"]["outcomes"]
@@ -4413,7 +4495,7 @@ def test_deep_grpo_trains(qwen, data, tmp_path, monkeypatch):
 def test_maspo_weights_by_hand():
     """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1; else 1."""
     def w(ratio, probability, advantage):
-        return exploration.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
+        return maspo.maspo_weights(*(torch.tensor([[x]]) for x in (ratio, math.log(probability), advantage))).item()
     assert w(1.5, 1.0, 1.0) == pytest.approx(math.exp(-0.25 / (2 * 1.03 ** 2)))
     assert w(0.5, 1.0, -1.0) == pytest.approx(math.exp(-0.25 * 1.03 ** 2 / 2))
     assert w(3.0, 0.01, 2.0) == pytest.approx(math.exp(-4 / (2 * (0.01 ** -0.3 * 1.06) ** 2)))
@@ -4424,7 +4506,7 @@ def test_maspo_weights_by_hand():
 
 def test_maspo_loss_is_weighted_and_detached():
     """Its gradient is -w rho A, KL apart, which is Eq. 3's own; before any update it is GRPO's."""
-    method = small_neighbour("exploration:maspo", ["--beta", 0.1])
+    method = small_neighbour("maspo", ["--beta", 0.1])
     torch.manual_seed(0)
     old, ref = -torch.rand(4, 3) - 0.1, -torch.rand(4, 3)
     batch = Batch([[1]] * 4, None, None, None, torch.tensor([1.0, -1.0, 2.0, 0.0]), None, old, ref, torch.rand(4, 3))
@@ -4433,7 +4515,7 @@ def test_maspo_loss_is_weighted_and_detached():
     loss.backward()
     x = ref - logprobs.detach()
     A, ratio = batch.advantages[:, None], (logprobs.detach() - old).exp()
-    w = exploration.maspo_weights(ratio, old, A)
+    w = maspo.maspo_weights(ratio, old, A)
     assert (w < 0.99).any()
     torch.testing.assert_close(logprobs.grad, batch.weights * (0.1 * (1 - x.exp()) - w * ratio * A))
     assert kl.item() == pytest.approx((batch.weights * (x.exp() - 1 - x)).sum().item())
@@ -4450,13 +4532,13 @@ def test_maspo_loss_is_weighted_and_detached():
 
 def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
     scored_by_letters(monkeypatch)
-    weights, seen = exploration.maspo_weights, []
+    weights, seen = maspo.maspo_weights, []
 
     def recorded(*args):
         seen.append(weights(*args))
         return seen[-1]
-    monkeypatch.setattr(exploration, "maspo_weights", recorded)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "exploration:maspo", "--updates", 2, "--steps", 2,
+    monkeypatch.setattr(maspo, "maspo_weights", recorded)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--method", "maspo", "--updates", 2, "--steps", 2,
              "--lr", 0.03, "--warm-up", 0, "--skip-eval-before", "--eval-questions", 1, "--out", tmp_path / "run")
     metrics = without_times(tmp_path / "run" / "metrics.jsonl")
     assert len(seen) == 4 and all(m["gradient_norm"] > 0 for m in metrics) and "branches" not in metrics[0]
@@ -4464,19 +4546,19 @@ def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options,message", [
-    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "noise_control:divergence: there is no noise"),
-    (["--method", "noise_control:pooled", "--group", 6], "use a --group divisible by 4"),
-    (["--method", "noise_control:pooled", "--tis", 2], "use --tis 0"),
+    (["--method", "noise_control", "--sigma-start", 0, "--sigma-end", 0], "--method noise_control: there is no noise"),
+    (["--method", "pooled_noise", "--group", 6], "use a --group divisible by 4"),
+    (["--method", "pooled_noise", "--tis", 2], "use --tis 0"),
     (["--method", "fp16", "--dtype", "bfloat16"], "--method fp16: computes in float16, not in bfloat16; leave"),
-    (["--method", "exploration:maspo", "--updates", 1], "exploration:maspo: with one update a rollout the ratio is 1"),
-    (["--method", "exploration:maspo", "--tis", 2], "use --tis 0"),
+    (["--method", "maspo", "--updates", 1], "maspo: with one update a rollout the ratio is 1"),
+    (["--method", "maspo", "--tis", 2], "use --tis 0"),
     (["--method", "noise_control:louder"], "choose noise_control:divergence, "),
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")
 
 
-# --------------------------------------------------------------------- methods/: better_codes, rilq and qat
+# --------------------------------------------------------------------- methods/: four_over_six, awq, gptq, rilq and qat
 
 def calibrated(weights_seed=0, tokens=1000, out_features=48, in_features=128):
     """(weight, inputs x, gram): inputs that are correlated and of which some channels are large."""
@@ -4505,7 +4587,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
     """Each block by exhaustive search, number by number."""
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()[:6]
-    parts = better_codes.quantize_four_over_six(weight)
+    parts = four_over_six.quantize_four_over_six(weight)
     ours = qerl.dequantize_nvfp4(*parts, torch.float32)
     torch.testing.assert_close(packed_values(parts), ours, rtol=1e-2, atol=0)
     alpha = weight.abs().max().double() / 1536
@@ -4524,7 +4606,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 def test_four_over_six_lowers_the_error_of_gaussian_weights_as_published():
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
     rounding, better = (relative(qerl.dequantize_nvfp4(*quantize(weight), torch.float32), weight) ** 2
-                        for quantize in (qerl.quantize_nvfp4, better_codes.quantize_four_over_six))
+                        for quantize in (qerl.quantize_nvfp4, four_over_six.quantize_four_over_six))
     assert 1 - better / rounding == pytest.approx(0.166, abs=0.005)
 
 
@@ -4549,7 +4631,7 @@ def textbook_gptq(weight, gram, damping=0.01):
 @pytest.mark.parametrize("group", [1, 48, 128])
 def test_gptq_equals_the_textbook(group):
     weight, x, gram = calibrated()
-    parts = better_codes.quantize_gptq(weight, gram, group=group)
+    parts = gptq.quantize_gptq(weight, gram, group=group)
     expected = textbook_gptq(weight, gram).float()
     agree = torch.isclose(packed_values(parts), expected, rtol=1e-2, atol=1e-6)
     assert agree.float().mean() > 0.99                             # float32 decides a near tie otherwise
@@ -4561,7 +4643,7 @@ def test_gptq_equals_the_textbook(group):
 def test_gptq_of_uncorrelated_inputs_is_rounding():
     weight, _, _ = calibrated()
     for gram in (torch.eye(128), torch.zeros(128, 128)):
-        ours, rounding = better_codes.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
+        ours, rounding = gptq.quantize_gptq(weight, gram), qerl.quantize_nvfp4(weight)
         assert torch.equal(qerl.dequantize_nvfp4(*ours, torch.float32), qerl.dequantize_nvfp4(*rounding, torch.float32))
         assert torch.equal(ours[1].view(torch.uint8), rounding[1].view(torch.uint8)) and torch.equal(ours[2], rounding[2])
 
@@ -4589,7 +4671,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
         errors.append((relative(x.double() / s @ decoded.T.double(), x.double() @ weight.T.double()), s))
     best = min(errors, key=lambda e: e[0])
     assert best[0] < 0.9 * errors[0][0]
-    torch.testing.assert_close(better_codes.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(awq.awq_scale(layer, seen), best[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -4604,7 +4686,7 @@ def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
     for block in model.blocks:
         layers = [block.attention.qkv, block.mlp.gate_up, block.mlp.down] + [block.attention.o] * (kv_heads == 4)
         scales = {layer: torch.rand(layer.weight.dequantize(torch.float32).shape[1]) + 0.5 for layer in layers}
-        folded = better_codes.fold(block, scales)
+        folded = awq.fold(block, scales)
         changed = [name for name, tensor in folded.items() if not torch.equal(tensor, tensors[name])]
         assert any("o_proj" in name for name in changed) == (kv_heads == 4) and any("norm" in name for name in changed)
         tensors.update(folded)
@@ -4621,13 +4703,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("quantizer", better_codes.QUANTIZERS)
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
 def test_quantised_folder_is_one_of_compressed_tensors(qwen, data, cache, quantizer):
     """transformers, with the library, loads it and computes our logits; what was calibrated is nearer to the 16-bit model."""
     folder, theirs = qwen
     questions = read_questions(data, "train*.jsonl")[:20]
     text = train_gsm8k.ChatText(folder, "")
-    path = better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     ours = qerl.load_model(path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
@@ -4651,7 +4733,7 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     loaded = []
     load_model = qerl.load_model
     monkeypatch.setattr(qerl, "load_model", lambda folder, *rest, **options: loaded.append(folder) or load_model(folder, *rest, **options))
-    run_main(monkeypatch, *options, "--method", "better_codes:gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
+    run_main(monkeypatch, *options, "--method", "gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
     assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
@@ -4661,13 +4743,13 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
 
 @pytest.mark.parametrize("options,message", [
     (["--quantizer", "gptq", "--weights", "nf4"], "--quantizer gptq: chooses codes of NVFP4; use --weights nvfp4"),
-    (["--method", "better_codes", "--quantizer", "awq"], "use --quantizer awq alone"),
-    (["--method", "better_codes:awq", "--weights", "bf16"], "use --weights nvfp4"),
-    (["--method", "better_codes:int3"], "choose better_codes:four-over-six, better_codes:awq, better_codes:gptq"),
+    (["--method", "gptq", "--quantizer", "awq"], "use --quantizer awq alone"),
+    (["--method", "awq", "--weights", "bf16"], "use --weights nvfp4"),
+    (["--method", "gptq:int3"], "gptq has no variant int3; choose gptq alone"),
     (["--quantizer", "gptq"], "is in 4 bits already"),
 ])
 def test_quantizers_that_make_no_sense_are_refused(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
-    model = better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
+    model = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
     base = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4714,10 +4796,10 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
 
 def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
     """Eckart and Young: what is left of each layer's error are the singular values beyond the rank."""
-    monkeypatch.setitem(qerl.FORMATS, "low", rilq.low_bit_format(2))
+    monkeypatch.setitem(qerl.FORMATS, "low", lora_starts.low_bit_format(2))
     teacher = qerl.load_model(qwen[0], "bf16")
     model = qerl.load_model(qwen[0], "low", 8, lora_alpha=16)
-    rilq.svd_start(model, teacher)
+    lora_starts.svd_start(model, teacher)
     for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
         A = layer.lora_A.split(layer.rank)
         for i, rows in enumerate((exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)).split(layer.sizes)):
@@ -4728,7 +4810,7 @@ def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
 
 @pytest.mark.parametrize("bits,values", [(2, {-3, -1, 1, 3}), (3, {-7, -5, -3, -1, 1, 3, 5, 7})])
 def test_low_bit_format_takes_the_nearest_of_few_values(bits, values):
-    format = rilq.low_bit_format(bits)
+    format = lora_starts.low_bit_format(bits)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
     for block, found in zip(weight.view(-1, 16), decoded.view(-1, 16)):
@@ -4743,10 +4825,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     teacher = qerl.load_model(qwen[0], "bf16")
     torch.manual_seed(0)
     model = qerl.load_model(qwen[0], lora_rank=4)
-    start = rilq.adapter(model)
+    start = lora_starts.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)   # it is NaN at once
     assert len(losses) == 1 + rilq.PATIENCE and not any(loss <= losses[0] for loss in losses[1:])
-    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
+    assert all(torch.equal(start[name], p) for name, p in lora_starts.adapter(model).items())
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] < losses[0] and len(losses) == 3
     held = worked.rows_of(sequences[:2], "cpu")
@@ -4796,7 +4878,7 @@ def test_rilq_starts_lora_and_is_the_reference(qwen, data, tmp_path, monkeypatch
 ])
 def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "rilq", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4806,7 +4888,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     folder = qwen[0]
     text = train_gsm8k.ChatText(folder, "")
     questions = read_questions(data, "train*.jsonl")[:16]
-    start = folder if quantizer == "rtn" else better_codes.quantized_folder(folder, quantizer, questions, text, "cpu")
+    start = folder if quantizer == "rtn" else quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     student, ordinary = qat.fake_quantised(start), qerl.load_model(start)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
@@ -4818,7 +4900,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert qat.answer_loss(student, teacher, rows).item() < before
     (tmp_path / "trained").mkdir()
-    packed_folder.write_packed_folder(folder, qat.packed_model(student), tmp_path / "trained")
+    packed_folder.write_packed_folder(folder, trained_codes.packed_tensors(student), tmp_path / "trained")
     trained = qerl.load_model(str(tmp_path / "trained"))
     with torch.no_grad():
         assert relative(trained(tokens), student(tokens)) < 1e-5 < 1e-3 < relative(trained(tokens), ordinary(tokens))
@@ -4904,7 +4986,7 @@ def test_qat_starts_from_the_quantizers_folder(qwen, data, tmp_path, cache, monk
 ])
 def test_qat_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
-        options = ["--model", better_codes.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
+        options = ["--model", quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")]
     base = ("--model", qwen[0], "--data", data, *QUICK, "--method", "qat", "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
 
@@ -4995,10 +5077,10 @@ def test_fp8_of_whole_rows_equals_flashrls_product():
     y.backward(grad)
 
     def product(a, b):
-        return flashrl.multiply_codes(*flashrl.quantize_rows(a, "fp8"), *flashrl.quantize_rows(b, "fp8"))
+        return eight_bit.multiply_codes(*eight_bit.quantize_rows(a, "fp8"), *eight_bit.quantize_rows(b, "fp8"))
 
     def rounded(a):
-        codes, scale = flashrl.quantize_rows(a, "fp8")
+        codes, scale = eight_bit.quantize_rows(a, "fp8")
         return codes.float() * scale
     torch.testing.assert_close(y, product(x, weight), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(leaves[0].grad, product(grad, rounded(weight).T), rtol=1e-5, atol=1e-5)
@@ -5081,13 +5163,13 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.SQUARE)):
         with monkeypatch.context() as patch:
             patch.setattr(fp4_kernels, "use_triton", lambda x: False)
-            twin = fp8_blocks.quantize(matrix, block)
+            twin = fp8_blocks.quantize(matrix.cpu(), block)                               # a GPU's PyTorch divides by 448 less exactly
         fused = fp8_blocks.quantize(matrix, block)
-        assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale, twin.scale)
+        assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale.cpu(), twin.scale)
         if not CUDA:
             codes = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, block == fp8_blocks.SQUARE, dtype=torch.float32).codes
             fused = fused._replace(codes=codes.to(torch.float8_e4m3fn))
-        assert torch.equal(fused.codes.view(torch.uint8), twin.codes.view(torch.uint8))
+        assert torch.equal(fused.codes.view(torch.uint8).cpu(), twin.codes.view(torch.uint8))
     whole = fp8_blocks.quantize(x, fp8_blocks.SQUARE).codes
     assert torch.equal(fp8_blocks.transpose_bytes(whole).view(torch.uint8), whole.view(torch.uint8).T)
 
@@ -5173,7 +5255,7 @@ def test_fp8_gradient_is_near_the_exact_one(qwen, kind):
     exact = gradients()
     for layer in model.quantized_layers():
         del layer.forward
-    with jetrl.fp8(model, False):
+    with fp8_layers.fp8(model, False):
         plain = gradients()
     assert ours.keys() == exact.keys() and all(layer.fp8 for layer in model.quantized_layers())
     joined = [torch.cat([g.flatten() for g in gradient.values()]) for gradient in (ours, exact, plain)]
@@ -5227,7 +5309,7 @@ def test_jetrl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, options):
 
     def spy_decoding(model, *args, **kwargs):
         rollout = generate(model, *args, **kwargs)
-        decoding.append(isinstance(model.blocks[0].mlp.down.weight, jetrl.CodedWeight))
+        decoding.append(isinstance(model.blocks[0].mlp.down.weight, fp8_layers.CodedWeight))
         return rollout
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--eval-questions", 1, "--skip-eval-before", "--save-every", 1,
                "--sigma-start", 0, "--sigma-end", 0, "--method", *options)
@@ -5289,7 +5371,7 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         x, weight, grad = UNEVEN(n, 896).bfloat16(), UNEVEN(384, 896), UNEVEN(n, 384).bfloat16()
         results = []
         for device in ("cpu", "cuda"):
-            leaves = [t.to(device).requires_grad_() for t in (x, weight)]
+            leaves = [t.detach().to(device).requires_grad_() for t in (x, weight)]
             y = jetrl.TrainedProduct.apply(*leaves, recipe)
             y.backward(grad.to(device))
             results.append([t.cpu().float() for t in (y, leaves[0].grad, leaves[1].grad)])
@@ -5310,6 +5392,109 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())
+
+
+# ------------------------------------------------------------------- odd answers, checkpoints and logs; the methods' parts
+
+ODD_ANSWERS = {
+    **dict.fromkeys(["{-}5", "{-} 5", "\\text{-}5", "$-$ {5}"], -5),
+    **dict.fromkeys(["5i", "5 i", "5i.", "{5}i", "(5)i", "5\\,i", "5\\mathrm{i}"], None),
+    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5"], None),
+    **dict.fromkeys(["5 i think", "5, i.e. five", "5 in", "x >= 5", "5 inches", "notes: 5", "not 3, it is 5", "10 - (5) = 5"], 5),
+}
+
+
+@pytest.mark.parametrize("text,number", ODD_ANSWERS.items())
+def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, number):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}"):
+        assert answered_number(answer) == number
+    if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
+        assert stated_number(f"7, {text}") is None
+
+
+def change(**values):
+    """An edit of a checkpoint's tensors and metadata: other values in its state."""
+    def edit(tensors, metadata):
+        metadata["state"] = json.dumps(json.loads(metadata["state"]) | values)
+    return edit
+
+
+def exchange(start, end, make):
+    """An edit: the first tensor with such a name becomes what make gives for it."""
+    def edit(tensors, metadata):
+        name = min(n for n in tensors if n.startswith(start) and n.endswith(end))
+        tensors[name] = make(tensors[name])
+    return edit
+
+
+@pytest.mark.parametrize("edit,message", [
+    (change(step="2"), "(step cannot be '2')"),
+    (change(step=True), "(step cannot be True)"),
+    (change(drawn=-1), "(drawn cannot be -1)"),
+    (change(seconds=math.nan), "(seconds cannot be nan)"),
+    (change(slots="many"), "(slots cannot be 'many')"),
+    (change(data=7), "(data cannot be 7)"),
+    (change(accuracy_before="half"), "(accuracy_before cannot be 'half')"),
+    (change(scaler=[]), "(scaler cannot be [])"),
+    (change(scaler={"scale": 1}), "checkpoint's scaler is {'scale': 1}"),
+    (change(method={"sigma": 1}), "checkpoint's method is {'sigma': 1}"),
+    (exchange("rng.0", "", lambda t: t[:9]), "tensor rng.0 is no state of a random number generator"),
+    (exchange("rng.1", "", lambda t: t.float()), "tensor rng.1 is no state of a random number generator"),
+    (exchange("rng.1", "", torch.zeros_like), "tensor rng.1 is no state of a random number generator"),
+    (exchange("optimizer.", ".exp_avg", lambda t: t[:1]), "exp_avg is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t.double()), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".exp_avg_sq", lambda t: t - 1), "exp_avg_sq is no optimiser's"),
+    (exchange("optimizer.", ".step", lambda t: -t), "step is no optimiser's"),
+    (exchange("model.", "", lambda t: t.to(torch.int8)), "not this model's"),
+])
+def test_a_checkpoint_that_was_signed_again_is_one_line(finished, tmp_path, monkeypatch, capsys, edit, message):
+    test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message)
+
+
+def test_a_checkpoint_of_a_steered_noise_is_held_to_its_kinds():
+    fresh = methods.find("noise_control:divergence", train_gsm8k.Settings(device="cpu")).state
+    checkpoint.require_same_kind("method", {"sigma": 0.02, "divergence": 0.1, "rounding": 1e-6}, fresh)
+    for nonsense in ({"sigma": "0.02"}, {"rounding": None}, {"more": 1}):
+        with pytest.raises(qerl.UserError, match="checkpoint's method is"):
+            checkpoint.require_same_kind("method", fresh | nonsense, fresh)
+
+
+def test_a_line_written_by_hand_is_no_step(finished, tmp_path, monkeypatch, capsys):
+    """Neither the curve nor the report stumbles over it, at the end of a run that is resumed."""
+    options, out = copied(finished, tmp_path)
+    (whole,), samples = logged_steps(2), read_jsonl(out / "samples.jsonl")
+    lines = [{"step": 1, "note": "mine"}, {**whole, "reward": "good"}, {**whole, "sigma": None}, whole]
+    write_jsonl(out / "metrics.jsonl", lines)
+    write_jsonl(out / "samples.jsonl", [{"step": 1, "note": "mine"}, *samples])
+    run_main(monkeypatch, *options)
+    assert "lacks 1 of the 2 steps" in capsys.readouterr().err and (out / "report.html").exists()
+    assert read_jsonl(out / "metrics.jsonl") == [whole] and read_jsonl(out / "samples.jsonl") == samples
+
+
+def test_fp8_with_an_exact_backward_rounds_the_forward_pass_alone(qwen):
+    """Its gradients are those of float32 products of the rounded operands; afterwards all is as before."""
+    model = all_trained(qwen[0])
+    fp8_neighbour("unified", model)
+    layer = model.quantized_layers()[0]
+    x = torch.randn(5, layer.master.shape[1], requires_grad=True)
+    with fp8_layers.exact_backward(model):
+        y = layer(x)
+    assert "forward" not in vars(layer)
+    torch.testing.assert_close(y, layer(x))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    weight = fp8_blocks.quantize(layer.master.detach(), fp8_blocks.SQUARE).dequantize()
+    torch.testing.assert_close(x.grad, grad @ weight)
+    torch.testing.assert_close(layer.master.grad, grad.T @ fp8_blocks.quantize(x.detach(), fp8_blocks.ROW).dequantize())
+
+
+@pytest.mark.parametrize("name", methods.names()[1:])
+def test_a_neighbour_opens_with_what_a_student_needs(name):
+    """The problem, a formula, what differs from QeRL, a result and when to use it; and it is a demonstration by itself."""
+    module = importlib.import_module(f"methods.{name}")
+    words = module.__doc__.lower()
+    assert all(part in words for part in ("problem", "formula", "what differs from qerl", "when would you use it?", "ours"))
+    assert callable(module.main) and issubclass(module.Neighbour, methods.Method)
 
 
 # -------------------------------------------------------------- several GPUs
@@ -5608,3 +5793,591 @@ def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_pat
                                              (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun")])
 def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory: bench.py memory, and which phase ran out of it
+
+from harness import memory_bench
+from harness.figures import save_figure
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@pytest.mark.parametrize("place,name,phase,flag", [
+    (qerl, "load_model", "while loading the model", "4-bit --weights"),
+    (qerl.Sampler, "steps", "in the rollout", "--slots"),
+    (qerl, "token_logprobs", "in the log-probabilities", "--micro-tokens"),
+    (torch.Tensor, "backward", "in the update", "--keep-activations"),
+    (torch.optim.AdamW, "step", "in the update", "--micro-tokens"),
+])
+def test_out_of_memory_names_phase_and_remedy(qwen, data, tmp_path, monkeypatch, capsys, place, name, phase, flag):
+    monkeypatch.setattr(place, name, no_memory)
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--skip-eval-before", "--out", tmp_path / "run")
+    assert f"out of memory {phase};" in line and flag in line and "--resume" in line
+
+
+def bench_main(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, args)])
+    bench.main()
+
+
+def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Both tables of the tiny shape; the second call keeps what the first measured."""
+    bench_main(monkeypatch, "memory", "--device", "cpu", "--out", tmp_path)
+    path = tmp_path / "cpu" / "memory.json"
+    row, = json.loads(path.read_text())["rows"]
+    assert row["model"] == "tiny" and set(row["rest_gb"]) == set(memory_bench.PHASES)
+    # LoRA of rank 16 on tiny's layers, float32: A and B of q, k, v, o, gate, up and down in two blocks.
+    sizes = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
+    lora = 2 * 16 * sum(a + b for a, b in sizes) * 4
+    assert row["lora_gb"] == row["gradients_gb"] == lora / 1e9
+    assert 2 * lora <= row["optimizer_gb"] * 1e9 < 2.01 * lora                        # and a count of steps each
+    assert row["embeddings_gb"] == 2 * 512 * 256 * 4 / 1e9
+    cache = qerl.KVCache(bench.random_model("tiny", "nvfp4", 0, "cpu"), 2, 20)
+    cache.reserve(20)
+    assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
+    bench_main(monkeypatch, "memory", "--long", 9, 1, 9, "--device", "cpu", "--out", tmp_path)
+    result = json.loads(path.read_text())
+    assert result["rows"] == [row] and [r["length"] for r in result["long"]] == [1, 9]
+    assert all(r["ms_a_token"] > 0 and r["seconds"]["update"] > 0 for r in result["long"])
+    assert (tmp_path / "cpu" / "memory.png").stat().st_size > 10000
+    out = capsys.readouterr().out
+    assert "these figures mean nothing" in out and "tiny: completions of 9 tokens fit" in out
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["memory", "--long", "0"], "--long 0: must be at least 1"),
+    (["step", "--long"], "--long: step does not take it, only memory"),
+    (["memory", "--model", "Qwen2.5-9B"], "no such shape"),
+])
+def test_bench_memory_refuses(monkeypatch, capsys, argv, message):
+    with pytest.raises(SystemExit) as stop:
+        bench_main(monkeypatch, *argv, "--device", "cpu")
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place,name,phase", [
+    (qerl.Sampler, "steps", "rollout"), (Batch, "logprobs_under", "logprobs"), (torch.Tensor, "backward", "update")])
+def test_a_step_that_does_not_fit_is_a_row(monkeypatch, place, name, phase):
+    """Of the step that is measured, and of a long completion; an error of another kind is none of memory."""
+    settings = memory_bench.MemorySettings(**memory_bench.SMALL)
+    model, optimizer, parts = memory_bench.load("tiny", settings, "cpu")
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, no_memory)
+    row = memory_bench.length_row(model, optimizer, parts, settings, 80.0)
+    assert row["out_of_memory"] == phase and all(p.grad is None for p in qerl.trainable(model).values())
+    monkeypatch.setattr(place, name, original)
+    assert "out_of_memory" not in memory_bench.length_row(model, optimizer, parts, settings, 80.0)
+
+    whole_step = memory_bench.grpo_step
+
+    def step_after_warm_up(model, optimizer, own, phases):
+        if phases.current is None:                  # the warm-up's own
+            return None
+        monkeypatch.setattr(place, name, no_memory)
+        return whole_step(model, optimizer, own, phases)
+    monkeypatch.setattr(memory_bench, "grpo_step", step_after_warm_up)
+    row, = memory_bench.step_rows("tiny", 12.0, settings, "cpu")
+    assert row["out_of_memory"] == phase and "weights_gb" in row and "rest_gb" not in row
+    assert memory_bench.outcome(row) == f"out of memory under 12 GB in phase {phase}"
+
+    def broken():
+        raise RuntimeError("shapes do not fit")
+    with pytest.raises(RuntimeError, match="shapes"):
+        memory_bench.phase_without_memory(broken, memory_bench.Phases("cpu"))
+
+
+def test_the_longest_that_fits_is_looked_for_where_memory_should_end(monkeypatch):
+    """A step of 20 + length / 512 GB, of which the rollout's cache is the most: 30,720 tokens are 80 GB."""
+    monkeypatch.setattr(memory_bench, "load", lambda name, settings, device: (None, None, None))
+
+    def row(model, optimizer, parts, settings, cap):
+        length = settings.new_tokens
+        peaks = {"rollout": 20 + length / 512, "logprobs": 21.0, "update": 20 + length / 1024}
+        over = {"out_of_memory": "rollout"} if peaks["rollout"] > limit else {}
+        return {"length": length, "cap_gb": cap, "peak_gb": peaks, **over}
+    monkeypatch.setattr(memory_bench, "length_row", row)
+    for limit, given, expected in (
+            (80, [8192, 1024], [1024, 8192, 29696, 30720]),
+            (80, [1024, 20000, 32768], [1024, 20000, 32768, 29696, 30720]),
+            (75, [1024, 20000], [1024, 20000, 29696, 27648]),                           # as if PyTorch kept 5 GB for later
+            (80, [40000], [40000])):
+        rows = list(memory_bench.length_rows("Qwen2.5-32B", given, 80.0, memory_bench.MemorySettings(), "cpu"))
+        assert [r["length"] for r in rows] == expected
+    rows = [{"model": "a", "length": 1024, "cap_gb": 80.0}, {"model": "a", "length": 29696, "cap_gb": 80.0},
+            {"model": "a", "length": 32768, "cap_gb": 80.0, "out_of_memory": "update"}, {"model": "b", "failed": "so"}]
+    assert memory_bench.longest_that_fit(rows) == {"a": (29696, 32768)}
+
+
+def test_a_process_that_fails_is_a_row(capfd):
+    """Rows come one by one; the last says how the process ended."""
+    rows = memory_bench.in_own_process(map, json.loads, ['{"model": "a"}', "nonsense"])
+    assert next(rows) == {"model": "a"}
+    failed, = rows
+    assert memory_bench.outcome(failed) == "its process ended with status 1"
+    assert "JSONDecodeError" in capfd.readouterr().err
+
+
+def memory_row(model, weights, embeddings, cap, phase=None):
+    parts = dict(weights=weights, embeddings=embeddings, lora=0.2, optimizer=0.4, gradients=0.2)
+    peaks = {"loading": 2 * weights, "rollout": weights + 2, "logprobs": weights + 1.6, "update": weights + 3}
+    row = {"model": model, "cap_gb": cap, "cache_gb": 0.9, "peak_gb": peaks, "reserved_gb": weights + 3.5,
+           "seconds": dict.fromkeys(peaks, 1.5), **{f"{k}_gb": v for k, v in parts.items()}}
+    if phase:
+        return {**row, "out_of_memory": phase}
+    measured = {p: peaks[p] for p in memory_bench.PHASES}
+    return {**row, "rest_gb": memory_bench.what_is_left(measured, parts, 0.9)}
+
+
+def test_memory_table_and_picture(tmp_path, capsys):
+    steps = [memory_row("Qwen2.5-7B", 5.86, 2.18, 12.0), memory_row("Qwen2.5-72B", 44.5, 4.98, 80.0, "update"),
+             {"model": "Qwen2.5-14B", "cap_gb": 18.0, "failed": "its process ended with status -9"}]
+    # What makes a phase's peak adds up to it: the cache only in the rollout, the gradients only in the update.
+    for phase in memory_bench.PHASES:
+        stack = memory_bench.stack_of(steps[0], phase)
+        assert sum(stack.values()) == pytest.approx(steps[0]["peak_gb"][phase])
+        assert (stack["KV cache"] > 0) == (phase == "rollout") and (stack["gradients"] > 0) == (phase == "update")
+    peaks = {"rollout": 30.0, "logprobs": 25.0, "update": 28.0}
+    long = [{"model": "Qwen2.5-32B", "length": 1024, "cap_gb": 80.0, "cache_gb": 2.4, "peak_gb": peaks, "rest_gb": peaks,
+             "ms_a_token": 17.2, "seconds": dict.fromkeys(peaks, 2.0)},
+            {"model": "Qwen2.5-32B", "length": 32768, "cap_gb": 80.0, "cache_gb": 69.0, "peak_gb": {}, "seconds": {},
+             "out_of_memory": "rollout"},
+            {"model": "Qwen2.5-7B", "cap_gb": 80.0, "failed": "its process ended with status 1"}]
+    bench.print_memory({"rows": steps, "long": long})
+    table = capsys.readouterr().out
+    assert "| Qwen2.5-7B | 12 | 5.86 | 5.9 | 0.20 | 0.60 | 0.90 | 7.9 | 7.5 | 8.9 | 9.4 | 1.5 / 1.5 / 1.5 | fits |" in table
+    assert "| out of memory under 80 GB in phase update |" in table and "status -9 |" in table
+    assert "| Qwen2.5-32B | 1024 | 2.4 | 30.0 | 25.0 | 28.0 | 17.2 | 2.0 / 2.0 | fits |" in table
+    assert "Qwen2.5-32B: completions of 1024 tokens fit, 32768 did not" in table and "54.3 GB" in table
+    titles = []
+
+    def plot(result, plt):
+        figure = memory_bench.plot_memory(result, plt)
+        titles.append([axis.get_title() for axis in figure.axes])
+        return figure
+    for rows, lines in ((steps, long), (steps[:1], []), ([], long), ([], long[1:])):
+        save_figure(tmp_path / "memory.png", plot, {"rows": rows, "long": lines})
+    whole = "peak of a GRPO step, by phase"
+    of_lengths = ["peak of long completions", "decoding at a full cache"]
+    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B", *of_lengths], [whole], of_lengths,
+                      [f"{whole}; not shown: Qwen2.5-32B, Qwen2.5-7B"]]
+
+
+# ------------------------------------------------------------------------------- saving, loading, merging: docs/serving.md
+
+from harness import loading, merge, shards
+from safetensors import SafetensorError
+
+FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+ALONE = ("self_attn.o_proj",), ("mlp.down_proj",)
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 60_000)
+
+
+def tensors_of(folder):
+    """{name: tensor} of all files of a folder, as its index has them."""
+    return {name: file.get_tensor(name) for name, file in qerl.open_tensors(str(folder), "cpu").items()}
+
+
+def library_logits(folder, tokens):
+    """What transformers with compressed-tensors computes of a folder; the library decodes in 16 bit, the rest is in 32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(tokens[:, :1])                                          # decodes the weights
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.float()
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_saved_folder_has_the_librarys_bytes_and_logits(tmp_path, monkeypatch, capsys, small_shards, name):
+    source, theirs = make_folder(tmp_path / "source", name)
+    out = tmp_path / "out"
+    run_main(monkeypatch, "--model", source, "--device", "cpu", "--save-quantized", out)
+    assert capsys.readouterr().out.startswith(f"saved {out}, 0.000")
+    stored, exact = tensors_of(out), theirs.state_dict()
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    for i, leaves in itertools.product(range(2), FUSED + ALONE):
+        names = [f"model.layers.{i}.{leaf}" for leaf in leaves]
+        # Of layers that vLLM multiplies as one, the bytes are those of one weight, by the library.
+        whole, _ = compressed_tensors_nvfp4(torch.cat([exact.pop(f"{n}.weight") for n in names]))
+        for part in ("weight_packed", "weight_scale"):
+            assert torch.equal(torch.cat([stored.pop(f"{n}.{part}").float() for n in names]), whole[part].float())
+        for n in names:
+            assert torch.equal(stored.pop(f"{n}.weight_global_scale"), whole["weight_global_scale"])
+    if theirs.config.tie_word_embeddings:
+        del exact["lm_head.weight"]
+    assert stored.keys() == exact.keys() and all(torch.equal(stored[k], exact[k]) for k in exact)
+    ours = qerl.load_model(str(out))
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert relative(ours(tokens), library_logits(out, tokens)) < 0.01
+    assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(os.listdir(out))
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert len(before.encode("12 pens")) == 7 and after.encode("12 pens") == before.encode("12 pens")
+    assert not list(tmp_path.glob("*.tmp")) and os.stat(out / files[0]).st_mode & 0o777 == os.stat(out / "config.json").st_mode & 0o777
+
+
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
+def test_saved_folder_is_what_a_quantizer_trains_on(qwen, data, tmp_path, cache, monkeypatch, quantizer):
+    options = ("--model", qwen[0], "--data", data, "--quantizer", quantizer, "--device", "cpu")
+    run_main(monkeypatch, *options, "--save-quantized", tmp_path / "out")
+    settings = train_gsm8k.arguments([*options, "--max-new-tokens", "8"])
+    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    trained_on, saved = tensors_of(model.name_or_path), tensors_of(tmp_path / "out")
+    assert trained_on.keys() == saved.keys() and len(list(cache.iterdir())) == 1
+    assert all(torch.equal(saved[k].float(), trained_on[k].float()) for k in saved)
+    for i, leaves in itertools.product(range(2), FUSED):
+        scale = {saved[f"model.layers.{i}.{leaf}.weight_global_scale"].item() for leaf in leaves}
+        assert len(scale) == 1
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.equal(qerl.load_model(str(tmp_path / "out"))(tokens), model(tokens))
+        assert relative(model(tokens), library_logits(tmp_path / "out", tokens)) < 0.015
+
+
+def test_a_chat_template_goes_with_the_saved_folder(tmp_path, quiz, monkeypatch):
+    run_main(monkeypatch, "--model", quiz, "--device", "cpu", "--save-quantized", tmp_path / "out")
+    ours, theirs = train_gsm8k.ChatText(str(tmp_path / "out"), ""), train_gsm8k.ChatText(quiz, "")
+    assert ours.prompt("abc") == theirs.prompt("abc") == [0, 1, 2] and ours.eos == theirs.eos
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_quantised_as_one_whatever_the_pieces(dtype):
+    torch.manual_seed(0)
+    weights = [(torch.randn(rows, 64) * size).to(dtype) for rows, size in ((50, 1), (33, 0.1), (7, 1e-3))]
+    for size in (64, 1000, 10 ** 6):
+        pairs = zip(packed_folder.quantize_as_one(weights, size), qerl.quantize_nvfp4(torch.cat(weights)))
+        assert all(torch.equal(ours.float(), whole.float()) for ours, whole in pairs)
+
+
+def test_a_sharded_folder_is_saved_as_a_whole_one(qwen, tmp_path, monkeypatch, data):
+    """And what is trained on it is trained on its codes: base model and weights of a run are the folder's."""
+    sharded, _ = make_folder(tmp_path / "sharded", max_shard_size="100KB")
+    for source, out in ((sharded, "out"), (qwen[0], "whole")):
+        run_main(monkeypatch, "--model", source, "--device", "cpu", "--save-quantized", tmp_path / out)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    settings = train_gsm8k.arguments(["--model", str(tmp_path / "out"), "--data", data, "--device", "cpu", "--max-new-tokens", "8"])
+    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    stored = tensors_of(tmp_path / "out")
+    assert model.name_or_path == str(tmp_path / "out")
+    for layer in qerl.load_model(model.name_or_path).quantized_layers():
+        for part, expected in zip(layer.weight.parts, ("weight_packed", "weight_scale")):
+            assert torch.equal(part.float(), torch.cat([stored[f"{n}.{expected}"].float() for n in layer.names]))
+
+
+MEMORY = """
+import sys, threading, time
+import torch
+from harness import packed_folder, shards
+
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+
+small, big, out = sys.argv[1:]
+shards.SHARD_BYTES = 10 ** 7
+packed_folder.save_packed(small, out + "-small", "cpu")           # what imports and first uses take
+before = anonymous()
+peak = [before]
+threading.Thread(target=watch, daemon=True).start()
+packed_folder.save_packed(big, out, "cpu")
+print("grown by", peak[0] - before)
+"""
+
+
+def folder_of_many_files(path, layers):
+    """A folder of random bfloat16 weights, 7 MB a layer, each layer in a file of its own; returns its size in 2^20 bytes."""
+    config = transformers.Qwen2Config(**{**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": layers},
+                                      tie_word_embeddings=True)
+    config.save_pretrained(path)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in transformers.AutoModelForCausalLM.from_config(config).named_parameters()}
+    values = {shape: (torch.randn(shape) * 0.02).bfloat16() for shape in set(shapes.values())}
+    files = {}
+    for name in shapes:
+        number = name.split(".")[2] if ".layers." in name else "rest"
+        files.setdefault(f"{number}.safetensors", {})[name] = values[shapes[name]].clone()
+    for file, tensors in files.items():
+        save_file(tensors, path / file)
+    place = {name: file for file, tensors in files.items() for name in tensors}
+    (path / INDEX).write_text(json.dumps({"weight_map": place}))
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2 ** 20
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is in use")
+def test_saving_takes_memory_for_a_part_of_the_model(tmp_path):
+    """What is mapped from the files can be dropped at any time and does not count."""
+    small, size = (folder_of_many_files(tmp_path / f"{layers}", layers) for layers in (3, 24))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "MALLOC_MMAP_THRESHOLD_": "65536"}                  # glibc gives large blocks back at once
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "3", tmp_path / "24", tmp_path / "out"], cwd=HERE,
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown = float(done.stdout.split("grown by")[1])
+    assert size > 7 * small > 140 and grown < size / 3, (grown, size)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+@pytest.mark.parametrize("event,number,when", [
+    ((shards.safetensors.torch, "save_file"), 2, "before"), ((shards.safetensors.torch, "save_file"), 2, "after"),
+    ((os, "rename"), 2, "after"), ((shards.shutil, "copy"), 1, "after"),
+])
+def test_a_kill_leaves_no_half_folder(qwen, tmp_path, small_shards, event, number, when):
+    options = ("--model", qwen[0], "--device", "cpu", "--save-quantized", tmp_path / "out")
+    assert killed_at(event, number, when, *options) is None
+    left, = tmp_path.iterdir()
+    assert re.fullmatch(r"out\.\d+\.tmp", left.name)
+    assert killed_at(event, 0, when, *options) >= number                      # it is no obstacle
+    qerl.load_model(str(tmp_path / "out"))
+
+
+def full_disk(tensors, path, metadata):
+    with open(path, "wb") as f:
+        f.write(b"half")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def no_permission(*paths, **options):
+    raise PermissionError(errno.EACCES, "Permission denied", str(paths[0]))
+
+
+@pytest.mark.parametrize("module,name,fails,message", [
+    (shards.safetensors.torch, "save_file", full_disk, "No space left on device"),
+    (os, "makedirs", no_permission, "Permission denied"),
+    (os, "rename", no_permission, "Permission denied"),
+])
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(qwen, tmp_path, monkeypatch, capsys, module, name, fails, message):
+    out = tmp_path / "out"
+    base = ("--model", qwen[0], "--device", "cpu", "--save-quantized", out)
+    monkeypatch.setattr(module, name, fails)
+    error = refused(monkeypatch, capsys, *base)
+    assert str(out) in error and message in error and "choose another folder" in error
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+
+
+def saved(qwen, tmp_path):
+    packed_folder.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
+    return tmp_path / "packed"
+
+
+def widened(tensors):
+    """Give the MLPs 200 inner features, which 16 does not divide."""
+    for name, tensor in tensors.items():
+        if "mlp" in name:
+            tensors[name] = F.pad(tensor, (0, 8) if "down" in name else (0, 0, 0, 8))
+
+
+def damaged(qwen, tmp_path, *edits):
+    (tmp_path / "source").mkdir()
+    return break_tensor(qwen[0], tmp_path / "source", *edits)
+
+
+@pytest.mark.parametrize("options,message", [
+    (lambda q, t: ["--weights", "bf16"], "saves NVFP4, not bf16; leave --weights bf16 out"),
+    (lambda q, t: ["--weights", "nf4"], "saves NVFP4, not nf4"),
+    (lambda q, t: ["--resume"], "leave --resume and --eval-only out"),
+    (lambda q, t: ["--eval-only"], "leave --resume and --eval-only out"),
+    (lambda q, t: ["--method", "qat"], "leave --method qat out"),
+    (lambda q, t: ["--save-quantized", q[0]], "is not empty"),
+    (lambda q, t: ["--save-quantized", f"{q[0]}/inside"], "lies in the model's own folder"),
+    (lambda q, t: ["--save-quantized", used_folder(t)], "is not empty; choose another folder"),
+    (lambda q, t: ["--save-quantized", HERE + "/qerl.py"], "is a file"),
+    (lambda q, t: ["--save-quantized", ""], "names no folder"),
+    (lambda q, t: ["--model", saved(q, t)], "is in 4 bits already"),
+    (lambda q, t: ["--model", saved(q, t), "--quantizer", "gptq"], "is in 4 bits already"),
+    (lambda q, t: ["--model", "./no/such/folder"], "no such folder"),
+    (lambda q, t: ["--model", damaged(q, t, lambda s: s[UP].view(-1)[7].fill_(float("nan")))], "holds NaN"),
+    (lambda q, t: ["--model", damaged(q, t, lambda s: s.pop(UP))], f"tensor {UP} is missing"),
+    (lambda q, t: ["--model", damaged(q, t, widened, lambda c: c.update(intermediate_size=200))], "block of 16"),
+])
+def test_what_is_not_saved_is_refused(qwen, tmp_path, monkeypatch, capsys, options, message):
+    base = ["--model", qwen[0], "--device", "cpu", "--save-quantized", tmp_path / "new" / "out"]
+    assert message in refused(monkeypatch, capsys, *base, *options(qwen, tmp_path))
+    assert not (tmp_path / "new" / "out").exists() and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_built_in_policy_is_not_saved(tmp_path, monkeypatch, capsys):
+    assert "name it with --model" in refused(monkeypatch, capsys, "--save-quantized", tmp_path / "out")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    options = ("--model", "m", "--device", "cpu", "--save-quantized", tmp_path / "out")
+    assert "start without torchrun" in refused(monkeypatch, capsys, *options)
+
+
+def test_a_bar_shows_a_load_that_takes_long(qwen, monkeypatch, capsys):
+    asked = []
+
+    def impatient(**options):
+        asked.append(options["delay"])
+        return loading_bar(**{**options, "delay": 0})
+    loading_bar = loading.tqdm
+    monkeypatch.setattr(loading, "tqdm", impatient)
+    model = loading.load_with_progress(qwen[0], "nf4", lora_rank=2)
+    shown = capsys.readouterr()
+    assert "loading: 100%" in shown.err and "2/2" in shown.err and shown.out == "" and asked == [2]
+    assert model.quantized_layers()[0].rank == 2 and model.quantized_layers()[0].weight.format == qerl.FORMATS["nf4"]
+    monkeypatch.setattr(loading, "tqdm", lambda **options: loading_bar(**{**options, "delay": 1000}))
+    loading.load_with_progress(qwen[0])
+    assert capsys.readouterr().err == ""
+
+
+def adapter_of(folder, path, seed=1, **options):
+    """The folder of a random adapter of this model, and the model with it."""
+    model = with_lora(folder, seed, **options)
+    save_adapter(model, str(path), str(folder))
+    return str(path), model
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+@pytest.mark.parametrize("name,dtype", [("qwen2", torch.float32), ("qwen3", torch.bfloat16), ("llama", torch.float16)])
+def test_merged_weights_equal_pefts(tmp_path, small_shards, capsys, name, dtype, train_norms):
+    peft = pytest.importorskip("peft")
+    source = str(tmp_path / "source")
+    make_folder(source, name)[1].to(dtype).save_pretrained(source, max_shard_size="100KB")
+    os.remove(f"{source}/model.safetensors")
+    adapter, ours = adapter_of(source, tmp_path / "adapter", weights="bf16", train_norms=train_norms)
+    merge.main([adapter, str(tmp_path / "out")])
+    assert f"merged {adapter} into {source}" in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    theirs = peft.PeftModel.from_pretrained(theirs, adapter).merge_and_unload().state_dict()
+    stored, before = tensors_of(tmp_path / "out"), tensors_of(source)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2 and stored.keys() == before.keys()
+    for key in stored:
+        assert stored[key].dtype == dtype
+        limit = 0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps      # PEFT rounds twice
+        torch.testing.assert_close(stored[key], theirs[key], rtol=limit, atol=limit * 0.1)
+        changed = "_proj.weight" in key or train_norms and "norm" in key
+        assert changed != torch.equal(stored[key], before[key]), key
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        merged = qerl.load_model(str(tmp_path / "out"), "bf16")
+        assert relative(merged(tokens), ours(tokens)) < (1e-5 if dtype == torch.float32 else 0.02)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").model_type == name
+
+
+def test_an_adapter_of_a_saved_folder_is_merged_into_what_its_codes_stand_for(qwen, tmp_path, monkeypatch):
+    out = saved(qwen, tmp_path)
+    adapter, ours = adapter_of(str(out), tmp_path / "adapter")
+    run = subprocess.run([sys.executable, "-m", "harness.merge", adapter, tmp_path / "merged"], cwd=HERE, capture_output=True,
+                         text=True)
+    assert run.returncode == 0, run.stderr
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert relative(merged(tokens).logits, ours(tokens)) < 0.01 < relative(qerl.load_model(str(out))(tokens), ours(tokens))
+    merge.main([adapter, str(tmp_path / "into-16-bit"), "--model", qwen[0]])
+    for key, tensor in tensors_of(tmp_path / "into-16-bit").items():
+        exact = tensors_of(qwen[0])[key]
+        if "_proj.weight" in key:
+            layer = key.removesuffix(".weight")
+            A, B = (checkpoint.adapter_tensors(ours)[f"base_model.model.{layer}.lora_{half}.weight"] for half in "AB")
+            exact = exact + B @ A
+        torch.testing.assert_close(tensor, exact)
+
+
+def edited(adapter, change=lambda c: None, tensors=lambda t: t):
+    """The adapter's files with another config and other tensors."""
+    config = json.loads(open(f"{adapter}/adapter_config.json").read())
+    change(config)
+    with open(f"{adapter}/adapter_config.json", "w") as f:
+        json.dump(config, f)
+    save_file(tensors(load_file(f"{adapter}/adapter_model.safetensors")), f"{adapter}/adapter_model.safetensors")
+    return []
+
+
+def filled(folder):
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    return []
+
+
+def wide_model(tmp_path):
+    return ["--model", make_folder(tmp_path / "wide", "wide")[0]]
+
+
+def other_norms(qwen, tmp_path):
+    return ["--model", break_tensor(qwen[0], tmp_path, lambda s: s["model.norm.weight"].add_(1))]
+
+
+def without_half(tensors):
+    return {k: v for k, v in tensors.items() if "layers.1.mlp.down_proj.lora_B" not in k}
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda q, t, a: shutil.rmtree(a) or [], "is no readable adapter"),
+    (lambda q, t, a: os.truncate(f"{a}/adapter_model.safetensors", 100) or [], "is no readable adapter"),
+    (lambda q, t, a: edited(a, lambda c: c.pop("r")), "is no readable adapter"),
+    (lambda q, t, a: edited(a, lambda c: c.update(r=0)), "is no readable adapter"),
+    (lambda q, t, a: edited(a, lambda c: c.update(use_dora=True)), "asks for use_dora"),
+    (lambda q, t, a: edited(a, lambda c: c.update(peft_type="IA3")), "asks for IA3"),
+    (lambda q, t, a: edited(a, lambda c: c.update(base_model_name_or_path="./gone")), "or name the model by --model"),
+    (lambda q, t, a: ["--model", "./gone"], "model ./gone: no such folder"),
+    (lambda q, t, a: edited(a, tensors=without_half), "lacks LoRA's A or B"),
+    (lambda q, t, a: edited(a, tensors=lambda s: s | {f"base_model.model.lm_head.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}),
+     "adapts lm_head.weight, which the model does not have"),
+    (lambda q, t, a: wide_model(t) + edited(a, lambda c: c.update(base_model_name_or_path="./gone")), "is (128, 192), the model's (256, 512)"),
+    (lambda q, t, a: other_norms(q, t), "its model.norm.weight is not that of"),
+    (lambda q, t, a: ["--model", t], "model.safetensors: cannot be read"),
+    (lambda q, t, a: ["--step"], "unrecognized arguments: --step"),
+    (lambda q, t, a: filled(t / "out"), "is not empty"),
+])
+def test_what_is_not_merged_is_one_line_and_exit_2(qwen, tmp_path, capsys, change, message):
+    adapter, _ = adapter_of(qwen[0], tmp_path / "adapter")
+    options = change(qwen, tmp_path, adapter)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        merge.main([adapter, str(tmp_path / "out"), *map(str, options)])
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(error) == 1 and message in error[0]
+    assert not (tmp_path / "out" / "config.json").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+def serving_blocks(kind):
+    with open(f"{HERE}/docs/serving.md", encoding="utf-8") as f:
+        return re.findall(rf"^```{kind}\n(.*?)^```$", f.read(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_serving_snippet_gives_the_trained_policys_answer(qwen, tmp_path, capsys):
+    out = saved(qwen, tmp_path)
+    adapter, ours = adapter_of(str(out), tmp_path / "adapter", dtype=torch.bfloat16)
+    snippet, = serving_blocks("python")
+    places = {"qwen-32b-nvfp4": str(out), "runs/qwen-32b-nvfp4-nvfp4-grpo-1/adapter": adapter}
+    for name in sorted(places, key=len, reverse=True):
+        assert f'"{name}"' in snippet
+        snippet = snippet.replace(f'"{name}"', repr(places[name]))
+    variables = {}
+    exec(compile(snippet, "docs/serving.md", "exec"), variables)
+    assert "12 pens" in capsys.readouterr().out
+    tokens = variables["inputs"]["input_ids"]
+    with torch.no_grad():
+        theirs = variables["model"](tokens).logits.float()
+        assert relative(theirs, ours(tokens).float()) < 0.03 < relative(theirs, qerl.load_model(str(out))(tokens))
+
+
+def test_serving_commands_are_known():
+    commands = [shlex.split(line, comments=True) for block in serving_blocks("sh") for line in block.splitlines()
+                if line.startswith(".venv")]
+    trained = [train_gsm8k.arguments([*words[2:], "--device", "cpu"]) for words in commands if words[1] == "train_gsm8k.py"]
+    assert [s.save_quantized for s in trained] == ["qwen-32b-nvfp4", None] and trained[1].model == "qwen-32b-nvfp4"
+    assert [words[1:3] for words in commands if words[1] == "-m"] == [["-m", "harness.merge"]] * 2
+    curl, = (block for block in serving_blocks("sh") if "curl" in block)
+    request = json.loads(shlex.split(curl.replace("\\\n", ""))[-1])
+    assert request["messages"][0]["content"] == train_gsm8k.SYSTEM["answer"] and request["model"] + "=" in curl

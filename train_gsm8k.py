@@ -33,13 +33,15 @@ from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore
 from harness.checks import check_settings, finite_policy, finite_rollout, finite_update, rank_fits
 from harness.checks import say_what_stays
-from harness.flags import dtype_name, full_name, parse_flags, require, setting
+from harness.flags import dtype_name, full_name, parse_flags, require, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved
+from harness.loading import load_with_progress
 from harness.math_data import is_equal
-from harness.memory import keep_decoded, slots_that_fit
+from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
+from harness.packed_folder import save_packed
 from harness.questions import load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
@@ -66,7 +68,7 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/better_codes.py",
+    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/awq.py and so on",
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
@@ -101,7 +103,8 @@ class Settings:
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
-    micro_tokens: int = setting(16384, "tokens in one pass of an update; a shared prompt counts once")
+    micro_tokens: int = setting(None, "tokens in one pass of an update, in which a shared prompt counts "
+                                      "once; by default 16384, or what memory holds")
     keep_activations: bool = setting(False, "keep what backward needs instead of computing it again: "
                                             "faster on a GPU, for several times the memory")
 
@@ -118,6 +121,8 @@ class Settings:
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
     out: str = setting(None, "folder of the run; by default a new one under runs/")
+    save_quantized: str = setting(None, "only write the model in NVFP4 to this new folder, for vLLM and "
+                                        "transformers: docs/serving.md")
     resume: bool = setting(False, "go on from --out's last checkpoint, by default the newest run's")
     log: str = setting(None, "send the metrics to a tracker, too", ["tensorboard", "wandb"])
 
@@ -267,12 +272,10 @@ def load_all(settings, method, ranks=Ranks()):
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
     tokenizer = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
-    device = torch.device(settings.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
+    device = use_device(settings.device)
     stored = method.stored_model(folder, questions, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
-    model = qerl.load_model(
+    model = load_with_progress(
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
         train_norms=settings.train_norms,
@@ -300,6 +303,8 @@ def load_all(settings, method, ranks=Ranks()):
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
+    if settings.micro_tokens is None:
+        settings.micro_tokens = micro_tokens_that_fit(model)
     method.prepare(model, folder, questions, tokenizer)
     return model, tokenizer, questions, held_out
 
@@ -533,6 +538,20 @@ def evaluate_only(settings):
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
 
 
+def save_quantized(settings):
+    """Write the model in NVFP4, by the codes of --quantizer, to the folder --save-quantized."""
+    folder = qerl.model_folder(settings.model)
+
+    def calibrated():
+        questions, _ = load_questions(settings.data, settings.eval, settings.model)
+        tokenizer = ChatText(folder, SYSTEM[settings.reward])
+        return methods.find("qerl", settings).stored_model(folder, questions, tokenizer)
+
+    use_device(settings.device)
+    rounding = settings.quantizer == "rtn"
+    save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
+
+
 def arguments(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
     given = parse_flags(Settings, __doc__, PRESETS, argv)
@@ -556,6 +575,8 @@ def main():
         interrupts.as_exception()
         settings = arguments()
         ranks = Ranks()
+        if settings.save_quantized:
+            return save_quantized(settings)
         ranks.check(settings)
         settings.device = ranks.start(settings.device)
         ranks.agree_on_flags(settings)

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"""
     (?: e [+-]? \d{1,3} (?!\d) )?                      # perhaps times a power of ten
 """, re.VERBOSE | re.IGNORECASE)
 # All before the last side of an equation, or of a sentence that says what a number is.
-SIDES = re.compile(r".*(?:=|≈|\\approx|\bis\b)", re.DOTALL)
+SIDES = re.compile(r".*(?:(?<!\\not)=|≈|\\approx|\bis\b)", re.DOTALL)
 UP_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
 # Digits in groups: of three, which make one number, or else several numbers.
 COMMAS = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:,\d+)+")
@@ -30,9 +30,16 @@ AFTER = re.compile(
     rf"[kKM]\b | \s*(?:hundred|dozen|thousand|million|billion|trillion)\b | [)}}]* {SIGN}"
     rf" | [\s)}}]* {OPERATOR}", re.VERBOSE,
 )
-# A minus that NUMBER has not seen: "- 5", "-{5}"; but in "Answer - 5" it is a dash.
+# The imaginary unit behind a number: 5i, 5\,i, 5\mathrm{i}; but not in "5 i think" or "5, i.e. five".
+IMAGINARY = re.compile(r"[\s,)}]* \{? i\b (?! \s+\w | \.e )", re.VERBOSE)
+# What says of a number that it is not meant: "not 5", "isn't 5", "not equal to 5".
+DENIED = re.compile(
+    r"(?: (?:\b(?:[Nn]ot|NOT) | n['\u2019]t) (?:\s+ (?:be|equal(?:\s+to)?))? | \\(?:neg|lnot|not\s*=) )"
+    r" [\s({}$*]* $", re.VERBOSE,
+)
+# A minus that NUMBER has not seen: "- 5", "-{5}", "{-}5"; but in "Answer - 5" it is a dash.
 MINUS = re.compile(
-    r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({$*]* $", re.VERBOSE,
+    r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({})$*]* $", re.VERBOSE,
 )
 # \boxed{...} with up to two levels of braces inside.
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
@@ -110,7 +117,7 @@ def one_number(text):
 def parse_number(text):
     """The last number in a text as Decimal, tolerant of $, commas, .00, TeX and other numbers.
 
-    None without a number, and where the last one is part of another, as a denominator is.
+    None without a number, and where the last one is part of another, as a denominator is, or denied.
     """
     numbers = UP_TO_LAST_DIGIT.match(text)
     if not numbers:
@@ -134,9 +141,12 @@ def join_thousands(digits):
 
 
 def value(match):
-    """A match of NUMBER as Decimal; None if what stands around it makes it another number."""
+    """A match of NUMBER as Decimal; None if what stands around it denies it or makes it another."""
     start, end = match.span()
     text = match.string
-    if BEFORE.search(text[max(0, start - 16):start]) or AFTER.match(text, end):
+    before = text[max(0, start - 16):start]
+    if BEFORE.search(before) or DENIED.search(before):
+        return None
+    if AFTER.match(text, end) or IMAGINARY.match(text, end):
         return None
     return Decimal(match.group().replace("$", ""))

@@ -1,8 +1,9 @@
-"""Completions that go on from the middle of others, for methods/exploration.py."""
+"""Completions that go on from the middle of others, for methods/deep_grpo.py."""
 import itertools
 import re
 
 import torch
+import torch.nn.functional as F
 
 import qerl
 from harness.batches import pick_groups
@@ -21,6 +22,28 @@ def sentence_ends(pieces):
     ends = {match.end() for match in SENTENCE_END.finditer(text) if match.end() < last}
     lengths = itertools.accumulate(map(len, pieces))
     return [i + 1 for i, length in enumerate(lengths) if length in ends]
+
+
+def fit_success(outcomes):
+    """(a, b) of P(r) = sigmoid(a + b r), the logistic regression of a list of (r, 0 or 1).
+
+    Where there is too little to fit they are 0, which makes P the same for all r.
+    """
+    if len(outcomes) <= 10 or len({success for _, success in outcomes}) < 2:
+        return 0.0, 0.0
+    r, success = torch.tensor(outcomes, dtype=torch.float64).unbind(1)
+    line = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([line], max_iter=200, line_search_fn="strong_wolfe")
+
+    def objective():
+        optimizer.zero_grad()
+        logits = line[0] + line[1] * r
+        loss = F.binary_cross_entropy_with_logits(logits, success, reduction="sum")
+        loss = loss + line[1] ** 2 / 2
+        loss.backward()
+        return loss
+    optimizer.step(objective)
+    return tuple(line.tolist())
 
 
 def limited_sampler(limits):

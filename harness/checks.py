@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import qerl
 from harness.flags import check_device, require
+from harness.ranks import Ranks
 from qerl import UserError
 
 KEPT = "stopped, the last checkpoint is kept"
@@ -45,6 +46,30 @@ def check_settings(settings):
         require(settings.beta == 0, "beta", settings.beta,
                 "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
     check_device(settings.device)
+    if settings.save_quantized is not None:
+        check_saving(settings)
+
+
+def check_saving(settings):
+    """Refuse what goes with no --save-quantized."""
+    def fits(ok, what):
+        require(ok, "save_quantized", settings.save_quantized, what)
+    fits(settings.save_quantized, "names no folder")
+    fits(settings.model, "saves a real model; name it with --model")
+    fits(settings.weights == "nvfp4",
+         f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out")
+    fits(settings.method == "qerl",
+         f"saves what --quantizer makes; leave --method {settings.method} out")
+    fits(not settings.resume and not settings.eval_only,
+         "neither trains nor measures; leave --resume and --eval-only out")
+    fits(Ranks().count == 1, "is done by one process; start without torchrun")
+
+
+def require_noise(settings):
+    """Refuse a method that does something with the noise where there is none."""
+    if settings.sigma_start == 0 or settings.stages == 1:
+        raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
+                        "0.01 and --stages 10")
 
 
 def rank_fits(model, rank):

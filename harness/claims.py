@@ -4,15 +4,16 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the picture
 
-How runs are made, stopped and resumed: harness/study.py. tables.md and curves.png are made from
-runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: harness/study.py. tables.md, curves.png and rates.png are
+made from runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 from statistics import fmean as mean
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
+from harness.run_folder import read_jsonl
 from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
+from harness.study import write_lines
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -31,6 +32,7 @@ ABLATIONS = {
     "logarithmic": ["--schedule", "logarithmic"],
     "sigma x4": ["--sigma-start", "4e-2", "--sigma-end", "2e-3"],
     "sigma / 4": ["--sigma-start", "2.5e-3", "--sigma-end", "1.25e-4"],
+    "four draws": ["--method", "pooled_noise"],       # of noise a group instead of one a batch
     "rank 16": ["--lora-rank", "16"],                                            # Fig. 10
     "rank 64": ["--lora-rank", "64"],
     "rank 128": ["--lora-rank", "128"],
@@ -67,23 +69,67 @@ def arms_table(rows):
     return lines
 
 
+def best_rates(rows):
+    """{(model, arm): the learning rate with the highest mean training accuracy at the end}.
+
+    Only of arms that were tried at two rates or more. Training questions decide, never those of the
+    test. Each rate is judged by the seeds that all of an arm's rates have.
+    """
+    best = {}
+    for key in sorted({(r["model"], r["arm"]) for r in rows}):
+        own = [r for r in rows if (r["model"], r["arm"]) == key]
+        seeds_of = {lr: {r["seed"] for r in own if r["lr"] == lr} for lr in {r["lr"] for r in own}}
+        common = set.intersection(*seeds_of.values())
+        if len(seeds_of) < 2 or not common:
+            continue
+        reached = {lr: mean(r["training_accuracy"] for r in own
+                            if r["lr"] == lr and r["seed"] in common) for lr in seeds_of}
+        best[key] = max(reached, key=reached.get)
+    return best
+
+
+def best_table(rows):
+    """A line for each model and arm at its own best rate; see best_rates."""
+    lines = ["| model | arm | rates tried | best | seeds | pass@1 | greedy | training accuracy |",
+             "|---|---|---|---|---|---|---|---|"]
+    for (model, arm), lr in best_rates(rows).items():
+        own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+        tried = ", ".join(f"{rate:g}" for rate in sorted({r["lr"] for r in own}))
+        same = [r for r in own if r["lr"] == lr]
+        cells = [with_error([r[measure] for r in same]) for measure in MEASURES[:3]]
+        lines.append(f"| {model} | {arm} | {tried} | {lr:g} | {len(same)} | {' | '.join(cells)} |")
+    return lines
+
+
+def differences(by, label):
+    """Lines of paired_table: the mean difference by seed of each question; by: {(arm, seed): row}."""
+    lines = []
+    for what, pairs in QUESTIONS.items():
+        seeds = [s for s in sorted({seed for _, seed in by})
+                 if all((arm, s) in by for pair in pairs for arm in pair)]
+        if not seeds:
+            continue
+        cells = []
+        for measure in MEASURES[:3]:
+            def gain(seed):
+                return mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
+            cells.append(with_error([gain(seed) for seed in seeds]))
+        lines.append(f"| {label} | {what} | {len(seeds)} | {' | '.join(cells)} |")
+    return lines
+
+
 def paired_table(rows):
-    """For each question of the factorial, at equal learning rates: the mean difference by seed."""
+    """The differences of each model at equal learning rates, then with each arm at its own best."""
     lines = ["| model | lr | what | seeds | pass@1 | greedy | training accuracy, all in points |",
              "|---|---|---|---|---|---|---|"]
-    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
-        by = {(r["arm"], r["seed"]): r for r in rows if (r["model"], r["lr"]) == (model, lr)}
-        for what, pairs in QUESTIONS.items():
-            seeds = [s for s in sorted({seed for _, seed in by})
-                     if all((arm, s) in by for pair in pairs for arm in pair)]
-            if not seeds:
-                continue
-            cells = []
-            for measure in MEASURES[:3]:
-                def gain(seed):
-                    return mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
-                cells.append(with_error([gain(seed) for seed in seeds]))
-            lines.append(f"| {model} | {lr:g} | {what} | {len(seeds)} | {' | '.join(cells)} |")
+    best = best_rates(rows)
+    for model in sorted({r["model"] for r in rows}):
+        own = [r for r in rows if r["model"] == model]
+        for lr in sorted({r["lr"] for r in own}):
+            by = {(r["arm"], r["seed"]): r for r in own if r["lr"] == lr}
+            lines += differences(by, f"{model} | {lr:g}")
+        by = {(r["arm"], r["seed"]): r for r in own if r["lr"] == best.get((model, r["arm"]))}
+        lines += differences(by, f"{model} | own best")
     return lines
 
 
@@ -92,48 +138,92 @@ def running_mean(values, width=5):
     return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
 
 
+# Of metrics.jsonl: what curves.png shows, a row of panels each.
+CURVES = {
+    "accuracy": "training accuracy (temperature 1)",
+    "entropy": "entropy, nats a token",
+    "mismatch_kl": "KL(rollout || trained), nats a token",
+}
+
+
+def main_rate(rows):
+    """The learning rate at which the most runs were made."""
+    rates = [r["lr"] for r in rows]
+    return max(sorted(set(rates)), key=rates.count)
+
+
+def plot_band(axis, curves, label):
+    """The mean of curves of several seeds (lists of numbers), in a band of its standard error."""
+    curves = [running_mean(curve) for curve in curves]
+    steps = range(1, min(map(len, curves)) + 1)
+    columns = [[curve[i - 1] for curve in curves] for i in steps]
+    middle = [mean(column) for column in columns]
+    errors = [standard_error(column) or 0 for column in columns]
+    line, = axis.plot(steps, middle, label=label, linewidth=1.2)
+    low = [m - e for m, e in zip(middle, errors)]
+    high = [m + e for m, e in zip(middle, errors)]
+    axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+
+
 def plot_curves(runs, plt):
-    """Training accuracy over the steps: mean and standard error over seeds, a panel a model and rate.
+    """CURVES over the steps, a column a model at its main learning rate, a line an arm of ARMS.
 
     runs: pairs of a row of runs.jsonl and its metrics. Each curve is a running mean of five steps.
     """
-    panels = sorted({(row["model"], row["lr"]) for row, _ in runs})
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), layout="constrained",
-                                squeeze=False)
-    for axis, panel in zip(axes[0], panels):
-        for arm in FLAGS:
-            curves = [running_mean([m["accuracy"] for m in metrics]) for row, metrics in runs
-                      if (row["model"], row["lr"]) == panel and row["arm"] == arm]
-            if not curves:
-                continue
-            steps = range(1, min(map(len, curves)) + 1)
-            middle = [mean([c[i - 1] for c in curves]) for i in steps]
-            errors = [standard_error([c[i - 1] for c in curves]) or 0 for i in steps]
-            line, = axis.plot(steps, middle, label=f"{arm} ({len(curves)})", linewidth=1.2)
-            low = [m - e for m, e in zip(middle, errors)]
-            high = [m + e for m, e in zip(middle, errors)]
-            axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
-        axis.set(title=f"{panel[0]}, learning rate {panel[1]:g}", xlabel="step",
-                 ylabel="training accuracy (temperature 1)")
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, title="arm (seeds)")
+    models = sorted({row["model"] for row, _ in runs})
+    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(5.5 * len(models), 9),
+                                layout="constrained", squeeze=False, sharex="col")
+    for column, model in zip(axes.T, models):
+        lr = main_rate([row for row, _ in runs if row["model"] == model])
+        for axis, (measure, label) in zip(column, CURVES.items()):
+            for arm in ARMS:
+                curves = [[m[measure] for m in metrics] for row, metrics in runs
+                          if (row["model"], row["lr"], row["arm"]) == (model, lr, arm)]
+                if curves:
+                    plot_band(axis, curves, f"{arm} ({len(curves)})")
+            axis.set(ylabel=label)
+            axis.grid(alpha=0.3)
+        column[0].set(title=f"{model}, learning rate {lr:g}")
+        column[0].legend(frameon=False, title="arm (seeds)", fontsize=8)
+        for axis in column[1:]:
+            axis.set_yscale("log")
+        column[-1].set(xlabel="step")
     return figure
 
 
-def make_tables(out):
-    """tables.md and curves.png from runs.jsonl and the metrics beside it."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
+def plot_rates(rows, plt):
+    """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS."""
+    models = sorted({r["model"] for r in rows if (r["model"], r["arm"]) in best_rates(rows)})
+    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4),
+                                layout="constrained", squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for arm in ARMS:
+            own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+            rates = sorted({r["lr"] for r in own})
+            reached = [[r["accuracy_after"] for r in own if r["lr"] == lr] for lr in rates]
+            errors = [standard_error(values) or 0 for values in reached]
+            if rates:
+                axis.errorbar(rates, [mean(values) for values in reached], errors, marker="o",
+                              markersize=4, capsize=3, linewidth=1.2, label=arm)
+        axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after", xscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def make_tables(out, rows):
+    """tables.md, curves.png and rates.png from the rows of runs.jsonl and the metrics beside it."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
-             "Differences at equal learning rates, by seed (with what is named minus without):",
-             "", *paired_table(rows)]
-    atomic_write(f"{out}/tables.md", "\n".join(lines) + "\n")
-    runs = [(row, read_jsonl(f"{out}/{row['name']}.metrics.jsonl")) for row in rows]
+             "Differences by seed (with what is named minus without), at equal learning rates and, where",
+             "several were tried, with each arm at its own best:",
+             "", *paired_table(rows), "",
+             "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
+    runs = [(row, read_jsonl(f"{out}/metrics/{row['name']}.jsonl")) for row in rows]
     save_figure(f"{out}/curves.png", plot_curves, runs)
-    print("\n".join(lines))
+    if best_rates(rows):
+        save_figure(f"{out}/rates.png", plot_rates, rows)
+    write_lines(f"{out}/tables.md", lines)
 
 
 def main(argv):

@@ -11,8 +11,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
-from harness.run_folder import atomic_write, read_jsonl
-from harness.study import NO_NOISE, arguments, conduct, with_error
+from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -41,14 +40,14 @@ ROWS = {
     "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
     "rilq": Row(f"{NVFP4}, noise", f"{NVFP4} from RILQ", []),
     "qat:distil": Row("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA", []),
-    "better_codes:four-over-six": Row(f"{NVFP4}, noise", NVFP4, []),
-    "better_codes:awq": Row(f"{NVFP4}, noise", NVFP4, []),
-    "better_codes:gptq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "four_over_six": Row(f"{NVFP4}, noise", NVFP4, []),
+    "awq": Row(f"{NVFP4}, noise", NVFP4, []),
+    "gptq": Row(f"{NVFP4}, noise", NVFP4, []),
     "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
     "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
-    "noise_control:pooled": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
-    "exploration:deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
-    "exploration:maspo": Row(f"{NVFP4}, noise", NVFP4, []),
+    "pooled_noise": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
+    "deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
+    "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
 FLAGS = {
@@ -58,16 +57,22 @@ FLAGS = {
 
 
 def table(rows):
-    """A line for each model and method: means and standard errors over the seeds."""
+    """A line for each model and method: means and standard errors over the seeds.
+
+    The gain is over QeRL's run of the same seed.
+    """
     lines = ["| model | method | sampled with | trained | memory, GB | seconds a step | mismatch K3 "
-             "| pass@1 before | after | greedy after | seeds |",
-             "|---|---|---|---|---|---|---|---|---|---|---|"]
+             "| pass@1 before | after | gain over qerl, points | greedy after | seeds |",
+             "|---|---|---|---|---|---|---|---|---|---|---|---|"]
     for model in sorted({r["model"] for r in rows}):
         for arm, row in ROWS.items():
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
                 continue
             before = [f"{100 * r['accuracy_before']:.1f}" for r in same if "accuracy_before" in r]
+            qerl = {r["seed"]: r["accuracy_after"] for r in rows
+                    if (r["model"], r["arm"]) == (model, "qerl")}
+            gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
             cells = [
                 row.rollout,
                 row.training,
@@ -76,6 +81,7 @@ def table(rows):
                 f"{mean(r['mismatch_kl'] for r in same):.1e}",
                 before[0] if before else "-",
                 with_error([r["accuracy_after"] for r in same]),
+                with_error(gains) if gains and arm != "qerl" else "-",
                 with_error([r["greedy_after"] for r in same]),
                 str(len(same)),
             ]
@@ -95,7 +101,9 @@ def plot_accuracy(rows, plt):
                 continue
             seconds = mean(r["seconds"] for r in same)
             accuracy = mean(r["accuracy_after"] for r in same)
-            axis.plot(seconds, accuracy, "o", color="tab:green" if arm == "qerl" else "tab:blue")
+            error = standard_error([r["accuracy_after"] for r in same])
+            axis.errorbar(seconds, accuracy, error, marker="o", capsize=3, elinewidth=0.8,
+                          color="tab:green" if arm == "qerl" else "tab:blue")
             axis.annotate(arm, (seconds, accuracy), xytext=(4, 3), textcoords="offset points",
                           fontsize=8)
         axis.set(title=model, xlabel="seconds of a run", ylabel="held-out pass@1 after")
@@ -103,17 +111,12 @@ def plot_accuracy(rows, plt):
     return figure
 
 
-def make_table(out):
-    """table.md and accuracy.png from runs.jsonl."""
-    rows = read_jsonl(f"{out}/runs.jsonl")
-    if not rows:
-        print(f"{out}/runs.jsonl holds no finished run yet")
-        return
+def make_table(out, rows):
+    """table.md and accuracy.png from the rows of runs.jsonl."""
     lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
              "seeds, in percent.", "", *table(rows)]
-    atomic_write(f"{out}/table.md", "\n".join(lines) + "\n")
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
-    print("\n".join(lines))
+    write_lines(f"{out}/table.md", lines)
 
 
 def main(argv):

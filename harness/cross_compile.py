@@ -138,9 +138,10 @@ def launch_others(dtype):
     tokens = torch.zeros(64, dtype=torch.long)
     fp4_kernels.token_logprob(empty(64, 32000), tokens).sum().backward()
     qkv = empty(2, 36 * 128).detach()
-    cache = empty(2, 4, 512, 128).detach()
+    pieces = [empty(2, 2, 4, 512, 128).detach()]
+    addresses = torch.tensor([pieces[0].data_ptr()])
     filled = torch.zeros(2, dtype=torch.long)
-    fp4_kernels.decode_attention(qkv, qkv[:, :128], qkv[:, :128], cache, cache, filled)
+    fp4_kernels.decode_attention(qkv, qkv[:, :128], qkv[:, :128], pieces, addresses, 512, filled)
     fp4_kernels.sample(empty(16, 152064).detach(), 1.0, torch.zeros(1, dtype=torch.long))
 
 

@@ -10,7 +10,7 @@ import qerl
 from harness.answers import final_number, stated_number
 from harness.batches import Batch
 from harness.small_policy import ByteText, made_up_problems, warm_start, word_problems
-from harness.worked import batches_of, worked_sequences
+from harness.worked import answer_logits, batches_of, worked_sequences
 
 
 def small_policy(count, weights="nvfp4", **options):
@@ -19,6 +19,15 @@ def small_policy(count, weights="nvfp4", **options):
     problems, _ = made_up_problems()
     prompts = [text.prompt(p["question"]) for p in problems[:count]]
     return qerl.load_model(warm_start(), weights, **options), text, prompts
+
+
+def adapted_policy(count, **options):
+    """small_policy with LoRA as after some training: alike in every dtype."""
+    torch.manual_seed(0)
+    model, text, prompts = small_policy(count, **options)
+    for layer in model.quantized_layers():
+        torch.nn.init.normal_(layer.lora_B, std=0.02)
+    return model, text, prompts
 
 
 def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
@@ -39,20 +48,33 @@ def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
     return rollout, batch
 
 
-def worked_problems():
-    """(questions to learn from, held-out Rows), their answers as the policy once imitated them."""
+def gradient(model, batch, scale=1):
+    """The gradient of `scale` times a Batch's loss by all that is trained, over scale: float32 [n]."""
+    for p in qerl.trainable(model).values():
+        p.grad = None
+    logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+    loss, _ = qerl.policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.weights)
+    (scale * loss).backward()
+    return torch.cat([p.grad.flatten() for p in qerl.trainable(model).values()]) / scale
+
+
+def relative(ours, exact):
+    """The length of the difference over that of the exact."""
+    return ((ours - exact).norm() / exact.norm()).item()
+
+
+def k3_of(batch):
+    """How far the policy that sampled a Batch is from the one without noise, in nats a token."""
+    return qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)[0]
+
+
+def worked_problems(count=128):
+    """(questions to learn from, `count` held out as Rows), answered as the policy once imitated."""
     questions, held_out = made_up_problems(careless=0.6)
     known = {p["question"] for p in questions + held_out}
-    text = word_problems(128, seed=3, exclude=known, careless=0.6)
+    text = word_problems(count, seed=3, exclude=known, careless=0.6)
     sequences = worked_sequences(text, ByteText(), tokens=10 ** 9)
     return questions, batches_of(sequences, 64, "cpu")
-
-
-@torch.no_grad()
-def answer_logits(model, rows):
-    """(logits [n, V] that predict the n answer tokens of some Rows, these tokens int64 [n])."""
-    hidden = model.hidden(rows.tokens)[rows.answered]
-    return F.linear(hidden, model.lm_head), rows.tokens.roll(-1, 1)[rows.answered]
 
 
 @torch.no_grad()

@@ -97,6 +97,14 @@ def check_device(name):
         require(there, "device", name, "no such CUDA GPU here; use --device cpu")
 
 
+def use_device(name):
+    """The torch.device of this name; a GPU becomes the current one, on which kernels start."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device
+
+
 def dtype_name(given, device):
     """--dtype as it was given or, if that is auto, the name of the dtype that suits the device."""
     if given != "auto":

@@ -5,7 +5,7 @@
 A product x Wᵀ has the scales of both operands along the dimension that is summed: blocks of 1 x 128
 (activations, gradients) and of 128 x 128 (weights, whose transpose then has the same codes). On a
 Hopper GPU cuBLAS multiplies them and Triton quantises, on a CPU PyTorch computes the same with the
-decoded operands in float32. The GPU's part has been compiled, but has not run on a GPU so far.
+decoded operands in float32. What the products reach on an H200: results/README.md.
 """
 from typing import NamedTuple
 

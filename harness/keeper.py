@@ -4,8 +4,8 @@ import os
 import time
 from dataclasses import asdict
 
-from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
-from harness.checkpoint import weights_checksum
+from harness.checkpoint import fingerprint, read_checkpoint, require_same_kind, restore
+from harness.checkpoint import save_checkpoint, weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
@@ -17,7 +17,7 @@ from qerl import UserError
 def lasting(settings):
     """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
     free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-            "shard", "log", "preset")
+            "shard", "log", "preset", "save_quantized")
     kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
     return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
 
@@ -25,12 +25,15 @@ def lasting(settings):
 def read_saved(settings, must_agree=None):
     """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
 
-    Unless --slots is given the run keeps its number, on which the random numbers depend.
+    Unless --slots and --micro-tokens are given the run keeps its own: on the first the random numbers
+    depend, on the second the order of sums.
     """
     saved = read_checkpoint(settings.out, lasting(settings), must_agree)
     if saved:
         state, _ = saved
-        settings.slots = state["slots"] = settings.slots or state.get("slots")
+        for name in ("slots", "micro_tokens"):
+            state[name] = getattr(settings, name) or state.get(name)
+            setattr(settings, name, state[name])
     return saved
 
 
@@ -83,6 +86,8 @@ class Keeper:
                 raise UserError(
                     f"--resume: {self.folder} was started with other questions or answers than the "
                     "data now holds; give the same --data or another --out")
+            require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
+            require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             method.state = self.state["method"]
@@ -90,8 +95,8 @@ class Keeper:
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
-            slots = self.settings.slots
-            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "slots": slots}
+            chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
+            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, **chosen}
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])

@@ -1,4 +1,4 @@
-"""What there is room for: weights that stay decoded, and how many sequences are decoded at once."""
+"""What there is room for: weights that stay decoded, sequences decoded at once, tokens of a pass."""
 import os
 
 import torch
@@ -61,7 +61,7 @@ def keep_decoded(model, share=0.5, small=1e8):
 def slots_that_fit(model, longest, most=256, share=0.7):
     """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
 
-    It may take `share` of the free memory: as it shrinks a quarter more, for a moment.
+    If all grow to that length the cache takes `share` of the free memory.
     """
     heads = model.config.num_key_value_heads
     token = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
@@ -72,3 +72,27 @@ def slots_that_fit(model, longest, most=256, share=0.7):
         print(f"--slots {slots}: so many sequences of {longest} tokens, {sequence / 1e9:.2g} GB each, "
               f"fit into {share:.0%} of {free / 1e9:.1f} GB of free memory")
     return slots
+
+
+def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
+    """How many tokens a pass of an update may have, `most` at most.
+
+    What a token takes was fitted to measured peaks, of 7B and 32B (blocks recomputed) and of 0.5B
+    (not): the input of each block and what one block keeps for its backward, or what every block
+    does. Beside that the optimiser's two moments, the gradients and 2,048 tokens' logits have to fit.
+    """
+    config = model.config
+    wide = config.intermediate_size
+    d = config.hidden_size
+    if model.recompute_blocks:
+        values = (len(model.blocks) + 10) * d + 5 * wide
+    else:
+        values = len(model.blocks) * (5 * d + 3 * wide)
+    itemsize = model.embedding.dtype.itemsize
+    trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
+    free = free_memory(model.device) - trained - 3 * 2048 * config.vocab_size * itemsize
+    tokens = max(least, min(most, int(share * free / (values * itemsize))))
+    if tokens < most:
+        print(f"--micro-tokens {tokens}: so many tokens, {values * itemsize / 1e6:.2g} MB each, fit into "
+              f"{share:.0%} of {max(free, 0) / 1e9:.1f} GB")
+    return tokens

@@ -1,20 +1,25 @@
-"""Hugging Face folders of NVFP4 weights that are made once and kept in the cache.
+"""Hugging Face folders of NVFP4 weights, to be served or made once and kept in the cache.
 
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
 import contextlib
+import functools
 import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 
-import safetensors.torch
+import torch
 
 import qerl
 from harness import run_folder
+from harness.loading import load_with_progress
+from harness.shards import ShardWriter, check_new_folder, copy_companions, new_folder, size_gb
+from harness.shards import write_config
 
 # What compressed-tensors calls NVFP4A16: weights in NVFP4, activations as they are.
 NVFP4A16 = {
@@ -45,24 +50,110 @@ def named_parts(name, packed, block_scale, global_scale):
     }
 
 
+def stacked_parts(names, sizes, packed, block_scale, global_scale):
+    """The same of layers that were quantised as one, stacked along out: they share a global scale.
+
+    vLLM multiplies q, k, v and gate, up as one weight and keeps the largest of their global scales
+    for all, so different ones would decode to other weights than those stored.
+    """
+    rows = zip(names, packed.split(sizes), block_scale.split(sizes))
+    found = {}
+    for name, codes, scales in rows:
+        found.update(named_parts(name, codes, scales, global_scale.clone()))
+    return found
+
+
 def write_packed_folder(source, found, folder):
     """Write the model of the 16-bit folder `source` with other tensors in their place.
 
     found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight".
     """
     files = qerl.open_tensors(source, "cpu")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+    writer = ShardWriter(folder)
+    for name, tensor in found.items():
+        writer.add(name, tensor)
     for name, file in files.items():
         if name not in found and f"{name}_packed" not in found:
-            tensors[name] = file.get_tensor(name)
-    safetensors.torch.save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    for path in glob.glob(f"{glob.escape(source)}/*"):
-        if path.endswith((".json", ".txt", ".jinja")) and "safetensors" not in path:
-            shutil.copy(path, folder)
-    with open(f"{source}/config.json") as f:
-        config = json.load(f)
-    with open(f"{folder}/config.json", "w") as f:
-        json.dump({**config, "quantization_config": NVFP4A16}, f, indent=1)
+            writer.add(name, file.get_tensor(name))
+    writer.close()
+    copy_companions(source, folder)
+    write_config(source, folder, NVFP4A16)
+
+
+def quantize_as_one(weights, size=2 ** 20):
+    """quantize_nvfp4 of weights [out, in] stacked along out, so many numbers at a time.
+
+    So that it takes little memory. A last row with the largest number of all gives each of these
+    pieces the global scale of the whole.
+    """
+    rows = max(1, size // weights[0].shape[1])
+    last = torch.zeros_like(weights[0][:1])
+    last[0, 0] = max(weight.abs().max() for weight in weights)
+    codes = []
+    scales = []
+    for piece in torch.cat(weights).split(rows):
+        packed, block_scale, global_scale = qerl.quantize_nvfp4(torch.cat([piece, last]))
+        codes.append(packed[:-1])
+        scales.append(block_scale[:-1])
+    return torch.cat(codes), torch.cat(scales), global_scale
+
+
+@dataclass
+class Packer(qerl.Checkpoint):
+    """Writes what a model reads, its linear layers in NVFP4, and keeps nothing of it.
+
+    The layers that QeRL stacks are those that vLLM multiplies as one: see stacked_parts.
+    """
+    writer: ShardWriter = None
+
+    def tensor(self, name, shape):
+        self.writer.add(name, self.read(name, shape))
+        return torch.empty(shape, device="meta")
+
+    def norm(self, name, size, eps):
+        return self.tensor(f"{name}.weight", (size,))
+
+    def linear(self, prefix, leaves, sizes, in_features, bias):
+        names = [f"{prefix}.{leaf}" for leaf in leaves]
+        qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
+                                            "divisible by NVFP4's block of 16; it cannot be saved so")
+        weights = [self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
+        parts = quantize_as_one(weights)
+        for name, tensor in stacked_parts(names, sizes, *parts).items():
+            self.writer.add(name, tensor)
+        if bias:
+            for name, size in zip(names, sizes):
+                self.tensor(f"{name}.bias", (size,))
+
+
+def write_rounded_folder(source, folder, device):
+    """Write the model of the 16-bit folder `source`, its layers rounded to NVFP4 one after the other.
+
+    device: where they are rounded; neither it nor the host ever holds the whole model.
+    """
+    writer = ShardWriter(folder)
+    load_with_progress(source, device=device, desc="quantising",
+                       checkpoint_class=functools.partial(Packer, writer=writer))
+    writer.close()
+    copy_companions(source, folder)
+    write_config(source, folder, NVFP4A16)
+
+
+def save_packed(source, out, device, calibrated=None):
+    """Write the 16-bit folder `source` in NVFP4 to the new folder `out`, and say so.
+
+    calibrated(): a folder of NVFP4 weights to be copied; without it they are rounded, on device.
+    """
+    check_new_folder(out, source)
+    require_16_bit(source, "--save-quantized")
+    made = calibrated() if calibrated else None
+    with new_folder(out, source) as temporary:
+        if made:
+            for name in os.listdir(made):
+                shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
+        else:
+            write_rounded_folder(source, temporary, device)
+    print(f"saved {out}, {size_gb(out):.3g} GB of weights; docs/serving.md says who reads it")
 
 
 def weights_of(folder):

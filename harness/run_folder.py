@@ -27,6 +27,9 @@ except ImportError:                         # Windows has another module for loc
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
          "summary.json", "curve.png", "report.html", "eval.json", "wandb_id"]
 
+# The numbers that each line of metrics.jsonl holds at least, besides its step.
+FIGURES = ("accuracy", "reward", "entropy", "length", "sigma")
+
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
 
@@ -178,15 +181,24 @@ def append_jsonl(path, entry):
         f.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
+def is_step(entry, name):
+    """Whether an object from metrics.jsonl or samples.jsonl (`name`) is a step's, not someone's own."""
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        return False
+    if name == "samples.jsonl":
+        return "completions" in entry
+    return all(type(entry.get(figure)) in (int, float) for figure in FIGURES)
+
+
 def read_log(folder, last_step):
     """The metrics up to last_step. What a killed process logged after it is cut from the files.
 
-    A log that was lost ends no run: it goes on without the steps that it lacks.
+    So is a line that is no step's. A log that was lost ends no run: it goes on without the steps that it lacks.
     """
     kept = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
-        logged = [o for o in read_jsonl(f"{folder}/{name}") if isinstance(o, dict)]
-        kept[name] = [o for o in logged if type(o.get("step")) is int and o["step"] <= last_step]
+        steps = [o for o in read_jsonl(f"{folder}/{name}") if is_step(o, name)]
+        kept[name] = [o for o in steps if o["step"] <= last_step]
         write_jsonl(f"{folder}/{name}", kept[name])
     metrics = kept["metrics.jsonl"]
     if len(metrics) < last_step:

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -12,6 +13,19 @@ import safetensors
 from harness.instruments import fail
 from harness.run_folder import remove_if_empty
 from qerl import UserError
+
+# A function that runs in one phase only, the phase, and what lowers its memory. The first counts
+# that was running; `train` also runs around the others.
+PHASES = [
+    ("load_all", "while loading the model", "choose a smaller --model or 4-bit --weights"),
+    ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),
+    ("logprobs_under", "in the log-probabilities",
+     "lower --micro-tokens or, in a new run, --max-new-tokens"),
+    ("train", "in the update", "lower --micro-tokens, leave out --keep-activations or, in a new run, "
+                               "lower --max-new-tokens or --lora-rank"),
+]
+ANY_PHASE = ("lower --slots (rollout), --micro-tokens (update) or, in a new run, --max-new-tokens or "
+             "--lora-rank")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -44,10 +58,9 @@ def one_line():
         sys.exit(fail("JSON nested too deeply, in a line of --data or in the model's config.json; "
                       "mend or remove it"))
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
-        if not re.search("out of memory|can't allocate memory", str(e)):
+        if not is_out_of_memory(e):
             raise
-        sys.exit(fail("out of memory; lower --slots (rollout), --micro-tokens (update) or, "
-                      f"in a new run, --max-new-tokens or --lora-rank{how_to_go_on(run.folder)}"))
+        sys.exit(fail(f"{where_memory_ended(e)}{how_to_go_on(run.folder)}"))
     except KeyboardInterrupt:
         print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
         sys.exit(130)
@@ -55,6 +68,21 @@ def one_line():
         if run.lock:
             run.lock.close()
         flush_quietly()
+
+
+def is_out_of_memory(error):
+    """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
+    return bool(re.search("out of memory|can't allocate memory", str(error)))
+
+
+def where_memory_ended(error):
+    """What ran out of memory, by the functions that were running, and the remedy."""
+    frames = traceback.walk_tb(error.__traceback__)
+    running = {frame.f_code.co_name for frame, _ in frames}
+    for function, phase, remedy in PHASES:
+        if function in running:
+            return f"out of memory {phase}; {remedy}"
+    return f"out of memory; {ANY_PHASE}"
 
 
 def what_failed(error, folder):

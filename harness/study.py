@@ -2,8 +2,8 @@
 
 A run is an arm, a model, a learning rate and a seed. Runs of one seed see the same questions in the
 same order. Each is a process of its own, and is resumed if it was stopped. One that ends becomes a
-line of runs.jsonl, and its metrics are kept beside it; tables and pictures are made from these
-files alone. Flags that a study does not know go to train_gsm8k.py.
+line of runs.jsonl, and its metrics are kept in the folder metrics; tables and pictures are made
+from these files alone. Flags that a study does not know go to train_gsm8k.py.
 """
 import json
 import os
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from harness.flags import Parser, require
-from harness.run_folder import append_jsonl, read_jsonl
+from harness.run_folder import append_jsonl, atomic_write, read_jsonl
 from harness.small_policy import warm_start
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
@@ -136,7 +136,7 @@ def work(device, missing, flags, args, failed):
             failed.append(run.name)
             print(f"{run.name} ended with status {code}; {folder}.log says why", flush=True)
             continue
-        shutil.copy(f"{folder}/metrics.jsonl", f"{args.out}/{run.name}.metrics.jsonl")
+        shutil.copy(f"{folder}/metrics.jsonl", f"{args.out}/metrics/{run.name}.jsonl")
         append_jsonl(f"{args.out}/runs.jsonl", row_of(run, folder))      # one short write: whole
 
 
@@ -201,9 +201,23 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     return args
 
 
+def write_lines(path, lines):
+    """Write a table, and print it."""
+    text = "\n".join(lines)
+    atomic_write(path, text + "\n")
+    print(text)
+
+
 def conduct(flags, args, make_tables):
-    """Run what is missing, unless --tables is given, then make_tables(folder) -> exit status."""
-    os.makedirs(args.out, exist_ok=True)
+    """Run what is missing, unless --tables is given -> exit status.
+
+    Then make_tables(folder, rows of its runs.jsonl), if there are any.
+    """
+    os.makedirs(f"{args.out}/metrics", exist_ok=True)
     failed = [] if args.tables else run_missing(flags, args)
-    make_tables(args.out)
+    rows = read_jsonl(f"{args.out}/runs.jsonl")
+    if rows:
+        make_tables(args.out, rows)
+    else:
+        print(f"{args.out}/runs.jsonl holds no finished run yet")
     return 1 if failed else 0

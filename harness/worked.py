@@ -3,6 +3,7 @@ import random
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class Worked(NamedTuple):
@@ -50,3 +51,14 @@ def batches_of(sequences, size, device):
     """All sequences as Rows of at most `size`, of similar lengths, so that little is padding."""
     ordered = sorted(sequences, key=lambda s: len(s.prompt) + len(s.answer))
     return [rows_of(ordered[i:i + size], device) for i in range(0, len(ordered), size)]
+
+
+def answer_logits(model, rows, hidden=None):
+    """(logits float32 [n, V] that predict the n answer tokens of some Rows, these tokens int64 [n]).
+
+    hidden [B, T, d]: of the Rows, where it is known already.
+    """
+    if hidden is None:
+        hidden = model.hidden(rows.tokens)
+    logits = F.linear(hidden[rows.answered], model.lm_head)
+    return logits.float(), rows.tokens.roll(-1, 1)[rows.answered]

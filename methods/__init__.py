@@ -40,8 +40,8 @@ class Method:
         quantizer = self.settings.quantizer
         if quantizer == "rtn":
             return folder
-        better_codes = importlib.import_module("methods.better_codes")
-        return better_codes.quantized_folder(
+        quantizers = importlib.import_module("harness.quantizers")     # which imports this module
+        return quantizers.quantized_folder(
             folder, quantizer, questions, tokenizer, self.settings.device)
 
     def checkpoint_class(self):

@@ -14,7 +14,8 @@ The formulas (README, primary). Before each rollout, of the current weights W [o
     t_n = max_i |x_ni| / M      p = round(x / t)     a scale for each token, when it comes
     y_no = t_n s_o Σ_i p_ni q_oi
 
-M = 127 and integer sums (INT8), or M = 448 and E4M3 with float sums (FP8). The update weights each
+M = 127 and integer sums (INT8), or M = 448 and E4M3 with float sums (FP8); harness/eight_bit.py has
+the layers. The update weights each
 token by truncated importance sampling, min(π_old / π_rollout, C) with C = --tis: 2 for 0.5B on
 GSM8K, 8 for 32B with DAPO.
 
@@ -37,107 +38,14 @@ import contextlib
 import copy
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-import fp4_kernels
 import qerl
-from harness.full_weights import TrainedLinear, train_all_weights
+from harness.eight_bit import eight_bit, require_fp8_products
+from harness.full_weights import train_all_weights
 from harness.mismatch import describe_mismatch
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from methods import Method
 from qerl import UserError
-
-LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
-
-
-def quantize_rows(x, format):
-    """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1]."""
-    x = x.float()
-    scale = (x.abs().amax(1, keepdim=True) / LARGEST[format]).clamp_min(1e-30)
-    codes = x / scale
-    if format == "int8":
-        return codes.round().to(torch.int8), scale
-    return codes.clamp(-qerl.E4M3_MAX, qerl.E4M3_MAX).to(torch.float8_e4m3fn), scale
-
-
-def multiply_codes(x, x_scale, weight, weight_scale):
-    """Codes [n, in] and [out, in] with scales [n, 1] and [out, 1] -> float32 or bfloat16 [n, out].
-
-    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits. On a CPU
-    the products are float64's, in which integers up to 2^53 are exact.
-    """
-    if not x.is_cuda:
-        return (x.double() @ weight.double().T).float() * x_scale * weight_scale.T
-    if x.dtype == torch.float8_e4m3fn:
-        return torch._scaled_mm(x, weight.T, scale_a=x_scale, scale_b=weight_scale.T,
-                                out_dtype=torch.bfloat16)
-    padded = F.pad(x, (0, 0, 0, max(0, 32 - len(x))))          # the product takes more than 16 rows
-    return torch._int_mm(padded, weight.T)[:len(x)] * x_scale * weight_scale.T
-
-
-def current_weight(layer):
-    """The weight [out, in] with which a QuantLinear trains now, LoRA merged, float32."""
-    if isinstance(layer, TrainedLinear):
-        return layer.master.detach()
-    weight = layer.weight.dequantize(torch.float32)
-    if layer.use_adapter:
-        pieces = zip(layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes))
-        delta = torch.cat([B @ A for A, B in pieces]).detach()
-        weight = weight + layer.alpha / layer.rank * delta
-    return weight
-
-
-class EightBitLinear(nn.Module):
-    """A QuantLinear's layers, quantised as they are now: x [..., in] -> [..., out], no gradient."""
-    interleaved = False                # the columns of x come as they are; see qerl.PackedWeight
-
-    def __init__(self, layer, format):
-        super().__init__()
-        self.sizes = layer.sizes
-        self.bias = None if layer.bias is None else layer.bias.detach().float()
-        self.format = format
-        self.codes, self.scale = quantize_rows(current_weight(layer), format)
-        whole = self.codes.shape[0] % 16 == 0 and self.codes.shape[1] % 16 == 0
-        qerl.require(whole or not self.codes.is_cuda,
-                     f"layer {layer.names[0]}: a GPU's 8-bit products need features divisible by "
-                     "16; use --method qerl with this model")
-
-    @property
-    def weight(self):
-        return self                    # attention and MLP ask a layer's weight for `interleaved`
-
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        y = multiply_codes(*quantize_rows(rows, self.format), self.codes, self.scale).float()
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
-
-    def decode(self, x, residual=None):
-        return self(x) if residual is None else self(x) + residual
-
-
-@contextlib.contextmanager
-def eight_bit(model, format):
-    """Inside, the linear layers are the current ones quantised to "int8" or "fp8"."""
-    places = [(parent, name, child) for parent in model.modules()
-              for name, child in parent.named_children() if isinstance(child, qerl.QuantLinear)]
-    for parent, name, layer in places:
-        setattr(parent, name, EightBitLinear(layer, format))
-    try:
-        yield
-    finally:
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
-
-
-def check_gpu(name, settings):
-    """Refuse a method FILE:VARIANT with FP8 on a GPU without such products."""
-    device = torch.device(settings.device)
-    if name.endswith("fp8") and device.type == "cuda":
-        if torch.version.hip or fp4_kernels.capability(device) < (8, 9):
-            raise UserError(f"--method {name}: this GPU has no FP8 products, NVIDIA's have them from "
-                            f"Ada and Hopper on; use --method {name.replace('fp8', 'int8')}")
 
 
 class Neighbour(Method):
@@ -151,7 +59,9 @@ class Neighbour(Method):
         if self.settings.weights != "bf16":
             raise UserError(f"--method flashrl: quantises 16-bit weights for the rollout, and "
                             f"{self.settings.weights} is smaller already; use --weights bf16")
-        check_gpu(f"flashrl:{self.variant}", self.settings)
+        if self.variant == "fp8":
+            require_fp8_products(
+                self.settings.device, "flashrl:fp8", "use --method flashrl:int8")
 
     @contextlib.contextmanager
     def noise(self, model, sigma, generator):
@@ -196,7 +106,6 @@ def main():
     print("\n8 bits cost little, INT8 less than FP8, whose codes have 3 bits behind the leading one.\n"
           "TIS is to correct that. Codes must follow the policy: those from before an update are\n"
           "farther away. 4 bits are farther still, unless, as in QeRL, they are what is trained.")
-
 
 
 if __name__ == "__main__":

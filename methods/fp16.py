@@ -17,11 +17,11 @@ Rounding errors are 8 times smaller in float16 and, as a KL grows with their squ
     K3 = mean(e^l - 1 - l),   l = log pi_old - log pi_rollout of a sampled token
 
 is to be expected 64 times smaller (our inference, from the number formats). The price is the range:
-a gradient below 6e-8 becomes 0. So the loss is multiplied by a scale S, backward computes S times
-the gradient, and before clipping it is divided by S again, in float32. S begins at 65536; where a
-gradient overflows, that optimiser step is left out and S halved, and after 400 steps without
-overflow it is doubled (torch.amp.GradScaler; 400 instead of PyTorch's 2000, and unscaling before
-clipping, are the paper's by a secondary note).
+a gradient below 6e-8 becomes 0. The formula against it is S⁻¹ ∇(S loss): the loss is multiplied by
+a scale S, backward computes S times the gradient, and before clipping it is divided by S again, in
+float32. S begins at 65536; where a gradient overflows, that optimiser step is left out and S
+halved, and after 400 steps without overflow it is doubled (torch.amp.GradScaler; 400 instead of
+PyTorch's 2000, and unscaling before clipping, are the paper's by a secondary note).
 
 What differs from QeRL: the dtype of activations and the growth interval of S, nothing else. LoRA
 stays in float32. On a GPU the 4-bit kernels compute in bfloat16 alone: in float16 each 4-bit layer
@@ -42,7 +42,7 @@ import types
 import torch
 
 import qerl
-from harness.demonstration import sample_step, small_policy
+from harness.demonstration import adapted_policy, gradient, relative, sample_step
 from methods import Method
 from qerl import require
 
@@ -61,33 +61,13 @@ class Neighbour(Method):
 # --------------------------------------------------------------------------------------------------
 # The demonstration
 
-def policy(dtype, prompts=8):
-    """small_policy in a dtype, with LoRA as after some training: alike in every dtype."""
-    torch.manual_seed(0)
-    model, text, prompts = small_policy(prompts, lora_rank=8, dtype=dtype)
-    for layer in model.quantized_layers():
-        torch.nn.init.normal_(layer.lora_B, std=0.02)
-    return model, text, prompts
-
-
-def gradient(model, batch, scale):
-    """LoRA's gradient of the loss of one minibatch times `scale`, divided by it: float32 [n]."""
-    for p in qerl.trainable(model).values():
-        p.grad = None
-    logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
-    loss, _ = qerl.policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.weights)
-    (scale * loss).backward()
-    gradients = [p.grad.flatten() for p in qerl.trainable(model).values()]
-    return torch.cat(gradients) / scale
-
-
 def main():
     settings = types.SimpleNamespace(micro_tokens=16384)
     print("1. Decoding against training: the same policy twice, without noise. l should be 0.\n\n"
           "  dtype           K3   mean |l|   largest ratio   off by over 1 %   10 %")
     policies = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        policies[dtype], text, prompts = policy(dtype)
+        policies[dtype], text, prompts = adapted_policy(8, lora_rank=8, dtype=dtype)
         _, batch = sample_step(Method(settings), policies[dtype], text, prompts)
         log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask]
         k3, largest = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
@@ -97,7 +77,7 @@ def main():
 
     batch.weights = qerl.token_weights(batch.mask)             # of float32, the last
     batch.advantages[::2] = -1
-    exact = gradient(policies[torch.float32], batch, 1)
+    exact = gradient(policies[torch.float32], batch)
     print("\n2. What loss scaling is for: LoRA's gradient of one minibatch, against float32's. A\n"
           "token's share falls with the size of the minibatch: a scale of 2^-6 stands for one of 64\n"
           "times as many tokens. vanished: elements that became 0. An infinite one is left out.\n\n"
@@ -105,8 +85,7 @@ def main():
     cases = [(torch.bfloat16, 0)] + [(torch.float16, k) for k in (-12, -6, 0, 16, 32)]
     for dtype, k in cases:
         found = gradient(policies[dtype], batch, 2.0 ** k)
-        error = (found - exact).norm() / exact.norm()
-        shown = f"{error:.2%}" if found.isfinite().all() else "infinite"
+        shown = f"{relative(found, exact):.2%}" if found.isfinite().all() else "infinite"
         vanished = ((found == 0) & (exact != 0)).float().mean()
         print(f"  {str(dtype)[6:]:9} {f'2^{k}':>10} {shown:>16} {vanished:10.2%}")
 

@@ -23,7 +23,7 @@ The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`
 rounding; RL without such a cold start may collapse; calibrate on text like that which is trained
 on. AdamW, cosine from 1e-5 with a warm-up of 5 %.
 
-What differs from QeRL. Only the frozen weights, as in better_codes.py: after the cold start they
+What differs from QeRL. Only the frozen weights, as with --quantizer: after the cold start they
 are packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes
 on to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and
 biases of the linear layers are trained; norms, embeddings and output layer stay. The cold start
@@ -33,7 +33,7 @@ only distil compares with QeRL. Neither number of steps is from the paper.
 
 Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
 
-When would you use it? If what better_codes.py leaves of the error still costs accuracy, and a
+When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
 import inspect
@@ -47,13 +47,14 @@ import torch.nn.functional as F
 
 import qerl
 from harness.demonstration import accuracy, distance, worked_problems
-from harness.full_weights import TrainedLinear, replace_layers
-from harness.packed_folder import cached_folder, named_parts, require_16_bit, weights_of
+from harness.full_weights import TrainedLinear
+from harness.packed_folder import cached_folder, require_16_bit, weights_of
 from harness.packed_folder import write_packed_folder
+from harness.quantizers import round_e2m1
 from harness.small_policy import ByteText, warm_start
-from harness.worked import rows_of, worked_sequences
-from methods import Method
-from methods.better_codes import gptq, round_e2m1
+from harness.trained_codes import packed_tensors, trained_codes_model
+from harness.worked import answer_logits, rows_of, worked_sequences
+from methods import Method, gptq
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
 RECIPE = dict(lr=1e-5, steps=500, batch=16)
@@ -88,41 +89,18 @@ class FakeQuantLinear(TrainedLinear):
         _, bias = super().cast(dtype)
         return RoundStraightThrough.apply(self.master, self.scale).to(dtype), bias
 
-    def pack(self):
-        """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
-        found = {}
-        packed = qerl.encode_e2m1(self.master.detach(), self.scale).split(self.sizes)
-        for name, *parts in zip(self.names, packed, self.block_scales, self.global_scales):
-            found.update(named_parts(name, *parts))
-        if self.bias is not None:
-            biases = self.bias.detach().split(self.sizes)
-            found.update((f"{name}.bias", bias) for name, bias in zip(self.names, biases))
-        return found
-
-
 def fake_quantised(folder, device="cpu"):
     """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
-    model = qerl.load_model(folder, "bf16", device=device)
-    checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, device), device=device)
-
-    def make(layer):
-        in_features = layer.weight.dequantize(torch.float32).shape[1]
-        parts = [checkpoint.quantized(name, size, in_features, "nvfp4")
-                 for name, size in zip(layer.names, layer.sizes)]
-        return FakeQuantLinear(layer, [(p, b, g[:1, 0]) for p, b, g in parts])
-
-    replace_layers(model, make)
-    return model
+    return trained_codes_model(folder, FakeQuantLinear, device)
 
 
 def answer_loss(student, teacher, rows):
     """Mean over answer tokens of KL(teacher || student); without a teacher the cross-entropy."""
-    logits = F.linear(student.hidden(rows.tokens)[rows.answered], student.lm_head).float()
+    logits, labels = answer_logits(student, rows)
     if teacher is None:
-        return F.cross_entropy(logits, rows.tokens.roll(-1, 1)[rows.answered])
+        return F.cross_entropy(logits, labels)
     with torch.no_grad():
-        hidden = teacher.hidden(rows.tokens)[rows.answered]
-        target = F.linear(hidden, teacher.lm_head).float().log_softmax(-1)
+        target = answer_logits(teacher, rows)[0].log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), target, log_target=True, reduction="batchmean")
 
 
@@ -144,14 +122,6 @@ def cold_start(student, teacher, sequences, lr, steps, batch, seed=0):
         schedule.step()
         losses.append(loss.item())
     return losses
-
-
-def packed_model(student):
-    """{tensor name: tensor} in NVFP4 of all layers of a fake-quantised model."""
-    found = {}
-    for layer in student.quantized_layers():
-        found.update(layer.pack())
-    return found
 
 
 class Neighbour(Method):
@@ -180,7 +150,7 @@ class Neighbour(Method):
             distilled = self.variant == "distil"
             teacher = qerl.load_model(folder, "bf16", device=device) if distilled else None
             losses = cold_start(student, teacher, sequences, **recipe)
-            write_packed_folder(folder, packed_model(student), path)
+            write_packed_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
 
         source = inspect.getsource(sys.modules[__name__])
@@ -188,13 +158,13 @@ class Neighbour(Method):
         return cached_folder(f"{os.path.basename(os.path.realpath(folder))}-qat", key, make)
 
 
-def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
+def main(recipe=dict(lr=3e-5, steps=16, batch=16)):
     print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by\n"
           "distillation from itself in 16 bit or by supervised fine-tuning, from rounded weights\n"
           f"or from GPTQ's, {recipe['steps']} steps. KL to its 16-bit self on held-out answers,\n"
           "their perplexity, greedy accuracy:\n")
     folder = warm_start()
-    questions, held_out = worked_problems()
+    questions, held_out = worked_problems(64)
     sequences = worked_sequences(questions, ByteText(), 65536)
     teacher = qerl.load_model(folder, "bf16")
     print(f"{'start':7}{'training':10}{'KL':>10}{'perplexity':>12}{'accuracy':>10}")
@@ -206,15 +176,16 @@ def main(recipe=dict(lr=3e-5, steps=24, batch=16)):
 
     show("16 bit", "-", teacher)
     with tempfile.TemporaryDirectory() as path:
-        found = gptq(qerl.load_model(folder, "bf16"), sequences[:128])
+        found = gptq.choose_codes(qerl.load_model(folder, "bf16"), sequences[:64])
         write_packed_folder(folder, found, path)
-        for start, stored in (("RTN", folder), ("GPTQ", path)):
-            for training in ("none", "sft", "distil"):
-                student = fake_quantised(stored)
-                guide = teacher if training == "distil" else None
-                if training != "none":
-                    cold_start(student, guide, sequences, **recipe)
-                show(start, training, student)
+        cases = [("RTN", "none"), ("RTN", "sft"), ("RTN", "distil"), ("GPTQ", "none"),
+                 ("GPTQ", "distil")]
+        for start, training in cases:
+            student = fake_quantised(folder if start == "RTN" else path)
+            guide = teacher if training == "distil" else None
+            if training != "none":
+                cold_start(student, guide, sequences, **recipe)
+            show(start, training, student)
     print("\nFrom rounded weights distillation gives back more of the KL than fine-tuning. GPTQ\n"
           "alone does better than either, and its weights hardly change their codes at this\n"
           "learning rate: they start in the middle between two roundings.")

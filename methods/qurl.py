@@ -41,11 +41,14 @@ import copy
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import qerl
 from harness.batches import Batch
+from harness.eight_bit import eight_bit, quantize_rows, require_fp8_products
 from harness.full_weights import train_all_weights
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from harness.worked import answer_logits, rows_of, worked_sequences
 from methods import Method, flashrl
 from qerl import UserError
 
@@ -92,7 +95,9 @@ class Neighbour(Method):
                             "or --method qurl:acr")
         if not self.settings.tis:
             raise UserError(f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
-        flashrl.check_gpu(f"qurl:{self.variant}", self.settings)
+        if self.format == "fp8":
+            remedy = f"use --method qurl:{self.variant.replace('fp8', 'int8')}"
+            require_fp8_products(self.settings.device, f"qurl:{self.variant}", remedy)
 
     def prepare(self, model, folder, questions, tokenizer):
         if self.update_aware:
@@ -100,7 +105,7 @@ class Neighbour(Method):
 
     @contextlib.contextmanager
     def noise(self, model, sigma, generator):
-        rollout = flashrl.eight_bit(model, self.format) if self.format else contextlib.nullcontext()
+        rollout = eight_bit(model, self.format) if self.format else contextlib.nullcontext()
         with super().noise(model, sigma, generator), rollout:
             yield
 
@@ -142,22 +147,18 @@ def codes_of(model):
     """The INT8 codes of all weights that read a norm, in a line, and their relative error."""
     weights = [b.attention.qkv.master.detach() for b in model.blocks]
     weights += [b.mlp.gate_up.master.detach() for b in model.blocks]
-    parts = [flashrl.quantize_rows(weight, "int8") for weight in weights]
+    parts = [quantize_rows(weight, "int8") for weight in weights]
     errors = [(codes * scale - w).norm() for w, (codes, scale) in zip(weights, parts)]
     error = torch.stack(errors).norm() / torch.stack([w.norm() for w in weights]).norm()
     return torch.cat([codes.flatten() for codes, _ in parts]), error
 
 
 def one_step(model, lr):
-    """One step of Adam towards 16 worked answers."""
-    text = ByteText()
-    problems = made_up_problems()[0][:16]
-    prompts = [text.prompt(p["question"]) for p in problems]
-    answers = [text.worked_answer(p["answer"]) for p in problems]
-    length = torch.tensor([len(answer) for answer in answers])
-    tokens = torch.tensor([answer + [0] * (max(length) - len(answer)) for answer in answers])
+    """One step of Adam towards some 16 worked answers."""
+    questions, _ = made_up_problems()
+    rows = rows_of(worked_sequences(questions, ByteText(), tokens=1600), "cpu")
     optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
-    (-qerl.token_logprobs(model, prompts, tokens, length).mean()).backward()
+    F.cross_entropy(*answer_logits(model, rows)).backward()
     optimizer.step()
 
 

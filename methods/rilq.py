@@ -38,9 +38,10 @@ import torch.nn.functional as F
 
 import qerl
 from harness.demonstration import distance, worked_problems
+from harness.lora_starts import adapter, low_bit_format, put_adapter, svd_start
 from harness.packed_folder import require_16_bit
 from harness.small_policy import ByteText, warm_start
-from harness.worked import Worked, rows_of, worked_sequences
+from harness.worked import Worked, answer_logits, rows_of, worked_sequences
 from methods import Method
 
 TEXTS = 320
@@ -54,21 +55,8 @@ def rilq_loss(model, teacher_hidden, rows):
     """(loss, its MSE, its cross-entropy) of Rows; teacher_hidden [B, T, d] of the 16-bit model."""
     hidden = model.hidden(rows.tokens)
     mse = F.mse_loss(hidden[rows.mask].float(), teacher_hidden[rows.mask].float())
-    labels = rows.tokens.roll(-1, 1)[rows.answered]
-    logits = F.linear(hidden[rows.answered], model.lm_head)
-    cross_entropy = F.cross_entropy(logits.float(), labels)
+    cross_entropy = F.cross_entropy(*answer_logits(model, rows, hidden))
     return 0.5 * mse + 0.5 * cross_entropy, mse, cross_entropy
-
-
-def adapter(model):
-    """A copy of what is trained: {name: tensor}."""
-    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-
-
-@torch.no_grad()
-def put_adapter(model, tensors):
-    for name, p in qerl.trainable(model).items():
-        p.copy_(tensors[name])
 
 
 def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
@@ -155,47 +143,14 @@ class Neighbour(Method):
 # --------------------------------------------------------------------------------------------------
 # The demonstration: 2 and 3 bits, ranks 4 to 64, both ways to find LoRA
 
-def low_bit_format(bits):
-    """A Format of 2 or 3 bits: 2^bits evenly spaced values of both signs, one scale to 16 weights.
-
-    Half a step beside 0, as -3, -1, 1, 3 at 2 bits. A code takes a byte.
-    """
-    levels = 2 ** bits
-
-    def quantize(weight):
-        blocks = weight.unflatten(1, (-1, 16)).float()
-        scale = blocks.abs().amax(-1).clamp_min(1e-12) / (levels - 1)
-        codes = ((blocks / scale[..., None] + levels - 1) / 2).round().clamp(0, levels - 1)
-        return codes.flatten(1).to(torch.uint8), scale, scale.new_ones(1)
-
-    def dequantize(codes, scale, _global_scale, dtype):
-        values = 2 * codes.float().unflatten(1, (-1, 16)) - (levels - 1)
-        return (values * scale[..., None]).flatten(1).to(dtype)
-
-    return qerl.Format(quantize, dequantize, block=16)
-
-
-@torch.no_grad()
-def svd_start(model, teacher):
-    """Set each layer's LoRA to the best approximation of its own W - Ŵ (truncated SVD)."""
-    for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
-        error = exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)
-        for i, rows in enumerate(error.split(layer.sizes)):
-            U, S, Vh = torch.linalg.svd(rows, full_matrices=False)
-            root = (S[:layer.rank] / (layer.alpha / layer.rank)).sqrt()
-            first = sum(layer.sizes[:i])
-            layer.lora_B[first:first + len(rows)] = U[:, :layer.rank] * root
-            layer.lora_A[i * layer.rank:(i + 1) * layer.rank] = root[:, None] * Vh[:layer.rank]
-
-
-def main(ranks=(4, 16, 64), steps=24):
+def main(ranks=(4, 64), steps=16):
     print("The built-in policy in 2 and 3 bits, and LoRA that undoes the error: layer by layer,\n"
           "by the SVD of W - Ŵ, or by RILQ's loss of the whole model.\n"
           f"({steps} steps of Adam at 2e-3, as the policy is small.)\n"
           "KL to the 16-bit policy in nats per token, on held-out answers:\n")
     folder = warm_start()
-    questions, held_out = worked_problems()
-    sequences = texts_of(questions, ByteText(), 160)
+    questions, held_out = worked_problems(64)
+    sequences = texts_of(questions, ByteText(), 120)
     teacher = qerl.load_model(folder, "bf16")
     print(f"{'bits':>4} {'LoRA':6}" + "".join(f"{f'rank {r}':>10}" for r in ranks))
     for bits in (2, 3):
@@ -214,7 +169,7 @@ def main(ranks=(4, 16, 64), steps=24):
                 line += f"{distance(model, teacher, held_out)['kl']:10.4f}"
             print(f"{bits:4} {start:6}{line}")
     del qerl.FORMATS["low"]
-    print("\nThe SVD gains with the rank; RILQ is about as good at the smallest rank as at any.\n"
+    print("\nThe SVD gains with the rank; RILQ is about as good at the small rank as at the large.\n"
           "The layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly\n"
           "the whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
 

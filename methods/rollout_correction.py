@@ -41,7 +41,7 @@ from types import SimpleNamespace
 import torch
 
 import qerl
-from harness.batches import Batch
+from harness.chain_policy import expected_reward, sampled_gradient
 from harness.mismatch import LARGEST, describe_mismatch
 from methods import Method
 from qerl import UserError
@@ -139,30 +139,6 @@ class Neighbour(Method):
         if not self.three_policies:
             result |= describe_mismatch(log_ratio, torch.zeros_like(log_ratio), mask)
         return result
-
-
-# The demonstration: a policy whose expected reward, and thereby its gradient, is known exactly.
-# Each of 16 tokens depends on the one before it alone; the reward is 1 if the last of them is 0.
-
-def expected_reward(logits):
-    return torch.linalg.matrix_power(logits.softmax(-1), 16)[0, 0]
-
-
-def sampled_gradient(method, logits, noisy, size=1024):
-    """The gradient in the logits [5, 5] that the method makes of the noisy policy's completions."""
-    tokens = [torch.zeros(size, dtype=torch.long)]
-    for _ in range(16):
-        tokens.append(torch.multinomial(noisy.softmax(-1)[tokens[-1]], 1)[:, 0])
-    tokens = torch.stack(tokens, 1)
-    pairs = tokens[:, :-1], tokens[:, 1:]
-    logprobs = logits.log_softmax(-1)[pairs]
-    rollout_logprobs = noisy.log_softmax(-1)[pairs]
-    advantages = (tokens[:, -1] == 0).float() - expected_reward(logits).item()
-    mask = torch.ones_like(logprobs, dtype=torch.bool)
-    batch = Batch(None, tokens, None, rollout_logprobs, advantages, mask, weights=mask / size)
-    batch.old_logprobs = rollout_logprobs if method.variant == "bypass" else logprobs.detach()
-    loss, _ = method.loss(logprobs, batch)
-    return -torch.autograd.grad(loss, logits)[0]
 
 
 def main():

@@ -1,13 +1,15 @@
-"""Exploration without parameter noise: DEEP-GRPO's branches and MASPO's soft bounds.
+"""DEEP-GRPO: branches from the middle of failed completions (arXiv 2602.14169).
 
-    python -m methods.exploration                      the demonstration, on a CPU
-    python train_gsm8k.py --method exploration:deep_grpo | exploration:maspo
+    python -m methods.deep_grpo                        the demonstration, on a CPU
+    python train_gsm8k.py --method deep_grpo
 
 Marks: [P] the authors' code or README was read, [S] a secondary note, [I] our inference or choice.
 
-DEEP-GRPO (arXiv 2602.14169). The problem: all G completions start at the question, so the states
-behind a first good half are seen rarely, and a group that fails altogether teaches nothing. A
-failed completion is cut at the ends of its sentences. One of them, the pivot, is drawn by
+The problem: all G completions start at the question, so the states behind a first good half are
+seen rarely, and a group that fails altogether teaches nothing.
+
+The formulas. A failed completion is cut at the ends of its sentences. One of them, the pivot, is
+drawn by
 
     Q(r) ~ P(r) r^2,    r = sentences before the cut / sentences of the completion             [P]
     P(r) = sigmoid(a + b r), fitted to the last 10,000 (r, was a branch right), with a penalty of
@@ -21,39 +23,25 @@ sentence ends at a line's end or at . ! ? before a space (theirs: at any token "
 question itself is no pivot (theirs counts as a first sentence). The authors' later versions ask a
 teacher instead; not here.
 
-MASPO (arXiv 2602.17550). The problem: clipping drops the gradient of a token at once, at the same
-ratio for a likely and an unlikely token. With rho = pi/pi_old the loss is -w rho A, where w has no
-gradient [P]:
+What differs from QeRL: groups are added after scoring (`explore`), and the two streams are weighed.
+AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
-    w = exp(-(rho - 1)^2 / (2 s^2)) where A > 0 and rho > 1, or A < 0 and rho < 1; else 1
-    s = clamp(pi_old^-0.3, 1, 10) * clamp(c, 0.1, 10)
-    c = 1 + 0.03 A for A > 0, else 1 / (1 - 0.03 A)
+The paper's result: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
+[S]. Ours will stand in methods/README.md.
 
-What differs from QeRL: DEEP-GRPO adds groups after scoring (`explore`) and weighs the two streams;
-MASPO replaces Eq. 3's clipping, so --clip-low and --clip-high do nothing. AQN stays; to compare
-without it use --sigma-start 0 --sigma-end 0.
-
-The papers' results: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
-[S]; MASPO against GRPO on six mathematical benchmarks, mean of 32 answers, 48.4 -> 51.4 with 1.5B
-parameters, 58.9 -> 61.8 with 7B [P]. Ours will stand in methods/README.md.
-
-When would you use them? `deep_grpo` where most completions fail late and sampling is cheap beside
-the rest: each failed completion costs G more (logged: seconds of "branches"). `maspo` with several
-updates a rollout and much clipping; with one update rho is 1 and nothing happens, so it is refused.
+When would you use it? Where most completions fail late and sampling is cheap beside the rest: each
+failed completion costs G more (logged: seconds of "branches").
 """
 import functools
 from collections import namedtuple
 
 import torch
-import torch.nn.functional as F
 
 import qerl
-from harness.branches import join_samples, limited_sampler, sentence_ends
+from harness.branches import fit_success, join_samples, limited_sampler, sentence_ends
 from harness.demonstration import small_policy
-from harness.mismatch import ratio_of
 from harness.small_policy import made_up_problems
 from methods import Method
-from qerl import require
 
 REMEMBERED = 10_000            # outcomes of pivots
 
@@ -62,45 +50,14 @@ REMEMBERED = 10_000            # outcomes of pivots
 Pivot = namedtuple("Pivot", "parent r question room")
 
 
-def fit_success(outcomes):
-    """(a, b) of P(r) = sigmoid(a + b r), the logistic regression of a list of (r, 0 or 1).
-
-    Where there is too little to fit they are 0, which makes P the same for all r.
-    """
-    if len(outcomes) <= 10 or len({success for _, success in outcomes}) < 2:
-        return 0.0, 0.0
-    r, success = torch.tensor(outcomes, dtype=torch.float64).unbind(1)
-    line = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([line], max_iter=200, line_search_fn="strong_wolfe")
-
-    def objective():
-        optimizer.zero_grad()
-        logits = line[0] + line[1] * r
-        loss = F.binary_cross_entropy_with_logits(logits, success, reduction="sum")
-        loss = loss + line[1] ** 2 / 2
-        loss.backward()
-        return loss
-    optimizer.step(objective)
-    return tuple(line.tolist())
-
-
 def pivot_utility(cuts, line):
     """(r, Q not normalised) of a completion's cuts, float64 [cuts]; line: of fit_success."""
     r = torch.arange(1, cuts + 1, dtype=torch.float64) / (cuts + 1)
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
 
-def maspo_weights(ratio, old_logprobs, advantages):
-    """w of ratio and old_logprobs [B, C] and advantages [B, 1] -> float32 [B, C]."""
-    confidence = torch.where(advantages > 0, 1 + 0.03 * advantages, 1 / (1 - 0.03 * advantages))
-    width = (-0.3 * old_logprobs).exp().clamp(1, 10) * confidence.clamp(0.1, 10)
-    leaving = (ratio - 1) * advantages > 0
-    return torch.where(leaving, (-((ratio - 1) / width) ** 2 / 2).exp(), 1)
-
-
 class Neighbour(Method):
-    """DEEP-GRPO or MASPO. state: "outcomes", the last (r, was a branch right), oldest first."""
-    variants = ("deep_grpo", "maspo")
+    """QeRL with branches. state: "outcomes", the last (r, was a branch right), oldest first."""
 
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
@@ -108,23 +65,12 @@ class Neighbour(Method):
         self.branch_prompts = set()            # of the current step, as tuples of token ids
         self.measured = {}
 
-    def check(self):
-        if self.variant == "maspo":
-            name = "--method exploration:maspo"
-            require(self.settings.updates > 1,
-                    f"{name}: with one update a rollout the ratio is 1 and nothing bounds it; use "
-                    "--updates 2 or more")
-            require(self.settings.tis == 0,
-                    f"{name}: is defined without importance weights; use --tis 0")
-
     def prepare(self, model, folder, questions, tokenizer):
         self.tokenizer = tokenizer
         self.piece = functools.lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def explore(self, samples, complete, generator):
         """Add a group of branches behind the group of each failed completion that has a pivot."""
-        if self.variant != "deep_grpo":
-            return samples
         pivots = self.pivots(samples, generator)
         self.branch_prompts = {tuple(pivot.question["prompt"]) for pivot in pivots}
         self.measured = {"branches": len(pivots)}
@@ -177,18 +123,6 @@ class Neighbour(Method):
             weights[stream] = qerl.token_weights(minibatch.mask[stream], self.settings.algo)
         return weights
 
-    def loss(self, logprobs, piece):
-        if self.variant != "maspo":
-            return super().loss(logprobs, piece)
-        advantages = piece.advantages[:, None]
-        ratio = ratio_of(logprobs - piece.old_logprobs)
-        w = maspo_weights(ratio.detach(), piece.old_logprobs, advantages)
-        # Without advantages Eq. 3 is its KL term.
-        kl_loss, kl = qerl.policy_loss(
-            logprobs, piece.old_logprobs, 0 * piece.advantages, piece.weights,
-            ref_logprobs=piece.ref_logprobs, beta=self.settings.beta)
-        return kl_loss - (w * ratio * advantages * piece.weights).sum(), kl
-
     def measure(self, batch):
         """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""
         return self.measured
@@ -218,8 +152,8 @@ def show_pivots():
 def show_branches():
     import train_gsm8k         # only here, because it imports the methods
     model, text, _ = small_policy(0)
-    settings = train_gsm8k.arguments(["--device", "cpu", "--method", "exploration:deep_grpo"])
-    method = Neighbour(settings, "deep_grpo")
+    settings = train_gsm8k.arguments(["--device", "cpu", "--method", "deep_grpo"])
+    method = Neighbour(settings)
     method.prepare(model, None, None, text)
     problems, _ = made_up_problems()
     asked = train_gsm8k.with_prompts(problems[:48], text, 400)
@@ -252,25 +186,9 @@ def teaching(samples, groups):
     return qerl.has_signal(samples.correct[groups]).float().mean()
 
 
-def show_bounds():
-    print("\n3. MASPO's w, by which the gradient of a token is multiplied, beside clipping at 0.8 and\n"
-          "1.28, which multiplies by 1 or 0:\n\n"
-          "              A = 1                        A = -1\n"
-          "  ratio  pi=0.9  pi=0.01  clipping    pi=0.9  pi=0.01  clipping")
-    for ratio in (0.1, 0.5, 0.79, 1.0, 1.29, 2.0, 5.0):
-        shown = f"{ratio:7}"
-        for advantage, clipped in ((1.0, ratio > 1.28), (-1.0, ratio < 0.8)):
-            old_logprobs = torch.tensor([[0.9, 0.01]]).log()
-            ratios = torch.full((1, 2), ratio)
-            likely, unlikely = maspo_weights(ratios, old_logprobs, torch.tensor([[advantage]]))[0]
-            shown += f" {likely:7.2f} {unlikely:8.2f} {int(not clipped):9}   "
-        print(shown.rstrip())
-
-
 def main():
     show_pivots()
     show_branches()
-    show_bounds()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""Linear layers that multiply in FP8 blocks (harness/fp8_blocks.py), for methods/jetrl.py.
+
+Frozen weights get codes once, from the decoded 4-bit weights, which are kept for the whole run, a
+byte a weight (6.5 GB for 7B). To make them anew in each pass would save that and cost some 2 % of a
+step (an estimate from bytes and bandwidth). Trained weights are rounded anew in each pass.
+"""
+import contextlib
+import functools
+
+import torch
+import torch.nn.functional as F
+
+import qerl
+from harness.fp8_blocks import BLOCKS, choose_recipe, multiply, quantize, transposed
+from harness.full_weights import TrainedLinear, replace_layers
+
+
+class CodedWeight(qerl.PackedWeight):
+    """A weight [out, in] in FP8 that multiplies FP8 activations, in decoding and in training."""
+
+    def __init__(self, weight, recipe):
+        self.codes = quantize(weight, recipe.weight)
+        self.recipe = recipe
+
+    def dequantize(self, dtype):
+        return self.codes.dequantize().to(dtype)
+
+    def forward(self, x):
+        """Y = X Wᵀ, without gradient: x [n, in] -> [n, out]."""
+        return multiply(quantize(x, self.recipe.activation), self.codes, x.dtype)
+
+    def gradient(self, grad):
+        """dX = dY W: grad [n, out] -> [n, in]."""
+        rounded = quantize(grad, self.recipe.activation)
+        return multiply(rounded, transposed(self.codes), grad.dtype)
+
+    def multiply(self, x, bias=None, residual=None, lora=None):
+        y = self.forward(x)
+        for added in (bias, residual):
+            if added is not None:
+                y = y + added
+        if lora is None:
+            return y
+        A, B = lora
+        return torch.addmm(y, F.linear(x, A), B.T)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """As qerl.FrozenLinear, of a layer whose weight is a CodedWeight: Y and dX in FP8, h Bᵀ not."""
+
+    @staticmethod
+    def forward(ctx, x, h, B, layer):
+        ctx.save_for_backward(h, B)
+        ctx.layer = layer
+        ctx.weight = layer.weight
+        y = layer.weight.forward(x)
+        if layer.bias is not None:
+            y += layer.bias
+        for y_i, h_i, B_i in layer.pieces(y, h, B):
+            y_i.addmm_(h_i, B_i.T)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, B = ctx.saved_tensors
+        grad_x = grad_h = grad_B = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.weight.gradient(grad)
+        if h is not None:
+            pieces = list(ctx.layer.pieces(grad, h, B))
+            grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in pieces], -1)
+            grad_B = torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in pieces])
+        return grad_x, grad_h, grad_B, None
+
+
+class FrozenBlockLinear(qerl.QuantLinear):
+    """A QuantLinear whose frozen weight is used in FP8 or as it was: see switch_fp8."""
+
+    def __init__(self, layer, recipe, dtype):
+        weight = layer.weight.dequantize(dtype)
+        super().__init__(layer.names, layer.sizes, weight.shape[1], layer.weight, layer.bias)
+        self.rank = layer.rank
+        self.alpha = layer.alpha
+        self.use_adapter = layer.use_adapter
+        self.keep_dequantized = layer.keep_dequantized
+        if layer.rank:
+            self.lora_A = layer.lora_A
+            self.lora_B = layer.lora_B
+        self.usual = layer.weight
+        self.coded = CodedWeight(weight, recipe)
+
+    @property
+    def fp8(self):
+        return self.weight is self.coded
+
+    @fp8.setter
+    def fp8(self, on):
+        self.weight = self.coded if on else self.usual
+
+    def forward(self, x):
+        if not self.fp8:
+            return super().forward(x)
+        rows = x.flatten(0, -2)
+        h = B = None
+        if self.use_adapter:
+            h = self.alpha / self.rank * F.linear(rows, self.lora_A.to(x.dtype))
+            B = self.lora_B.to(x.dtype)
+        return FrozenProduct.apply(rows, h, B, self).unflatten(0, x.shape[:-1])
+
+
+class TrainedBlockLinear(TrainedLinear):
+    """A TrainedLinear that computes in FP8 or as it did: see switch_fp8."""
+    fp8 = False
+
+    def __init__(self, layer, recipe, product):
+        super().__init__(layer)
+        self.recipe = recipe
+        self.product = product
+
+    def forward(self, x):
+        if not self.fp8:
+            return super().forward(x)
+        y = self.product(x.flatten(0, -2), self.master, self.recipe)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        return y.unflatten(0, x.shape[:-1])
+
+    def prepare_decoding(self, dtype):
+        super().prepare_decoding(dtype)
+        if self.fp8:
+            self.weight = CodedWeight(self.master.detach(), self.recipe)
+
+
+def put_block_layers(model, product):
+    """Replace each QuantLinear by a layer that can compute in FP8, and does not yet.
+
+    product(x [n, in], master float32 [out, in], recipe) -> [n, out]: of layers whose weights are
+    trained, with its gradients.
+    """
+    dtype = model.embedding.dtype
+    recipe = choose_recipe(model.device, dtype)
+
+    def make(layer):
+        if isinstance(layer, TrainedLinear):
+            return TrainedBlockLinear(layer, recipe, product)
+        return FrozenBlockLinear(layer, recipe, dtype)
+    replace_layers(model, make)
+
+
+def switch_fp8(model, on):
+    """From now on the layers compute in FP8, or not."""
+    for layer in model.quantized_layers():
+        layer.fp8 = on
+
+
+@contextlib.contextmanager
+def fp8(model, on):
+    """Inside, the layers compute in FP8, or not; afterwards as before."""
+    before = model.quantized_layers()[0].fp8
+    switch_fp8(model, on)
+    try:
+        yield
+    finally:
+        switch_fp8(model, before)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the demonstration of methods/jetrl.py compares with
+
+def straight_through(x, block):
+    """A matrix x as FP8 holds it; its gradient is passed on to x as it is, not rounded."""
+    rounded = quantize(x.detach(), block).dequantize()
+    return x + (rounded - x.detach())
+
+
+def round_forward_alone(layer, x):
+    """TrainedBlockLinear.forward with an exact backward."""
+    rows = straight_through(x.flatten(0, -2), BLOCKS.activation)
+    weight = straight_through(layer.master, BLOCKS.weight)
+    return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
+
+
+@contextlib.contextmanager
+def exact_backward(model):
+    """Inside, the layers of trained weights round in the forward pass alone."""
+    for layer in model.quantized_layers():
+        layer.forward = functools.partial(round_forward_alone, layer)
+    try:
+        yield
+    finally:
+        for layer in model.quantized_layers():
+            del layer.forward

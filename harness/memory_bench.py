@@ -1,0 +1,545 @@
+"""The memory of a GRPO step: of what it consists, its peak by phase, how long completions fit.
+
+bench.py memory runs these. Each model has a process of its own, which may take no more of the GPU
+than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is
+not PyTorch's and not counted.) All figures are in 10^9 bytes. On a CPU nothing is capped, and they are
+the process's highest memory so far, which says nothing of the step.
+"""
+import contextlib
+import gc
+import itertools
+import math
+import multiprocessing
+from dataclasses import dataclass, replace
+
+import torch
+
+import fp4_kernels
+import qerl
+from harness.batches import Batch
+from harness.instruments import Clock, peak_memory_gb
+from harness.random_models import random_model, random_prompts
+from harness.stops import is_out_of_memory
+
+# The most that a model may take, and its frozen weights alone, embeddings and output layer in BF16.
+CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
+WEIGHTS = {"Qwen2.5-7B": 5.9, "Qwen2.5-14B": 10.6, "Qwen2.5-32B": 20.7, "Qwen2.5-72B": 44.6}
+LONG_CAP = 80.0
+PHASES = ("rollout", "logprobs", "update")
+# https://unsloth.ai/blog/grpo: Llama 3.1 8B, QLoRA, 8 completions; KV cache of one of them.
+UNSLOTH = {"model": "Llama 3.1 8B", "length": 20000, "gb": 54.3}
+
+
+@dataclass
+class MemorySettings:
+    """What the memory of a step depends on; the result files state it as it is here."""
+    weights: str = "nvfp4"
+    lora_rank: int = 16
+    group: int = 8                      # completions, all of one prompt
+    prompt_tokens: int = 128
+    new_tokens: int = 1024              # of each completion
+    sigma: float = 1e-2                 # noise of the rollout
+    decoded: int = 32                   # tokens of a long completion that are sampled, the last
+
+    @property
+    def micro_tokens(self):
+        """Tokens in a pass of the update: one completion's, which gives the lowest peak."""
+        return self.prompt_tokens + self.new_tokens
+
+
+# For a CPU, with the model "tiny".
+SMALL = dict(group=2, prompt_tokens=8, new_tokens=12, decoded=2)
+
+
+class Phases:
+    """Peak memory and seconds of each phase: `with phases("rollout"): ...`."""
+
+    def __init__(self, device):
+        self.device = device
+        self.clock = Clock(device)
+        self.current = None             # the phase that began last
+        self.peak = {}                  # 10^9 bytes that tensors took at most
+        self.reserved = 0.0             # in all phases, with what PyTorch keeps for later tensors
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        self.current = phase
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with self.clock(phase):
+            yield
+        self.peak[phase] = peak_memory_gb(self.device)
+        if self.device == "cuda":
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / 1e9)
+
+    def measured(self):
+        """What a row says of the phases."""
+        seconds = {phase: self.clock.seconds[phase] for phase in self.peak}
+        return {"peak_gb": dict(self.peak), "reserved_gb": self.reserved, "seconds": seconds}
+
+
+def memory_now(device):
+    """10^9 bytes of all tensors on the GPU; on a CPU the process's highest memory so far."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated() / 1e9
+    return peak_memory_gb(device)
+
+
+def free_memory(device):
+    """Give back what the step before has left, so that the next starts from the same memory."""
+    gc.collect()
+    fp4_kernels.attention_scratch.cache_clear()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def limit_memory(cap, device):
+    """Let PyTorch take `cap` 10^9 bytes of the GPU at most; None: all there is.
+
+    Comes before anything that asks for PyTorch's memory, for which CUDA must have been started.
+    """
+    if device == "cuda":
+        torch.cuda.init()
+    if device == "cuda" and cap is not None:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 1e9 / whole))
+
+
+def under(cap):
+    return "without a cap" if cap is None else f"under {cap:g} GB"
+
+
+def total_gb(tensors):
+    return sum(t.nbytes for t in tensors) / 1e9
+
+
+def cache_gb(model, settings):
+    """The KV cache of all completions at their full length."""
+    attention = model.blocks[0].attention
+    token = 2 * len(model.blocks) * model.config.num_key_value_heads * attention.head_dim
+    tokens = settings.group * (settings.prompt_tokens + settings.new_tokens)
+    return tokens * token * model.embedding.dtype.itemsize / 1e9
+
+
+def load(name, settings, device):
+    """(random model of the shape `name`, its optimiser, what the two take: {part: 10^9 bytes}).
+
+    The optimiser has made its state, and the gradients are counted, which are as large as LoRA.
+    """
+    model = random_model(name, settings.weights, settings.lora_rank, device)
+    model.recompute_in_backward()
+    free_memory(device)
+    trained = list(qerl.trainable(model).values())
+    lora = total_gb(trained)
+    weights = memory_now(device) - lora
+
+    optimizer = torch.optim.AdamW(trained, 1e-6, weight_decay=0.0)
+    for p in trained:                   # a first step with gradients of zero, which changes nothing
+        p.grad = torch.zeros_like(p)
+    gradients = total_gb(p.grad for p in trained)
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    parts = {
+        "weights": weights,
+        "embeddings": total_gb([model.embedding, model.lm_head]),      # part of the weights
+        "lora": lora,
+        "optimizer": total_gb(moments),
+        "gradients": gradients,
+    }
+    return model, optimizer, parts
+
+
+def what_is_left(peaks, parts, cache):
+    """{phase: its peak minus the parts that live in it}: activations and temporary tensors."""
+    always = parts["weights"] + parts["lora"] + parts["optimizer"]
+    more = {"rollout": cache, "logprobs": 0.0, "update": parts["gradients"]}
+    return {phase: max(0.0, peak - always - more[phase]) for phase, peak in peaks.items()}
+
+
+def phase_without_memory(work, phases):
+    """Run work(); returns the phase in which memory ran out, or None if it sufficed."""
+    try:
+        work()
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        return phases.current
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# A whole step
+
+def make_batch(model, prompt, rollout):
+    """The completions of one prompt with random rewards."""
+    group = len(rollout.tokens)
+    rewards = torch.rand(1, group, device=model.device)
+    advantages = qerl.group_advantages(rewards).flatten()
+    batch = Batch([prompt] * group, rollout.tokens, rollout.length, rollout.logprobs, advantages,
+                  rollout.mask)
+    batch.weights = qerl.token_weights(batch.mask)
+    return batch
+
+
+def update(model, optimizer, batch, micro_tokens):
+    """One optimiser step on all completions; returns the gradient's norm."""
+    for piece in batch.pieces(micro_tokens):
+        logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
+        loss, _ = qerl.policy_loss(logprobs, piece.old_logprobs, piece.advantages, piece.weights)
+        loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), 0.2)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+def grpo_step(model, optimizer, settings, phases):
+    """A GRPO step as train_gsm8k.train does it, on one prompt; every completion has all its tokens.
+
+    Returns the gradient's norm.
+    """
+    prompt = random_prompts(model.config.vocab_size, 1, settings.prompt_tokens)[0]
+    with phases("rollout"), qerl.adaptive_quantization_noise(model, settings.sigma):
+        rollout = qerl.generate(model, [prompt], settings.new_tokens, settings.group)
+    batch = make_batch(model, prompt, rollout)
+    with phases("logprobs"):
+        batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+    with phases("update"):
+        return update(model, optimizer, batch, settings.micro_tokens)
+
+
+def step_rows(name, cap, settings, device):
+    """The one row of a model: what a step takes, or the phase in which the cap was too low.
+
+    A step of few tokens goes first, which compiles the kernels.
+    """
+    row = {"model": name, "cap_gb": cap}
+    phases = Phases(device)
+    print(f"{name}: a step {under(cap)}", flush=True)
+
+    def whole_step():
+        limit_memory(cap, device)
+        with phases("loading"):
+            model, optimizer, parts = load(name, settings, device)
+        row.update((f"{part}_gb", size) for part, size in parts.items())
+        row["cache_gb"] = cache_gb(model, settings)
+        few = replace(settings, new_tokens=min(16, settings.new_tokens))
+        phases.current = "warm-up"
+        grpo_step(model, optimizer, few, Phases(device))
+        free_memory(device)
+        row["gradient_norm"] = grpo_step(model, optimizer, settings, phases)
+        steps = {phase: peak for phase, peak in phases.peak.items() if phase in PHASES}
+        row["rest_gb"] = what_is_left(steps, parts, row["cache_gb"])
+
+    failed = phase_without_memory(whole_step, phases)
+    row.update(phases.measured())
+    if failed:
+        row["out_of_memory"] = failed
+    yield row
+
+
+# --------------------------------------------------------------------------------------------------
+# Long completions
+#
+# Nobody waits for 32,768 tokens to be sampled here: the cache is made for the whole length, said to
+# be nearly full, and the last tokens are decoded. Log-probabilities and update then run on one
+# random completion. In a step all eight follow each other, each beside the gradients of those
+# before; these are there from the beginning.
+
+@torch.no_grad()
+def decode_last_tokens(model, settings):
+    """Seconds of decoding a token for each completion, over the last `decoded` of their length."""
+    group = settings.group
+    longest = settings.prompt_tokens + settings.new_tokens
+    prompts = random_prompts(model.config.vocab_size, 1, settings.prompt_tokens)
+    sampler = qerl.Sampler(model, group, group, longest, settings.new_tokens, 1.0, 1.0, set(), None)
+    slots = torch.arange(group, device=model.device)
+    sampler.admit(prompts, slots, slots)
+    skipped = settings.new_tokens - settings.decoded
+    sampler.position += skipped
+    sampler.cache.filled += skipped
+    clock = Clock(model.device)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()        # what the GPU still has to do is not counted
+    with clock("decoding"):
+        sampler.steps(settings.decoded)
+    assert sampler.length[:group].eq(settings.new_tokens).all()
+    return clock.seconds["decoding"] / settings.decoded
+
+
+def random_completion(model, settings):
+    """A Batch of one completion of full length, with an advantage of 1."""
+    device = model.device
+    tokens = torch.randint(0, model.config.vocab_size, (1, settings.new_tokens), device=device)
+    length = torch.full((1,), settings.new_tokens, device=device)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    prompts = random_prompts(model.config.vocab_size, 1, settings.prompt_tokens)
+    batch = Batch(prompts, tokens, length, mask.float(), torch.ones(1, device=device), mask)
+    batch.weights = qerl.token_weights(mask)
+    return batch
+
+
+def length_row(model, optimizer, parts, settings, cap):
+    """Does a step with completions of settings.new_tokens fit, with which peaks, how fast?"""
+    device = model.device.type
+    phases = Phases(device)
+    row = {"length": settings.new_tokens, "cap_gb": cap, "cache_gb": cache_gb(model, settings)}
+
+    def all_phases():
+        with phases("rollout"):
+            row["ms_a_token"] = 1e3 * decode_last_tokens(model, settings)
+        batch = random_completion(model, settings)
+        with phases("logprobs"):
+            batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+        with phases("update"):
+            for p in qerl.trainable(model).values():
+                p.grad = torch.zeros_like(p)
+            update(model, optimizer, batch, settings.micro_tokens)
+
+    failed = phase_without_memory(all_phases, phases)
+    optimizer.zero_grad()
+    free_memory(device)
+    row.update(phases.measured())
+    if failed:
+        row["out_of_memory"] = failed
+    else:
+        row["rest_gb"] = what_is_left(row["peak_gb"], parts, row["cache_gb"])
+    return row
+
+
+def predicted_length(shorter, longer, cap):
+    """The length at which the first phase reaches the cap, if memory grows as between two rows."""
+    lengths = []
+    for phase, peak in longer["peak_gb"].items():
+        slope = (peak - shorter["peak_gb"][phase]) / (longer["length"] - shorter["length"])
+        if slope > 0:
+            lengths.append(longer["length"] + (cap - peak) / slope)
+    return min(lengths, default=longer["length"])
+
+
+def length_rows(name, lengths, cap, settings, device):
+    """A row for each length up to the first that does not fit, then two near the longest.
+
+    What should fit is predicted from the two longest that did. The first try is 3 % shorter; the
+    second is 3 % longer, or 10 % shorter if the first did not fit.
+    """
+    limit_memory(cap, device)
+    model, optimizer, parts = load(name, settings, device)
+
+    def row_of(length):
+        print(f"{name}: completions of {length} tokens {under(cap)}", flush=True)
+        own = replace(settings, new_tokens=length, decoded=min(settings.decoded, length))
+        return {"model": name, **length_row(model, optimizer, parts, own, cap)}
+
+    fitting = []
+    too_long = math.inf
+    for length in sorted(set(lengths)):
+        row = row_of(length)
+        yield row
+        if "out_of_memory" in row:
+            too_long = length
+            break
+        fitting.append(row)
+    if cap is None or len(fitting) < 2:
+        return
+    predicted = predicted_length(*fitting[-2:], cap)
+    share = 0.97
+    for _ in range(2):
+        length = int(share * predicted) // 1024 * 1024
+        if fitting[-1]["length"] < length < too_long:
+            row = row_of(length)
+            yield row
+            if "out_of_memory" in row:
+                too_long = length
+            else:
+                fitting.append(row)
+        share = 1.03 if too_long > length else 0.9
+
+
+# --------------------------------------------------------------------------------------------------
+# A process of its own
+
+def send_rows(sender, rows_of, *args):
+    for row in rows_of(*args):
+        sender.send(row)
+
+
+def in_own_process(rows_of, *args):
+    """Yield what the generator rows_of(*args) yields in a process of its own, row by row.
+
+    The process's end gives its memory back. If it fails, the last row is {"failed": how}, and its
+    traceback stands on stderr.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=send_rows, args=(sender, rows_of, *args), daemon=True)
+    process.start()
+    sender.close()
+    with contextlib.suppress(EOFError):            # the process has ended
+        while True:
+            yield receiver.recv()
+    process.join()
+    if process.exitcode:
+        yield {"failed": f"its process ended with status {process.exitcode}"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables and pictures
+
+def outcome(row):
+    """"fits", or why not."""
+    if "failed" in row:
+        return row["failed"]
+    if "out_of_memory" in row:
+        return f"out of memory under {row['cap_gb']:g} GB in phase {row['out_of_memory']}"
+    return "fits" if row["cap_gb"] else "no cap"
+
+
+def number(value, digits=1):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def progress(row):
+    """One line on a row that has just been measured."""
+    peaks = [f"{phase} {peak:.1f}" for phase, peak in row.get("peak_gb", {}).items()]
+    return f"{row['model']}: {outcome(row)}; peaks in GB: {', '.join(peaks) or 'none'}"
+
+
+STEP_HEAD = ["model", "cap", "weights", "aimed at", "LoRA", "its optimiser and gradients", "KV cache",
+             *(f"peak, {phase}" for phase in PHASES), "reserved", "s, " + " / ".join(PHASES),
+             "outcome"]
+
+
+def step_cells(row):
+    """A line of the table of whole steps, in 10^9 bytes."""
+    trained = None
+    if "optimizer_gb" in row:
+        trained = row["optimizer_gb"] + row["gradients_gb"]
+    peaks = [number(row.get("peak_gb", {}).get(phase)) for phase in PHASES]
+    seconds = [number(row.get("seconds", {}).get(phase)) for phase in PHASES]
+    return [
+        row["model"], number(row["cap_gb"], 0), number(row.get("weights_gb"), 2),
+        number(WEIGHTS.get(row["model"])), number(row.get("lora_gb"), 2), number(trained, 2),
+        number(row.get("cache_gb"), 2), *peaks, number(row.get("reserved_gb")), " / ".join(seconds),
+        outcome(row),
+    ]
+
+
+LONG_HEAD = ["model", "tokens", "KV cache", *(f"peak, {phase}" for phase in PHASES), "ms a token",
+             "s a completion, logprobs / update", "outcome"]
+
+
+def long_cells(row):
+    """A line of the table of long completions."""
+    peaks = [number(row.get("peak_gb", {}).get(phase)) for phase in PHASES]
+    seconds = [number(row.get("seconds", {}).get(phase)) for phase in PHASES[1:]]
+    return [row["model"], row.get("length", ""), number(row.get("cache_gb")), *peaks,
+            number(row.get("ms_a_token")), " / ".join(seconds), outcome(row)]
+
+
+def longest_that_fit(rows):
+    """{model: (longest length that fitted, shortest that did not or None)}."""
+    result = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model and "length" in row]
+        fitted = [row["length"] for row in own if outcome(row) in ("fits", "no cap")]
+        too_long = [row["length"] for row in own if "out_of_memory" in row]
+        if fitted:
+            result[model] = max(fitted), min(too_long, default=None)
+    return result
+
+
+def plot_memory(result, plt):
+    """Stacked bars of the whole steps; beside them, if measured, long completions."""
+    lines = [row for row in result["long"] if "rest_gb" in row]
+    steps_width = 2.5 + 1.4 * len(result["rows"])
+    panels = [(steps_width, draw_steps, result["rows"])] if result["rows"] else []
+    panels += [(5, draw_peaks, lines), (4.5, draw_decoding, lines)] if lines else []
+    if not panels:                      # nothing fitted
+        panels = [(5, draw_steps, result["long"])]
+    widths = [width for width, _, _ in panels]
+    figure, axes = plt.subplots(1, len(widths), figsize=(sum(widths), 5.2), layout="constrained",
+                                width_ratios=widths, squeeze=False)
+    for axis, (_, draw, rows) in zip(axes[0], panels):
+        draw(axis, rows)
+        axis.set_ylim(bottom=0)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center",
+                        bbox_to_anchor=(0.5, -0.13))
+    return figure
+
+
+def stack_of(row, phase):
+    """{label: 10^9 bytes} of what makes a phase's peak, from below."""
+    return {
+        "4-bit weights": row["weights_gb"] - row["embeddings_gb"],
+        "embeddings and output layer, BF16": row["embeddings_gb"],
+        "LoRA": row["lora_gb"],
+        "optimiser": row["optimizer_gb"],
+        "gradients": row["gradients_gb"] if phase == "update" else 0.0,
+        "KV cache": row["cache_gb"] if phase == "rollout" else 0.0,
+        "activations and the rest": row["rest_gb"][phase],
+    }
+
+
+STACK = ["tab:green", "yellowgreen", "tab:orange", "tab:red", "tab:pink", "tab:purple", "lightgray"]
+LINES = {"rollout": "o-", "logprobs": ":", "update": "s--"}
+
+
+def draw_steps(axis, rows):
+    """Three bars a model, a phase each; the cap as a line over them."""
+    steps = [row for row in rows if "weights_gb" in row and row.get("rest_gb")]
+    steps.sort(key=lambda row: row["weights_gb"])
+    for i, row in enumerate(steps):
+        for k, phase in enumerate(PHASES):
+            bottom = 0.0
+            for (label, size), color in zip(stack_of(row, phase).items(), STACK):
+                named = {"label": label} if i == k == 0 else {}
+                axis.bar(4 * i + k, size, bottom=bottom, color=color, width=0.85, **named)
+                bottom += size
+        if row["cap_gb"]:
+            axis.plot([4 * i - 0.6, 4 * i + 2.6], [row["cap_gb"]] * 2, "k--", linewidth=1)
+            axis.annotate(f"cap {row['cap_gb']:g}", (4 * i + 1, row["cap_gb"]), ha="center",
+                          va="bottom", fontsize=8)
+    places = [4 * i + k for i in range(len(steps)) for k in range(3)]
+    names = [phase if k != 1 else f"{phase}\n{row['model']}"
+             for row in steps for k, phase in enumerate(PHASES)]
+    axis.set_xticks(places, names, fontsize=7)
+    missing = [row["model"] for row in rows if row not in steps]
+    note = f"; not shown: {', '.join(dict.fromkeys(missing))}" if missing else ""
+    axis.set(ylabel="10^9 bytes", title=f"peak of a GRPO step, by phase{note}")
+
+
+def by_model(rows):
+    """(model, its rows by length, a colour of its own) of rows of long completions."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    for model, color in zip(models, itertools.cycle(["tab:blue", "tab:red", "tab:green"])):
+        own = [row for row in rows if row["model"] == model]
+        yield model, sorted(own, key=lambda row: row["length"]), color
+
+
+def draw_peaks(axis, rows):
+    """The peak of each phase against the length of the completions."""
+    for model, own, color in by_model(rows):
+        lengths = [row["length"] for row in own]
+        for phase, style in LINES.items():
+            peaks = [row["peak_gb"][phase] for row in own]
+            axis.plot(lengths, peaks, style, color=color, markersize=4, label=f"{model}, {phase}")
+    axis.plot(UNSLOTH["length"], UNSLOTH["gb"], "k*", markersize=9,
+              label=f"Unsloth, {UNSLOTH['model']}, published")
+    for cap in {row["cap_gb"] for row in rows if row["cap_gb"]}:
+        axis.axhline(cap, color="black", linestyle="--", linewidth=1)
+    axis.set(xlabel="tokens of a completion", ylabel="10^9 bytes", title="peak of long completions")
+    axis.grid(alpha=0.3)
+
+
+def draw_decoding(axis, rows):
+    """Milliseconds of a token of all completions against the tokens that are there."""
+    for model, own, color in by_model(rows):
+        lengths = [row["length"] for row in own]
+        times = [row["ms_a_token"] for row in own]
+        axis.plot(lengths, times, "o-", color=color, markersize=4, label=model)
+    axis.set(xlabel="tokens of a completion", ylabel="ms a token of all completions",
+             title="decoding at a full cache")
+    axis.grid(alpha=0.3)

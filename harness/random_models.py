@@ -1,0 +1,79 @@
+"""Models of random weights and true shapes, for measuring speed and memory without a download."""
+import copy
+from typing import NamedTuple
+
+import torch
+import transformers
+
+import qerl
+
+
+class Shape(NamedTuple):
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 151936),
+    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
+    "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 151936),
+    "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-14B": Shape(5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-32B": Shape(5120, 27648, 64, 40, 8, 152064),
+    "Qwen2.5-72B": Shape(8192, 29568, 80, 64, 8, 152064),
+    "tiny": Shape(256, 512, 2, 4, 2, 512),
+}
+
+
+class RandomWeights(qerl.Checkpoint):
+    """Normal weights of any shape. Layers of a kind are equal, but each lies in its own memory."""
+
+    def __init__(self, weights, lora_rank, device):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        super().__init__({}, weights, lora_rank, device=device, dtype=dtype)
+        self.first = {}
+
+    def has(self, name):
+        return name.endswith((".weight", ".bias"))
+
+    def read(self, name, shape):
+        scale = 0.02 if len(shape) > 1 else 0.1
+        tensor = torch.randn(shape, device=self.device, dtype=self.dtype) * scale
+        return tensor + 1 if name.endswith("norm.weight") else tensor
+
+    def linear(self, prefix, leaves, sizes, in_features, bias):
+        """As Checkpoint.linear, but only the first layer of a kind is quantised; others copy it."""
+        kind = leaves[0]
+        if kind not in self.first:
+            self.first[kind] = super().linear(prefix, leaves, sizes, in_features, bias)
+        layer = copy.deepcopy(self.first[kind])
+        layer.names = [f"{prefix}.{leaf}" for leaf in leaves]
+        if layer.rank:
+            layer.lora_B.data.normal_(std=0.01)
+        return layer
+
+
+def config_of(name):
+    shape = SHAPES[name]
+    return transformers.Qwen2Config(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=False,
+    )
+
+
+def random_model(name, weights, lora_rank, device):
+    torch.manual_seed(0)
+    return qerl.Transformer(config_of(name), RandomWeights(weights, lora_rank, device))
+
+
+def random_prompts(vocabulary, count, length):
+    return torch.randint(0, vocabulary, (count, length)).tolist()

@@ -1,0 +1,128 @@
+"""AWQ: input channels that carry large activations are scaled up before rounding (arXiv 2306.00978).
+
+    python -m methods.awq                                            the demonstration, on a CPU
+    python train_gsm8k.py --quantizer awq                            goes with every --method
+    python train_gsm8k.py --method awq                               the same with QeRL's
+
+Problem. Rounding to the nearest code (RTN), as QeRL here does, makes the same error in all weights
+of a block. But the error of a weight counts times the input that it is multiplied with, and a few
+channels have inputs far larger than the others'. The paper's own models were calibrated by AWQ.
+
+Formula. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, x̄ the mean |x| of a channel:
+
+    min over a in 0, 0.05 .. 0.95 of ‖Q(W s) s⁻¹ X - W X‖²,    s = max(x̄ᵃ, 1e-4),
+
+divided by √(max s · min s). s⁻¹ is folded into the norm before (q, k, v; gate, up) or the layer
+before (v -> o if they have as many heads; up -> down). Since ‖D X‖² = tr(D H Dᵀ) with H = Σ x xᵀ,
+nothing is needed of the inputs but H and x̄.
+[Eq. 4-5 of the paper; the normalisation is from the authors' code]
+
+What differs from QeRL. Only the bytes that are loaded; harness/quantizers.py finds and keeps them.
+AWQ's authors measure q, k, v behind the attention, and gate, up behind the MLP, and clip weights
+afterwards; we measure each layer's own output, and do not clip. The norms' scales become w / s, so
+that the same σ of AQN is more noise where s is large.
+
+Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
+where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
+
+When would you use it? Where your serving stack asks for it. In NVFP4, whose blocks have scales of
+their own already, GPTQ comes nearer.
+"""
+import torch
+
+import qerl
+from harness.calibration import calibrate
+from harness.packed_folder import stacked_parts
+from harness.quantizers import OtherCodes, example_layer, pieces, show_layer, show_quantizers
+
+
+def channel_scale(mean, a):
+    """s float32 [in] of the channels' mean |x| and an exponent."""
+    s = mean.pow(a).clamp_min(1e-4)
+    return s / (s.max() * s.min()).sqrt()
+
+
+def awq_scale(layer, seen):
+    """s float32 [in]: what to multiply a layer's input channels by before rounding."""
+    weight = layer.weight.dequantize(torch.float32)
+    mean = seen.magnitude / max(seen.count, 1)
+    lowest = float("inf")
+    for step in range(20):
+        s = channel_scale(mean, step / 20)
+        parts = qerl.quantize_nvfp4(weight * s)
+        difference = qerl.dequantize_nvfp4(*parts, torch.float32) / s - weight
+        error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)
+        if error < lowest:
+            lowest = error
+            best = s
+    return best
+
+
+def fold(block, scales):
+    """{tensor name: tensor} by which a block computes the same, its weights times these scales.
+
+    scales: {layer: s [in]}; a layer that is not in it keeps its input.
+    """
+    found = {}
+    qkv = block.attention.qkv
+    o = block.attention.o
+    gate_up = block.mlp.gate_up
+    down = block.mlp.down
+    outputs = {layer: torch.ones(sum(layer.sizes), device=block.attention_norm.weight.device)
+               for layer in (qkv, o, gate_up, down)}
+    if o in scales:
+        outputs[qkv][-qkv.sizes[2]:] /= scales[o]                # v's rows
+    if down in scales:
+        outputs[gate_up][-gate_up.sizes[1]:] /= scales[down]     # up's rows
+    for layer, norm in ((qkv, block.attention_norm), (gate_up, block.mlp_norm)):
+        found[f"{norm.name}.weight"] = norm.weight.detach() / scales.get(layer, 1)
+    for layer, output in outputs.items():
+        weight = output[:, None] * layer.weight.dequantize(torch.float32) * scales.get(layer, 1)
+        found.update((f"{name}.weight", rows) for name, rows in pieces(layer, weight))
+        if layer.bias is not None:
+            bias = output * layer.bias
+            found.update((f"{name}.bias", part) for name, part in pieces(layer, bias))
+    return found
+
+
+def choose_codes(model, sequences):
+    """{tensor name: tensor} that replace a 16-bit model's; sequences: of harness.worked.
+
+    A block reads what the 16-bit blocks before it give.
+    """
+    found = {}
+
+    def visit(block, inputs):
+        scaled = dict(inputs)
+        if block.attention.qkv.sizes[0] != block.attention.qkv.sizes[2]:
+            del scaled[block.attention.o]          # several heads of o read one head of v
+        scales = {layer: awq_scale(layer, seen) for layer, seen in scaled.items()}
+        folded = fold(block, scales)
+        for layer in inputs:
+            weights = [folded.pop(f"{name}.weight") for name in layer.names]
+            parts = qerl.quantize_nvfp4(torch.cat(weights))
+            found.update(stacked_parts(layer.names, layer.sizes, *parts))
+        found.update(folded)                       # norms and biases
+
+    calibrate(model, sequences, visit)
+    return found
+
+
+class Neighbour(OtherCodes):
+    """`--method awq` is QeRL with `--quantizer awq`, and nothing else."""
+    quantizer = "awq"
+
+
+def main():
+    weight, x = example_layer()
+    rounded = {}
+    for a in (0, 0.2, 0.4, 0.6, 0.8):
+        s = channel_scale(x.abs().mean(0), a)
+        parts = qerl.quantize_nvfp4(weight * s)
+        rounded[f"a = {a}"] = qerl.dequantize_nvfp4(*parts, torch.float32) / s
+    show_layer(weight, x, rounded)
+    show_quantizers()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Pooled noise: four draws share each group, and completions far from the policy are left out.
+
+    python -m methods.pooled_noise                     the demonstration, on a CPU
+    python train_gsm8k.py --method pooled_noise
+
+The problem (3PO, arXiv 2608.09805). All completions of a step share one draw of the noise, so that
+a group compares answers of a single perturbed policy: whether that one is better or worse than the
+policy cancels in the advantages, and the step hangs on one draw.
+
+The formula [from a secondary note, which does not say how many draws it takes]. Four draws a group,
+each for a quarter of it. The policy that sampled, mu, is noisy and pi_old is not, so sequence-MIS
+corrects for it: with l = log pi_old - log mu of a sampled token, a completion counts
+
+    min(w, 2) times for w = exp(sum of l), and not at all outside 0.5 <= w <= 2.
+
+What differs from QeRL: `noise`, `generate` and the loss.
+
+The paper's results: with one draw a step its authors found no gain over GRPO on average, with
+pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours will stand in
+methods/README.md.
+
+When would you use it? Where rewards within a group hardly differ. It starts the sampler four times,
+and with long completions w leaves its range, so look at kept_fraction.
+"""
+import contextlib
+import dataclasses
+import types
+
+import torch
+
+import qerl
+from harness.batches import join_rollouts
+from harness.checks import require_noise
+from harness.demonstration import k3_of, sample_step, small_policy
+from harness.mismatch import ratio_of
+from methods import Method
+from qerl import require
+
+DRAWS = 4                      # in a group
+
+
+def sequence_weights(batch):
+    """Sequence-MIS: how often each completion counts, float32 [N]; see above."""
+    log_ratio = (batch.old_logprobs - batch.rollout_logprobs).sum(1)         # padding has none
+    ratio = ratio_of(log_ratio)
+    inside = (ratio >= 0.5) & (ratio <= 2)
+    return torch.where(inside, ratio, 0)
+
+
+class Neighbour(Method):
+    """QeRL with pooled noise and sequence-MIS."""
+
+    def check(self):
+        require_noise(self.settings)
+        require(self.settings.group % DRAWS == 0,
+                f"--method pooled_noise: {DRAWS} draws share a group of {self.settings.group} "
+                f"unequally; use a --group divisible by {DRAWS}")
+        require(self.settings.tis == 0,
+                "--method pooled_noise: weighs completions already; use --tis 0")
+
+    @contextlib.contextmanager
+    def noise(self, model, sigma, generator):
+        """No noise yet: `generate` draws it."""
+        self.sigma = sigma
+        self.generator = generator
+        yield
+
+    def generate(self, model, prompts, max_new_tokens, group_size, **options):
+        """One call of the sampler a draw; its rows are put back in the order of the prompts."""
+        share = group_size // DRAWS
+        rollouts = []
+        for _ in range(DRAWS):
+            with qerl.adaptive_quantization_noise(model, self.sigma, self.generator):
+                rollouts.append(qerl.generate(model, prompts, max_new_tokens, share, **options))
+        rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
+        return join_rollouts(rollouts, rows.transpose(0, 1).flatten())
+
+    def loss(self, logprobs, piece):
+        # A weight of the gain is one of the advantage.
+        weighted = piece.advantages * sequence_weights(piece)
+        return super().loss(logprobs, dataclasses.replace(piece, advantages=weighted))
+
+    def measure(self, batch):
+        kept = sequence_weights(batch) > 0
+        return {"kept_fraction": kept.float().mean().item()}
+
+
+# --------------------------------------------------------------------------------------------------
+# The demonstration
+
+def main():
+    model, text, prompts = small_policy(12)
+    settings = types.SimpleNamespace(micro_tokens=16384)
+    print("1. What pooling averages: how far each of 16 draws moves the small policy, and four draws\n"
+          "together; K3 = mean(e^l - 1 - l) in nats a token.\n\n"
+          "             one draw           four draws\n"
+          "  sigma    least     most     least     most")
+    _, clean = sample_step(Method(settings), model, text, prompts)
+    for sigma in (0.03, 0.1):
+        noise_rng = torch.Generator().manual_seed(0)
+        divergences = []
+        for _ in range(16):
+            with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
+                noisy = clean.logprobs_under(model, settings.micro_tokens)
+            divergences.append(qerl.mismatch(noisy, clean.old_logprobs, clean.mask)[0])
+        one = torch.tensor(divergences)
+        four = one.view(-1, DRAWS).mean(1)
+        print(f"{sigma:7} {one.min():8.5f} {one.max():8.5f}  {four.min():8.5f} {four.max():8.5f}")
+    print("\n2. The completions that sequence-MIS keeps, of some 30 tokens each:\n\n"
+          "  sigma        K3   kept")
+    for sigma in (0.01, 0.03, 0.1, 0.2):
+        _, batch = sample_step(Neighbour(settings), model, text, prompts, sigma)
+        kept = (sequence_weights(batch) > 0).float().mean()
+        print(f"{sigma:7} {k3_of(batch):9.1e} {kept:6.0%}")
+
+
+if __name__ == "__main__":
+    main()

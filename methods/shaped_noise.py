@@ -1,0 +1,100 @@
+"""AQN in some of the norms alone, or of another distribution: ablations of our own.
+
+    python -m methods.shaped_noise                     the demonstration, on a CPU
+    python train_gsm8k.py --method shaped_noise:VARIANT
+
+The problem. AQN adds Gaussian noise to the scales of all RMSNorms. Which of them explore, and does
+the shape of the noise matter, or its variance alone? The paper does not say.
+
+The formula. w + sigma z with E z = 0 and E z^2 = 1, as in QeRL (Eq. 7-10), but
+
+    attention, mlp, first, last    in these norms alone: before attention, before the MLP, in the
+                                   first or last third of the blocks; z is QeRL's own draw
+    uniform, laplace               in all norms; z has lighter or heavier tails than Gaussian noise
+
+[all our inference: no paper]. What differs from QeRL: `noise` alone.
+
+Ours will stand in methods/README.md.
+
+When would you use it? To find out where AQN works, at a sigma that causes the same divergence: the
+demonstration shows how differently the same sigma moves a policy, depending on where it is.
+"""
+import contextlib
+import math
+import types
+
+import torch
+
+import qerl
+from harness.checks import require_noise
+from harness.demonstration import sample_step, small_policy
+from methods import Method
+
+PLACES = ("attention", "mlp", "first", "last")
+UNIT_VARIANCE = {
+    "uniform": torch.distributions.Uniform(-math.sqrt(3), math.sqrt(3)),
+    "laplace": torch.distributions.Laplace(0.0, math.sqrt(0.5)),
+}
+
+
+def chosen_norms(model, place):
+    """The RMSNorms that a place names; without a place all."""
+    third = math.ceil(len(model.blocks) / 3)
+    if place == "attention":
+        return [block.attention_norm for block in model.blocks]
+    if place == "mlp":
+        return [block.mlp_norm for block in model.blocks]
+    part = {"first": model.blocks[:third], "last": model.blocks[-third:]}.get(place, model)
+    return [m for m in part.modules() if isinstance(m, qerl.RMSNorm)]
+
+
+@contextlib.contextmanager
+def shaped_noise(model, sigma, generator, variant):
+    """AQN in the norms of a place alone, or of another distribution; for other variants AQN."""
+    noisy = chosen_norms(model, variant)
+    with qerl.adaptive_quantization_noise(model, sigma, generator):
+        for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+            if norm not in noisy:
+                norm.noisy_weight = None
+            elif variant in UNIT_VARIANCE:
+                # u > 0: Laplace's 0 lies at minus infinity.
+                u = torch.rand(norm.weight.shape, generator=generator).clamp_min(2 ** -25)
+                z = UNIT_VARIANCE[variant].icdf(u).to(norm.weight.device)
+                norm.noisy_weight = norm.weight.detach() + sigma * z
+        yield
+
+
+class Neighbour(Method):
+    """QeRL with the noise of the variant; without a variant its own."""
+    variants = (*PLACES, *UNIT_VARIANCE)
+
+    def check(self):
+        require_noise(self.settings)
+
+    def noise(self, model, sigma, generator):
+        return shaped_noise(model, sigma, generator, self.variant)
+
+
+def main():
+    model, text, prompts = small_policy(12)
+    settings = types.SimpleNamespace(micro_tokens=16384)
+    print("sigma = 0.1 elsewhere and of other distributions, K3 = mean(e^l - 1 - l) over four draws.\n"
+          "The spread between draws is what a step with one draw is exposed to: see pooled_noise.py.\n\n"
+          "  noise          mean     least      most")
+    _, clean = sample_step(Neighbour(settings), model, text, prompts)
+    for variant in (None, *PLACES, *UNIT_VARIANCE):
+        method = Neighbour(settings, variant)
+        noise_rng = torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(4):
+            with method.noise(model, 0.1, noise_rng):
+                noisy = method.old_logprobs(model, clean)
+            found.append(qerl.mismatch(noisy, clean.old_logprobs, clean.mask)[0])
+        mean = sum(found) / len(found)
+        print(f"  {variant or 'all norms':10} {mean:8.5f}  {min(found):8.5f}  {max(found):8.5f}")
+    print("\nNoise in the first third of the blocks does about what noise in all of them does, in the\n"
+          "last third next to nothing. Other tails change little beside the spread of the draws.")
+
+
+if __name__ == "__main__":
+    main()
