@@ -3840,7 +3840,7 @@ def torchrun(count, script, *args):
 
 def run_processes(count, script, *args):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
-    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True)
+    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
 
 
 SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2,
@@ -5618,7 +5618,7 @@ def test_a_neighbour_opens_with_what_a_student_needs(name):
 
 import socket
 
-from harness import scaling_bench
+from harness import scaling_bench, sharded
 
 
 def scaling_row(processes, prompts, step, **figures):
@@ -5762,6 +5762,150 @@ def test_one_rank_of_a_machine_says_that_another_is_gone(monkeypatch):
         ranks = as_rank(monkeypatch, 2, None, local_rank)
         with pytest.raises(error, match="rank 2 waited for another" if local_rank == 0 else "2"), ranks.together():
             gone()
+
+
+# A model of several blocks: with two each would keep a buffer of its own.
+DEEP = {**SIZES, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    CONFIGS["deep"] = lambda: transformers.Qwen2Config(**DEEP, tie_word_embeddings=True)
+    try:
+        return make_folder(tmp_path_factory.mktemp("deep"), "deep")[0]
+    finally:
+        del CONFIGS["deep"]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("weights,tiled", [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
+def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
+    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its own between passes."""
+    monkeypatch.setattr(fp4_kernels, "take", lambda *_: tiled)
+    whole = with_lora(deep, weights=weights)
+    whole.recompute_in_backward()
+    cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
+    assert all(t.numel() == 0 for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
+    passes = sharded.SharedPasses(cut, Ranks())
+    storages = {layer.weight.words.untyped_storage().data_ptr() if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
+                for layer in cut.quantized_layers()}
+    assert len(storages) == 2                                                              # buffers, for three blocks
+    tokens = torch.arange(60).view(2, 30) + 5
+    results = []
+    for model in (whole, cut):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            logits = model(tokens)
+        rollout = qerl.generate(model, tokens.tolist(), 6, 2)
+        model(tokens).square().mean().backward()
+        gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+        results.append({"logits": logits, "tokens": rollout.tokens, "logprobs": rollout.logprobs, **gradients})
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name
+    passes.serve()                                                                         # nobody wants a pass
+
+
+@gpu
+def test_gpu_gathered_weights_compute_the_same(tmp_path):
+    """The same with the kernels, and with a decode step, its vote and its gatherings by NCCL, recorded as one CUDA graph."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        folder = make_folder(tmp_path / "wide", "wide")[0]
+        whole = with_lora(folder, device="cuda")
+        whole.recompute_in_backward()
+        cut = with_lora(folder, device="cuda", checkpoint_class=sharded.ShardedCheckpoint)
+        passes = sharded.SharedPasses(cut, Ranks())
+        tokens = torch.arange(60, device="cuda").view(2, 30) + 5
+        results = []
+        for model in (whole, cut):
+            with torch.no_grad():
+                logits = model(tokens)
+            rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
+            model(tokens).square().mean().backward()
+            gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+            results.append({"logits": logits, "tokens": rollout.tokens, **gradients})
+        for name, tensor in results[0].items():
+            torch.testing.assert_close(results[1][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        passes.serve()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
+    """Three pieces, none with more than its share but for padding; together they are the layer."""
+    model = qerl.load_model(qwen[0])
+    pieces = []
+    for rank in range(3):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=3))
+        cut = qerl.load_model(qwen[0], checkpoint_class=sharded.ShardedCheckpoint)
+        layers = cut.quantized_layers()
+        pieces.append([layer.piece for layer in layers])
+    for whole, layer, *parts in zip(model.quantized_layers(), layers, *pieces):
+        packed = sharded.packed_tensors(whole.weight)
+        share = sum(t.nbytes for t in packed) / 3
+        assert all(share <= len(part) < share + 2 * sharded.ALIGNMENT for part in parts)
+        again = sharded.tensors_in(torch.cat(parts), layer.layout, 3 * sharded.ALIGNMENT)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, packed))
+
+
+# Two trainings by the same processes, the second with cut weights. The ranks get completions of different lengths.
+WHOLE_AND_CUT = """
+import sys
+from functools import partial
+import torch
+import bench, qerl, train_gsm8k
+from harness.ranks import Ranks
+from torch import distributed
+
+def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
+    slots = max(group_size, 4 - 2 * Ranks().rank)
+    lengths = torch.arange(len(prompts) * group_size) % 4 + 1 + 4 * Ranks().rank
+    sampler_class = partial(bench.CutSampler, bench.Work(), lengths)
+    options = {**options, "slots": slots, "sampler_class": sampler_class}
+    return original(model, prompts, max_new_tokens, group_size, *rest, **options)
+
+def meet(backend):
+    if not distributed.is_initialized():                        # processes cannot meet twice
+        meet_once(backend)
+
+meet_once = distributed.init_process_group
+distributed.init_process_group = meet
+Ranks.stop = lambda self: None
+original = qerl.generate
+qerl.generate = generate
+command, out = sys.argv[:-1], sys.argv[-1]
+for name, flags in (("whole", []), ("cut", ["--shard"])):
+    sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
+    train_gsm8k.main()
+"""
+
+
+def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_path):
+    """Bit for bit, though one rank decodes more tokens in fewer slots and trains on more pieces than the other."""
+    script = tmp_path / "both.py"
+    script.write_text(WHOLE_AND_CUT)
+    flags = ("--reward", "random", "--steps", 2, "--micro-tokens", 500, "--skip-eval-before")
+    done = run_processes(2, script, "--model", deep, "--data", data, *SEVERAL, *flags, tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, cut = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert max(t.abs().max() for name, t in whole.items() if "lora_B" in name) > 1e-3
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))):
+        same = a.keys() - {"seconds", "tokens_per_s", "peak_memory_gb"}
+        assert a["length"] == 4.5 and {name: a[name] for name in same} == {name: b[name] for name in same}
+
+
+@pytest.mark.parametrize("options,message", [(["--shard"], "start by torchrun"),
+                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun")])
+def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

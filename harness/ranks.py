@@ -38,15 +38,21 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if several else 0
         self.local_rank = int(os.environ["LOCAL_RANK"]) if several else 0      # of this machine
         self.main = self.rank == 0
+        self.serve = lambda: None      # with --shard: harness.sharded.SharedPasses.serve
 
     def check(self, settings):
         """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
         if self.count == 1:
+            if settings.shard:
+                raise UserError("--shard cuts the weights over several processes; start by torchrun")
             return
         require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
                 f"is not divisible by --updates {settings.updates} times {self.count} processes")
         require(settings.method == "qerl", "method", settings.method,
                 "the neighbours run in one process; start without torchrun")
+        if settings.shard and (settings.lora_rank == 0 or settings.keep_activations):
+            raise UserError("--shard goes neither with --lora-rank 0 nor with --keep-activations; "
+                            "leave one out")
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
@@ -84,7 +90,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self):
-        """Around what all ranks do together: a rank that is gone ends it, in one line a machine."""
+        """Around what all ranks do together, once none of them needs the others otherwise."""
+        with self.surviving():
+            self.serve()
+            yield
+
+    @contextlib.contextmanager
+    def surviving(self):
+        """Around what ends if a rank is gone: it ends in one line a machine."""
         try:
             yield
         except RuntimeError as e:
