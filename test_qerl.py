@@ -3927,7 +3927,8 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, d
 
 @pytest.mark.parametrize("options,message", [
     (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
-    (["--device", "cpu:0"], "use")])
+    (["--device", "cpu:0"], "use"), (["--shard", "--keep-activations"], "--keep-activations: with --shard"),
+    (["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "--lora-rank 0: trains the weights themselves, which --shard cuts")])
 def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -5902,8 +5903,29 @@ def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_pat
         assert a["length"] == 4.5 and {name: a[name] for name in same} == {name: b[name] for name in same}
 
 
+def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monkeypatch):
+    """Two ranks of the same folder agree, one of a folder with another weight in one layer does not."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen[0], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    sums = []
+    for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other)):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=2))
+        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)))
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
+    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", lora_rank=2, max_new_tokens=8, eval_questions=3)
+    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes; raise --eval-questions"):
+        train_gsm8k.load_all(settings, methods.find("qerl", settings), as_rank(monkeypatch, 2, None))
+
+
 @pytest.mark.parametrize("options,message", [(["--shard"], "start by torchrun"),
-                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun")])
+                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun"),
+                                             (["--shard", "--save-quantized", "packed"], "leave --shard out")])
 def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
 

@@ -300,6 +300,9 @@ def load_all(settings, method, ranks=Ranks()):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
+    if len(held_out) < ranks.count:
+        raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
+                        "raise --eval-questions, give more of them, or start fewer processes")
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)

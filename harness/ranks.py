@@ -44,15 +44,18 @@ class Ranks:
         """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
         if self.count == 1:
             if settings.shard:
-                raise UserError("--shard cuts the weights over several processes; start by torchrun")
+                raise UserError("--shard cuts the weights over several processes, but this is one; "
+                                "start by torchrun --nproc_per_node=2 or more")
             return
         require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
                 f"is not divisible by --updates {settings.updates} times {self.count} processes")
         require(settings.method == "qerl", "method", settings.method,
                 "the neighbours run in one process; start without torchrun")
-        if settings.shard and (settings.lora_rank == 0 or settings.keep_activations):
-            raise UserError("--shard goes neither with --lora-rank 0 nor with --keep-activations; "
-                            "leave one out")
+        require(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
+                "trains the weights themselves, which --shard cuts; leave one of the two out")
+        if settings.shard and settings.keep_activations:
+            raise UserError("--keep-activations: with --shard a block is computed again in backward; "
+                            "leave one of the two out")
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".

@@ -17,7 +17,8 @@ from qerl import UserError
 # A function that runs in one phase only, the phase, and what lowers its memory. The first counts
 # that was running; `train` also runs around the others.
 PHASES = [
-    ("load_all", "while loading the model", "choose a smaller --model or 4-bit --weights"),
+    ("load_all", "while loading the model",
+     "choose a smaller --model or 4-bit --weights, or cut it over several GPUs by --shard"),
     ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),
     ("logprobs_under", "in the log-probabilities",
      "lower --micro-tokens or, in a new run, --max-new-tokens"),
