@@ -5755,14 +5755,44 @@ def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
     assert checksum != checkpoint.weights_checksum(model)
 
 
-def test_one_rank_of_a_machine_says_that_another_is_gone(monkeypatch):
-    monkeypatch.setattr("harness.ranks.SPEAKING_SECONDS", 0)
-    def gone():
+def test_a_rank_says_that_another_is_gone(monkeypatch):
+    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2, None).together():
         raise RuntimeError("Connection reset by peer")
-    for local_rank, error in ((0, qerl.UserError), (1, SystemExit)):
-        ranks = as_rank(monkeypatch, 2, None, local_rank)
-        with pytest.raises(error, match="rank 2 waited for another" if local_rank == 0 else "2"), ranks.together():
-            gone()
+
+
+# train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the others.
+ERRONEOUS_RANK = """
+import os, sys, time
+import harness.ranks, train_gsm8k
+
+rank, erroneous, moment = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
+harness.ranks.SPEAKING_SECONDS = 60 if erroneous == "all" else 0.5
+if erroneous in (rank, "all"):
+    sys.argv += ["--lr", "-5"] if moment == "before" else ["--data", "."]
+if rank == "0":
+    time.sleep(1)
+train_gsm8k.main()
+"""
+
+
+@pytest.mark.parametrize("erroneous,moment,message", [("all", "before", "--lr -5.0: must be positive"), ("all", "after", "--data .: no "),
+                                                      ("1", "before", "--lr -5.0: must be positive")])
+def test_an_error_of_several_ranks_is_one_line(qwen, data, tmp_path, erroneous, moment, message):
+    """Before or after the ranks have met; what one of them alone sees is said, too."""
+    script = tmp_path / "erroneous.py"
+    script.write_text(ERRONEOUS_RANK)
+    done = run_processes(2, script, erroneous, moment, "--model", qwen[0], "--data", data, *SEVERAL, "--out", tmp_path / "run")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0] and done.returncode != 0
+    assert "terminate called" not in done.stderr                                          # by gloo's threads, after the line
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_all_ranks_of_a_machine_see_that_it_has_too_few_gpus(monkeypatch, local_rank):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
+        as_rank(monkeypatch, local_rank, None, local_rank).start("cuda")
 
 
 # A model of several blocks: with two each would keep a buffer of its own.
