@@ -55,11 +55,12 @@ from harness import claims, compare, entropy, memory_bench, scaling_bench
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
-from harness.instruments import Clock, command_line, environment, fail, peak_memory_gb
+from harness.instruments import Clock, command_line, environment, peak_memory_gb
 from harness.random_models import SHAPES, config_of, random_model, random_prompts
 from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
+from harness.stops import end
 from methods import Method, jetrl
 
 
@@ -1305,7 +1306,7 @@ def main():
             sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))
         run(arguments())
     except (qerl.UserError, OSError) as e:
-        sys.exit(fail(str(e)))
+        end(str(e))
 
 
 if __name__ == "__main__":

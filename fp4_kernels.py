@@ -1353,13 +1353,16 @@ if triton is not None:
 #
 # It is bound by memory: the keys and values that are there are read once for all query heads that
 # share them (grouped-query attention); the places of the cache that are not filled are not
-# touched. A row's cache is cut into parts of `split` tokens for different programs, so that long
-# rows do not make the others wait. The last program of a row to finish puts its parts together.
+# touched. A row's cache is cut into parts for different programs, so that long rows do not make the
+# others wait: parts of `split` tokens, of more where the row would have more parts than programs.
+# The last program of a row to finish puts its parts together, one after the other.
 #
 # The cache grows while a recorded CUDA graph replays this kernel: it lies in pieces, whose addresses
 # the kernel reads from a table.
 
-CACHE_PIECE = 512          # positions of a piece; a part of the cache lies in one
+CACHE_PIECE = 512          # positions of a piece
+PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
+MOST_PARTS = 64            # of a row
 
 
 def decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved=False):
@@ -1384,15 +1387,15 @@ def decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved=False):
 
 
 def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interleaved=False,
-                     split=None):
+                     split=None, parts=None):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
     `filled`; the caller counts on. The cache has max_len places, CACHE_PIECE in each of `pieces` [2
     (k, v), B, kv_heads, CACHE_PIECE, D], the rest in the last. Pieces that no row has reached need
-    not exist yet. addresses int64: where each piece lies. split: how many tokens of the cache a
-    program has, divisible by 64 and a divisor of CACHE_PIECE, for tests.
+    not exist yet. addresses int64: where each piece lies. For tests: a program has `split` tokens of
+    the cache, divisible by 64, or more where `parts` programs a row would not be enough.
     """
     if not use_triton(qkv):
         return decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved)
@@ -1400,8 +1403,9 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interlea
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
     split = split or (512 if B * kv_heads >= 128 else 128)
-    assert split % 64 == 0 and CACHE_PIECE % split == 0
-    parts = triton.cdiv(max_len, split)
+    assert split % 64 == 0
+    parts = parts or min(MOST_PARTS, triton.cdiv(PROGRAMS, B * kv_heads))
+    parts = min(parts, triton.cdiv(max_len, split))
 
     # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
     # least.
@@ -1510,6 +1514,15 @@ if triton is not None:
                                   stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
         return done, total, out
 
+    @triton.jit
+    def piece_of(addresses, piece, row, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
+        """(k, v, offset): token t of a row is at k + offset + t * D, if it lies in this piece."""
+        places = tl.minimum(PIECE, max_len - piece * PIECE)
+        # PyTorch aligns what it allocates for loads of 16 bytes.
+        k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
+        v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
+        return k_cache, v_cache, (row.to(tl.int64) * places - piece * PIECE) * D
+
     # Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
     @triton.jit(do_not_specialize=["max_len"])
     def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
@@ -1517,7 +1530,7 @@ if triton is not None:
                                 INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                                 HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                                 BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
-        """A program has a part, SPLIT tokens, of the cache of one row and kv head.
+        """A program has a part, SPLIT tokens or more, of the cache of one row and kv head.
 
         SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
         """
@@ -1528,7 +1541,9 @@ if triton is not None:
         b = (row // kv_heads).to(tl.int64)
         g = row % kv_heads
         n = tl.load(filled + b).to(tl.int32)
-        if part * SPLIT <= n:
+        size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
+        first = part * size
+        if first <= n:
             head = tl.arange(0, HEADS)
             d = tl.arange(0, D_PAD)
             inside = (head[:, None] < SHARE) & (d[None] < D)
@@ -1541,13 +1556,8 @@ if triton is not None:
             total = tl.zeros([HEADS], tl.float32)
             out = tl.zeros([HEADS, D_PAD], tl.float32)
 
-            piece = part * SPLIT // PIECE
-            places = tl.minimum(PIECE, max_len - piece * PIECE)
-            # PyTorch aligns what it allocates for loads of 16 bytes.
-            k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
-            v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
-            cached = (row.to(tl.int64) * places - piece * PIECE) * D
-            if n < (part + 1) * SPLIT:                         # the new token is this part's: first
+            if n < first + size:                               # the new token is this part's: first
+                k_cache, v_cache, cached = piece_of(addresses, n // PIECE, row, max_len, y, D, PIECE)
                 k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
                 v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
                 tl.store(k_cache + cached + n * D + d, k, mask=d < D)
@@ -1555,13 +1565,16 @@ if triton is not None:
                 top = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
                 total += 1.0
                 out += v.to(tl.float32)[None]
-            first = part * SPLIT
-            last = tl.minimum(n, (part + 1) * SPLIT)
-            top, total, out = attend(Q, top, total, out, k_cache, v_cache, cached, first, last, n, d,
-                                     scale_log2e, HEADS, D, BLOCK)
+            last = tl.minimum(n, first + size)
+            for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
+                k_cache, v_cache, cached = piece_of(addresses, piece, row, max_len, y, D, PIECE)
+                begin = tl.maximum(first, piece * PIECE)
+                end = tl.minimum(last, (piece + 1) * PIECE)
+                top, total, out = attend(Q, top, total, out, k_cache, v_cache, cached, begin, end, n, d,
+                                         scale_log2e, HEADS, D, BLOCK)
 
-            parts = n // SPLIT + 1
-            done = n < SPLIT
+            parts = n // size + 1
+            done = n < size
             if not done:
                 done, total, out = leave_attention(top, total, out, outs, stats, arrived, part,
                                                    parts, row, head, d, HEADS, D_PAD)

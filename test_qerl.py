@@ -3454,8 +3454,8 @@ def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads,kv_heads,dim,interleaved", [(6, 2, 48, False), (4, 4, 64, False), (7, 1, 128, True)])
-def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved):
+@pytest.mark.parametrize("heads,kv_heads,dim,interleaved,parts", [(6, 2, 48, False, None), (4, 4, 64, False, 2), (7, 1, 128, True, 3)])
+def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved, parts):
     torch.manual_seed(0)
     monkeypatch.setattr(fp4_kernels, "CACHE_PIECE", 256)
     split, longest = 128, 2 * 256 + 9                                                     # three pieces, the last one short
@@ -3469,7 +3469,7 @@ def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, interleaved)
     pieces = [piece.contiguous().to(KERNEL_DEVICE) for piece in cache.split(256, 3)]
     addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=KERNEL_DEVICE)
     twins = [piece.nan_to_num().double() for piece in cache.split(256, 3)]
-    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split)
+    kernel = fp4_kernels.decode_attention(*(t.to(KERNEL_DEVICE) for t in (qkv, cos, sin)), pieces, addresses, longest, filled.to(KERNEL_DEVICE), interleaved, split, parts)
     twin = fp4_kernels.decode_attention_torch(qkv.double(), cos.double(), sin.double(), twins, filled, interleaved)
     assert relative(kernel.cpu().double(), twin) < 1e-5
     for piece, expected in zip(pieces, twins):
@@ -3840,7 +3840,7 @@ def torchrun(count, script, *args):
 
 def run_processes(count, script, *args):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
-    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True)
+    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
 
 
 SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2,
@@ -3927,7 +3927,8 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, d
 
 @pytest.mark.parametrize("options,message", [
     (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
-    (["--device", "cpu:0"], "use")])
+    (["--device", "cpu:0"], "use"), (["--shard", "--keep-activations"], "--keep-activations: with --shard"),
+    (["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "--lora-rank 0: trains the weights themselves, which --shard cuts")])
 def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -5618,7 +5619,7 @@ def test_a_neighbour_opens_with_what_a_student_needs(name):
 
 import socket
 
-from harness import scaling_bench
+from harness import scaling_bench, sharded
 
 
 def scaling_row(processes, prompts, step, **figures):
@@ -5754,14 +5755,209 @@ def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
     assert checksum != checkpoint.weights_checksum(model)
 
 
-def test_one_rank_of_a_machine_says_that_another_is_gone(monkeypatch):
-    monkeypatch.setattr("harness.ranks.SPEAKING_SECONDS", 0)
-    def gone():
+def test_a_rank_says_that_another_is_gone(monkeypatch):
+    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2, None).together():
         raise RuntimeError("Connection reset by peer")
-    for local_rank, error in ((0, qerl.UserError), (1, SystemExit)):
-        ranks = as_rank(monkeypatch, 2, None, local_rank)
-        with pytest.raises(error, match="rank 2 waited for another" if local_rank == 0 else "2"), ranks.together():
-            gone()
+
+
+# train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the others.
+ERRONEOUS_RANK = """
+import os, sys, time
+import harness.ranks, train_gsm8k
+
+rank, erroneous, moment = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
+harness.ranks.SPEAKING_SECONDS = 60 if erroneous == "all" else 0.5
+if erroneous in (rank, "all"):
+    sys.argv += ["--lr", "-5"] if moment == "before" else ["--data", "."]
+if rank == "0":
+    time.sleep(1)
+train_gsm8k.main()
+"""
+
+
+@pytest.mark.parametrize("erroneous,moment,message", [("all", "before", "--lr -5.0: must be positive"), ("all", "after", "--data .: no "),
+                                                      ("1", "before", "--lr -5.0: must be positive")])
+def test_an_error_of_several_ranks_is_one_line(qwen, data, tmp_path, erroneous, moment, message):
+    """Before or after the ranks have met; what one of them alone sees is said, too."""
+    script = tmp_path / "erroneous.py"
+    script.write_text(ERRONEOUS_RANK)
+    done = run_processes(2, script, erroneous, moment, "--model", qwen[0], "--data", data, *SEVERAL, "--out", tmp_path / "run")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0] and done.returncode != 0
+    assert "terminate called" not in done.stderr                                          # by gloo's threads, after the line
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_all_ranks_of_a_machine_see_that_it_has_too_few_gpus(monkeypatch, local_rank):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
+        as_rank(monkeypatch, local_rank, None, local_rank).start("cuda")
+
+
+# A model of several blocks: with two each would keep a buffer of its own.
+DEEP = {**SIZES, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    CONFIGS["deep"] = lambda: transformers.Qwen2Config(**DEEP, tie_word_embeddings=True)
+    try:
+        return make_folder(tmp_path_factory.mktemp("deep"), "deep")[0]
+    finally:
+        del CONFIGS["deep"]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("weights,tiled", [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
+def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
+    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its own between passes."""
+    monkeypatch.setattr(fp4_kernels, "take", lambda *_: tiled)
+    whole = with_lora(deep, weights=weights)
+    whole.recompute_in_backward()
+    cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
+    assert all(t.numel() == 0 for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
+    passes = sharded.SharedPasses(cut, Ranks())
+    storages = {layer.weight.words.untyped_storage().data_ptr() if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
+                for layer in cut.quantized_layers()}
+    assert len(storages) == 2                                                              # buffers, for three blocks
+    tokens = torch.arange(60).view(2, 30) + 5
+    results = []
+    for model in (whole, cut):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            logits = model(tokens)
+        rollout = qerl.generate(model, tokens.tolist(), 6, 2)
+        model(tokens).square().mean().backward()
+        gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+        results.append({"logits": logits, "tokens": rollout.tokens, "logprobs": rollout.logprobs, **gradients})
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name
+    passes.serve()                                                                         # nobody wants a pass
+
+
+@gpu
+def test_gpu_gathered_weights_compute_the_same(tmp_path):
+    """The same with the kernels, and with a decode step, its vote and its gatherings by NCCL, recorded as one CUDA graph."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        folder = make_folder(tmp_path / "wide", "wide")[0]
+        whole = with_lora(folder, device="cuda")
+        whole.recompute_in_backward()
+        cut = with_lora(folder, device="cuda", checkpoint_class=sharded.ShardedCheckpoint)
+        passes = sharded.SharedPasses(cut, Ranks())
+        tokens = torch.arange(60, device="cuda").view(2, 30) + 5
+        results = []
+        for model in (whole, cut):
+            with torch.no_grad():
+                logits = model(tokens)
+            rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
+            model(tokens).square().mean().backward()
+            gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+            results.append({"logits": logits, "tokens": rollout.tokens, **gradients})
+        for name, tensor in results[0].items():
+            torch.testing.assert_close(results[1][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        passes.serve()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
+    """Three pieces, none with more than its share but for padding; together they are the layer."""
+    model = qerl.load_model(qwen[0])
+    pieces = []
+    for rank in range(3):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=3))
+        cut = qerl.load_model(qwen[0], checkpoint_class=sharded.ShardedCheckpoint)
+        layers = cut.quantized_layers()
+        pieces.append([layer.piece for layer in layers])
+    for whole, layer, *parts in zip(model.quantized_layers(), layers, *pieces):
+        packed = sharded.packed_tensors(whole.weight)
+        share = sum(t.nbytes for t in packed) / 3
+        assert all(share <= len(part) < share + 2 * sharded.ALIGNMENT for part in parts)
+        again = sharded.tensors_in(torch.cat(parts), layer.layout, 3 * sharded.ALIGNMENT)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, packed))
+
+
+# Two trainings by the same processes, the second with cut weights. The ranks get completions of different lengths.
+WHOLE_AND_CUT = """
+import sys
+from functools import partial
+import torch
+import bench, qerl, train_gsm8k
+from harness.ranks import Ranks
+from torch import distributed
+
+def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
+    slots = max(group_size, 4 - 2 * Ranks().rank)
+    lengths = torch.arange(len(prompts) * group_size) % 4 + 1 + 4 * Ranks().rank
+    sampler_class = partial(bench.CutSampler, bench.Work(), lengths)
+    options = {**options, "slots": slots, "sampler_class": sampler_class}
+    return original(model, prompts, max_new_tokens, group_size, *rest, **options)
+
+def meet(backend):
+    if not distributed.is_initialized():                        # processes cannot meet twice
+        meet_once(backend)
+
+meet_once = distributed.init_process_group
+distributed.init_process_group = meet
+Ranks.stop = lambda self: None
+original = qerl.generate
+qerl.generate = generate
+command, out = sys.argv[:-1], sys.argv[-1]
+for name, flags in (("whole", []), ("cut", ["--shard"])):
+    sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
+    train_gsm8k.main()
+"""
+
+
+def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_path):
+    """Bit for bit, though one rank decodes more tokens in fewer slots and trains on more pieces than the other."""
+    script = tmp_path / "both.py"
+    script.write_text(WHOLE_AND_CUT)
+    flags = ("--reward", "random", "--steps", 2, "--micro-tokens", 500, "--skip-eval-before")
+    done = run_processes(2, script, "--model", deep, "--data", data, *SEVERAL, *flags, tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, cut = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert max(t.abs().max() for name, t in whole.items() if "lora_B" in name) > 1e-3
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))):
+        same = a.keys() - {"seconds", "tokens_per_s", "peak_memory_gb"}
+        assert a["length"] == 4.5 and {name: a[name] for name in same} == {name: b[name] for name in same}
+
+
+def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monkeypatch):
+    """Two ranks of the same folder agree, one of a folder with another weight in one layer does not."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen[0], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    sums = []
+    for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other)):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=2))
+        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)))
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
+    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", lora_rank=2, max_new_tokens=8, eval_questions=3)
+    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes; raise --eval-questions"):
+        train_gsm8k.load_all(settings, methods.find("qerl", settings), as_rank(monkeypatch, 2, None))
+
+
+@pytest.mark.parametrize("options,message", [(["--shard"], "start by torchrun"),
+                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun"),
+                                             (["--shard", "--save-quantized", "packed"], "leave --shard out")])
+def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

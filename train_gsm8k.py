@@ -46,6 +46,7 @@ from harness.questions import load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
+from harness.sharded import ShardedCheckpoint, SharedPasses
 from harness.small_policy import ByteText, warm_start
 from harness.stops import one_line
 from qerl import UserError
@@ -108,6 +109,8 @@ class Settings:
                                             "faster on a GPU, for several times the memory")
 
     # The run
+    shard: bool = setting(False, "cut the frozen weights over torchrun's processes, for models that "
+                                 "one GPU cannot hold; slower")
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
@@ -143,7 +146,7 @@ def train(settings):
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     method = methods.find(settings.method, settings)
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
-    model, tokenizer, questions, held_out = load_all(settings, method)
+    model, tokenizer, questions, held_out = load_all(settings, method, ranks)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     scaler = make_scaler(model, settings.dtype, method.loss_scale_growth)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
@@ -264,7 +267,7 @@ SYSTEM = {
 SYSTEM["random"] = SYSTEM["answer"]
 
 
-def load_all(settings, method):
+def load_all(settings, method, ranks=Ranks()):
     """(model, tokenizer, questions to train on, held-out questions)."""
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     folder = qerl.model_folder(settings.model) if settings.model else warm_start()
@@ -275,8 +278,11 @@ def load_all(settings, method):
     model = load_with_progress(
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
-        train_norms=settings.train_norms, checkpoint_class=method.checkpoint_class(),
+        train_norms=settings.train_norms,
+        checkpoint_class=ShardedCheckpoint if settings.shard else method.checkpoint_class(),
     )
+    if settings.shard:
+        ranks.serve = SharedPasses(model, ranks).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     if device.type == "cuda" and not settings.keep_activations:
@@ -285,7 +291,8 @@ def load_all(settings, method):
         train_all_weights(model)
     rank_fits(model, settings.lora_rank)
     say_what_stays(model.config)
-    keep_decoded(model)
+    if not settings.shard:
+        keep_decoded(model)
     positions = model.config.max_position_embeddings
     require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
             f"the model has {positions} positions; lower it")
@@ -293,6 +300,9 @@ def load_all(settings, method):
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
+    if len(held_out) < ranks.count:
+        raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
+                        "raise --eval-questions, give more of them, or start fewer processes")
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
@@ -520,7 +530,7 @@ def evaluate_only(settings):
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
     method = methods.find(settings.method, settings)
-    model, tokenizer, _, held_out = load_all(settings, method)
+    model, tokenizer, _, held_out = load_all(settings, method, ranks)
     if saved:
         state, tensors = saved
         print(f"evaluating {settings.out} after step {state['step']}")

@@ -62,6 +62,7 @@ def check_saving(settings):
          f"saves what --quantizer makes; leave --method {settings.method} out")
     fits(not settings.resume and not settings.eval_only,
          "neither trains nor measures; leave --resume and --eval-only out")
+    fits(not settings.shard, "cuts no weights; leave --shard out")
     fits(Ranks().count == 1, "is done by one process; start without torchrun")
 
 

@@ -17,7 +17,7 @@ from qerl import UserError
 def lasting(settings):
     """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
     free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-            "log", "preset", "save_quantized")
+            "shard", "log", "preset", "save_quantized")
     kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
     return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
 

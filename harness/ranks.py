@@ -25,7 +25,7 @@ from qerl import UserError
 JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
           "step": max}
 
-# How long the other ranks of a machine leave the first one to say what happened.
+# How long the other ranks of a machine leave it to the first one to say what happened.
 SPEAKING_SECONDS = 5.0
 
 
@@ -38,15 +38,24 @@ class Ranks:
         self.rank = int(os.environ["RANK"]) if several else 0
         self.local_rank = int(os.environ["LOCAL_RANK"]) if several else 0      # of this machine
         self.main = self.rank == 0
+        self.serve = lambda: None      # with --shard: harness.sharded.SharedPasses.serve
 
     def check(self, settings):
         """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
         if self.count == 1:
+            if settings.shard:
+                raise UserError("--shard cuts the weights over several processes, but this is one; "
+                                "start by torchrun --nproc_per_node=2 or more")
             return
         require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
                 f"is not divisible by --updates {settings.updates} times {self.count} processes")
         require(settings.method == "qerl", "method", settings.method,
                 "the neighbours run in one process; start without torchrun")
+        require(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
+                "trains the weights themselves, which --shard cuts; leave one of the two out")
+        if settings.shard and settings.keep_activations:
+            raise UserError("--keep-activations: with --shard a block is computed again in backward; "
+                            "leave one of the two out")
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
@@ -59,11 +68,11 @@ class Ranks:
                 "torchrun's processes choose their GPUs themselves; use cuda or cpu")
         backend = "gloo"
         if device == "cuda":
-            number = self.local_rank
-            require(number < torch.cuda.device_count(), "nproc-per-node", number + 1,
+            here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
+            require(here <= torch.cuda.device_count(), "nproc-per-node", here,
                     f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
-            torch.cuda.set_device(number)
-            device = f"cuda:{number}"
+            torch.cuda.set_device(self.local_rank)
+            device = f"cuda:{self.local_rank}"
             backend = "nccl"
         if not self.main:
             sys.stdout = open(os.devnull, "w")
@@ -71,28 +80,51 @@ class Ranks:
         return device
 
     def stop(self):
-        """End the process of a rank, when all are about to: whoever is busy would miss those gone.
-
-        Python's own end is left out, in which gloo's threads now and then abort a finished run.
-        """
-        if dist.is_initialized():
+        """End the process of a rank, when all are about to: whoever is busy would miss those gone."""
+        if self.have_met():
             self.collect([self.rank])
-            atexit._run_exitfuncs()                    # a tracker sends its last lines there
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            self.leave(0)
+
+    def have_met(self):
+        return self.count > 1 and dist.is_initialized()
+
+    def leave(self, status):
+        """End the process with this exit status.
+
+        After the ranks have met Python's own end is left out, in which gloo's threads now and then
+        abort.
+        """
+        if not self.have_met():
+            sys.exit(status)
+        atexit._run_exitfuncs()                        # a tracker sends its last lines there
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def let_first_speak(self):
+        """Wait before saying an error, which the first rank of the machine may be saying now.
+
+        With that one's end torchrun stops the others. So who is still there after this is alone with
+        its error. That torchrun then reports the end in its own words cannot be helped.
+        """
+        if self.local_rank:
+            time.sleep(SPEAKING_SECONDS)
 
     @contextlib.contextmanager
     def together(self):
-        """Around what all ranks do together: a rank that is gone ends it, in one line a machine."""
+        """Around what all ranks do together, once none of them needs the others otherwise."""
+        with self.surviving():
+            self.serve()
+            yield
+
+    @contextlib.contextmanager
+    def surviving(self):
+        """Around what ends if a rank is gone."""
         try:
             yield
         except RuntimeError as e:
             if "out of memory" in str(e):
                 raise
-            if self.local_rank:        # torchrun stops all that are left when one ends
-                time.sleep(SPEAKING_SECONDS)
-                sys.exit(2)
             raise UserError(f"rank {self.rank} waited for another that has ended; go on with --resume")
 
     def agree(self, facts):

@@ -11,13 +11,15 @@ from typing import TextIO
 import safetensors
 
 from harness.instruments import fail
+from harness.ranks import Ranks
 from harness.run_folder import remove_if_empty
 from qerl import UserError
 
 # A function that runs in one phase only, the phase, and what lowers its memory. The first counts
 # that was running; `train` also runs around the others.
 PHASES = [
-    ("load_all", "while loading the model", "choose a smaller --model or 4-bit --weights"),
+    ("load_all", "while loading the model",
+     "choose a smaller --model or 4-bit --weights, or cut it over several GPUs by --shard"),
     ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),
     ("logprobs_under", "in the log-probabilities",
      "lower --micro-tokens or, in a new run, --max-new-tokens"),
@@ -49,25 +51,36 @@ def one_line():
     except UserError as e:
         if run.lock:
             remove_if_empty(run.lock)
-        sys.exit(fail(str(e)))
+        end(str(e))
     except BrokenPipeError:
         sys.exit(141)
     except (OSError, safetensors.SafetensorError) as e:
-        sys.exit(fail(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}"))
+        end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
     except RecursionError:
-        sys.exit(fail("JSON nested too deeply, in a line of --data or in the model's config.json; "
-                      "mend or remove it"))
+        end("JSON nested too deeply, in a line of --data or in the model's config.json; "
+            "mend or remove it")
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
-        sys.exit(fail(f"{where_memory_ended(e)}{how_to_go_on(run.folder)}"))
+        end(f"{where_memory_ended(e)}{how_to_go_on(run.folder)}")
     except KeyboardInterrupt:
-        print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
-        sys.exit(130)
+        ranks = Ranks()
+        if not ranks.local_rank:
+            print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
+        ranks.leave(130)
     finally:
         if run.lock:
             run.lock.close()
         flush_quietly()
+
+
+def end(message):
+    """End with the one line of an error; where all ranks see it the first of each machine says it."""
+    ranks = Ranks()
+    ranks.let_first_speak()
+    status = fail(message)
+    flush_quietly()
+    ranks.leave(status)
 
 
 def is_out_of_memory(error):

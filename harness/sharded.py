@@ -1,0 +1,183 @@
+"""Frozen weights cut over the processes of a run, for models that one GPU cannot hold.
+
+    torchrun --nproc_per_node=8 train_gsm8k.py --model FOLDER --shard
+
+Of each quantised layer a rank keeps one of `count` equal pieces of its packed bytes. Before a block
+runs, the ranks gather its layers whole into one of two buffers; while it runs, the next block's into
+the other. So a rank holds 1/count of the packed weights and two blocks of them. LoRA, the norms,
+the embedding and lm_head are whole everywhere.
+
+All ranks take part in each gathering, but one decodes more tokens than another or has more pieces
+to train on. They therefore go through the blocks in common passes: up, for prefill, decoding and
+forward, or down, for backward, in which each block is computed again (recompute_in_backward).
+Before a pass the ranks vote. Up comes first, if any rank wants it, then down. Whoever wants neither
+serves: it takes part in the others' passes, until all ranks have come to the next exchange of
+harness.ranks. A rank that wants up knows without waiting that it comes, so that a decode step with
+its vote and its gatherings can be one CUDA graph: NCCL's collectives can be recorded, and whether
+another rank replays a graph, too, or serves makes no difference to them.
+"""
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+import qerl
+from harness.ranks import Ranks
+
+UP = 0
+DOWN = 1
+ALIGNMENT = 256                # bytes; the kernels read a weight by TMA, which wants 16 of them
+
+# PyTorch 2.13 renamed it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def packed_tensors(weight):
+    """The two large tensors of a qerl.PackedWeight or fp4_kernels.TiledWeight: codes and scales."""
+    if isinstance(weight, qerl.PackedWeight):
+        return list(weight.parts[:2])
+    return [weight.words, weight.scales]
+
+
+def replace_packed(weight, tensors):
+    """Put others in the place of packed_tensors(weight)."""
+    if isinstance(weight, qerl.PackedWeight):
+        weight.parts = (*tensors, *weight.parts[2:])
+    else:
+        weight.words, weight.scales = tensors
+
+
+def round_up(number, unit):
+    return math.ceil(number / unit) * unit
+
+
+class ShardedCheckpoint(qerl.Checkpoint):
+    """Of each layer that it hands out this rank keeps its piece alone, from the start."""
+
+    def linear(self, *args):
+        layer = super().linear(*args)
+        ranks = Ranks()
+        tensors = packed_tensors(layer.weight)
+        layer.layout = [(t.dtype, t.shape) for t in tensors]
+        line = torch.cat([padded_bytes(t, ALIGNMENT * ranks.count) for t in tensors])
+        # A buffer, so that the ranks compare it (weights_checksum), who keep different pieces.
+        layer.register_buffer("checksum", line.sum(dtype=torch.int64))
+        layer.piece = line.chunk(ranks.count)[ranks.rank].clone()
+        replace_packed(layer.weight, [t.new_empty(0) for t in tensors])
+        return layer
+
+
+def padded_bytes(tensor, unit):
+    """A tensor's bytes, uint8, filled up to a multiple of `unit`."""
+    stored = tensor.contiguous().flatten().view(torch.uint8)
+    padding = stored.new_zeros(round_up(len(stored), unit) - len(stored))
+    return torch.cat([stored, padding])
+
+
+def tensors_in(line, layout, unit):
+    """Views of a line of padded_bytes as the tensors, (dtype, shape) each, of which it was made."""
+    tensors = []
+    for dtype, shape in layout:
+        size = shape.numel() * dtype.itemsize
+        tensors.append(line[:size].view(dtype).view(shape))
+        line = line[round_up(size, unit):]
+    return tensors
+
+
+class SharedPasses:
+    """The passes of the ranks through the blocks of a model from a ShardedCheckpoint.
+
+    It makes the model gather its weights. Before all else that the ranks do together each of them
+    must `serve`, which Ranks.together sees to.
+    """
+
+    def __init__(self, model, ranks):
+        self.ranks = ranks
+        self.device = model.device
+        self.blocks = [
+            [m for m in block.modules() if isinstance(m, qerl.QuantLinear)] for block in model.blocks
+        ]
+        self.works = [[] for _ in self.blocks]         # what is being gathered of each block
+        self.place_weights(ranks.count)
+        model.recompute_in_backward()                  # else backward would need blocks at any time
+        for i, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(partial(self.before_forward, i))
+            block.decode = partial(self.decode, i, block.decode)
+
+    def place_weights(self, count):
+        """Let the weights of block i lie in buffer i % 2, where `gather` brings them."""
+        size = max(count * sum(len(layer.piece) for layer in layers) for layers in self.blocks)
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        for i, layers in enumerate(self.blocks):
+            rest = buffers[i % 2]
+            for layer in layers:
+                size = count * len(layer.piece)
+                layer.place, rest = rest[:size], rest[size:]
+                views = tensors_in(layer.place, layer.layout, ALIGNMENT * count)
+                replace_packed(layer.weight, views)
+
+    def before_forward(self, i, block, args):
+        # With gradients a block runs in backward alone: forward keeps nothing but its input.
+        self.enter(i, DOWN if torch.is_grad_enabled() else UP)
+
+    def decode(self, i, decode, *args):
+        self.enter(i, UP)
+        return decode(*args)
+
+    def order(self, direction):
+        """The numbers of the blocks in the order of a pass."""
+        numbers = range(len(self.blocks))
+        return numbers if direction == UP else numbers[::-1]
+
+    def enter(self, i, direction):
+        """Before block i runs: have its weights here, and the next one's on their way."""
+        order = self.order(direction)
+        place = order.index(i)
+        with self.ranks.surviving():
+            if place == 0:
+                self.begin(direction)
+            self.wait(i)
+            if place + 1 < len(order):
+                self.gather(order[place + 1])
+
+    def begin(self, direction):
+        """Begin a pass, for which a rank that wants down waits until none wants up."""
+        votes = self.vote(direction)
+        while direction == DOWN and votes[UP]:
+            self.take_part(UP)
+            votes = self.vote(direction)
+        self.gather(self.order(direction)[0])
+
+    def vote(self, direction=None):
+        """How many ranks want a pass up and down, int64 [2]."""
+        votes = torch.zeros(2, dtype=torch.long, device=self.device)
+        if direction is not None:
+            votes[direction].fill_(1)
+        dist.all_reduce(votes)
+        return votes
+
+    def serve(self):
+        """Take part in the passes of other ranks until none wants one."""
+        votes = self.vote().tolist()
+        while any(votes):
+            self.take_part(UP if votes[UP] else DOWN)
+            votes = self.vote().tolist()
+
+    def take_part(self, direction):
+        for i in self.order(direction):
+            self.gather(i)
+            self.wait(i)
+
+    def gather(self, i):
+        """Begin to bring block i's weights into its buffer, which the block before last has left."""
+        self.works[i] = [
+            all_gather(layer.place, layer.piece, async_op=True)
+            for layer in self.blocks[i]
+        ]
+
+    def wait(self, i):
+        """Let what this process does next wait for block i's weights."""
+        for work in self.works[i]:
+            work.wait()
+        self.works[i] = []
