@@ -5186,22 +5186,20 @@ def test_between_fp8_layers_the_dtype_stays(qwen):
 
 
 def test_fp8_of_whole_rows_equals_flashrls_product():
-    """The fallback, whose weight is rounded once more to be transposed."""
+    """Activations and gradients in whole rows, the weight as a whole, also transposed."""
     torch.manual_seed(0)
     x, weight, grad = torch.randn(20, 200), torch.randn(72, 200), torch.randn(20, 72)
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y = jetrl.TrainedProduct.apply(*leaves, fp8_blocks.ROWS)
     y.backward(grad)
 
-    def product(a, b):
-        return eight_bit.multiply_codes(*eight_bit.quantize_rows(a, "fp8"), *eight_bit.quantize_rows(b, "fp8"))
-
     def rounded(a):
         codes, scale = eight_bit.quantize_rows(a, "fp8")
         return codes.float() * scale
-    torch.testing.assert_close(y, product(x, weight), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(leaves[0].grad, product(grad, rounded(weight).T), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(leaves[1].grad, product(grad.T, rounded(x).T), rtol=1e-5, atol=1e-5)
+    whole = rounded(weight.view(1, -1)).view_as(weight)
+    torch.testing.assert_close(y, rounded(x) @ whole.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaves[0].grad, rounded(grad) @ whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaves[1].grad, rounded(grad.T) @ rounded(rounded(x).T).T, rtol=1e-5, atol=1e-5)
 
 
 def cublas_twin(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
@@ -5249,24 +5247,25 @@ def test_a_gpus_products_are_tried(monkeypatch, capsys):
     cpu, gpu_here = torch.device("cpu"), torch.device("cuda")
     for recipe in (fp8_blocks.BLOCKS, fp8_blocks.ROWS):
         assert fp8_blocks.products_are_right(recipe, cpu, torch.float32) and fp8_blocks.products_are_right(recipe, cpu, torch.bfloat16)
-    assert fp8_blocks.choose_recipe(cpu, torch.float32) == fp8_blocks.BLOCKS
+    either = [fp8_blocks.BLOCKS, fp8_blocks.ROWS]
+    assert [fp8_blocks.choose_recipe(cpu, torch.float32, recipes) for recipes in (either, either[::-1])] == either
     right = fp8_blocks.products_are_right
     monkeypatch.setattr(fp8_blocks, "products_are_right", lambda recipe, device, dtype: right(recipe, cpu, dtype))
-    assert fp8_blocks.choose_recipe(gpu_here, torch.float32) == fp8_blocks.BLOCKS
+    assert [fp8_blocks.choose_recipe(gpu_here, torch.float32, recipes) for recipes in (either, either[::-1])] == either
     multiply = fp8_blocks.multiply
 
-    def refuse_blocks(x, weight, dtype):
+    def refuse_blocks(x, *rest):
         if not x.whole_rows:
             raise NotImplementedError("scaling only supported for SM90\nat line 3")
-        return multiply(x, weight, dtype)
+        return multiply(x, *rest)
     monkeypatch.setattr(fp8_blocks, "multiply", refuse_blocks)
     capsys.readouterr()
-    assert fp8_blocks.choose_recipe(gpu_here, torch.float32) == fp8_blocks.ROWS
+    assert fp8_blocks.choose_recipe(gpu_here, torch.float32, either) == fp8_blocks.ROWS
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "only supported for SM90)" in said[0] and "whole rows have a scale" in said[1]
-    monkeypatch.setattr(fp8_blocks, "multiply", lambda x, w, dtype: multiply(x._replace(scale=x.scale.flip(0)), w, dtype))
+    assert len(said) == 2 and "only supported for SM90)" in said[0] and "whole rows of activations have a scale" in said[1]
+    monkeypatch.setattr(fp8_blocks, "multiply", lambda x, *rest: multiply(x._replace(scale=x.scale.flip(0)), *rest))
     with pytest.raises(qerl.UserError, match="multiplies no FP8"):
-        fp8_blocks.choose_recipe(gpu_here, torch.float32)
+        fp8_blocks.choose_recipe(gpu_here, torch.float32, either)
 
 
 @runs_kernels
@@ -5277,14 +5276,14 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     torch.manual_seed(0)
     x = UNEVEN(rows, columns).to(dtype).to(KERNEL_DEVICE)
     x[0] = 0
-    for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.SQUARE)):
+    for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.SQUARE, fp8_blocks.WHOLE_ROW)):
         with monkeypatch.context() as patch:
             patch.setattr(fp4_kernels, "use_triton", lambda x: False)
             twin = fp8_blocks.quantize(matrix.cpu(), block)                               # a GPU's PyTorch divides by 448 less exactly
         fused = fp8_blocks.quantize(matrix, block)
         assert fused.shape == twin.shape and fused.codes.shape == twin.codes.shape and torch.equal(fused.scale.cpu(), twin.scale)
         if not CUDA:
-            codes = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, block == fp8_blocks.SQUARE, dtype=torch.float32).codes
+            codes = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, block, dtype=torch.float32).codes
             fused = fused._replace(codes=codes.to(torch.float8_e4m3fn))
         assert torch.equal(fused.codes.view(torch.uint8).cpu(), twin.codes.view(torch.uint8))
     whole = fp8_blocks.quantize(x, fp8_blocks.SQUARE).codes
@@ -5312,7 +5311,7 @@ def facts(kernel, *rest):
 cross_compile.facts = facts
 def launch():
     x = torch.empty(300, 3584, dtype=torch.bfloat16)
-    for matrix, block in ((x, fp8_blocks.ROW), (x.T, fp8_blocks.ROW), (x, fp8_blocks.SQUARE)):
+    for matrix, block in ((x, fp8_blocks.ROW), (x.T, fp8_blocks.ROW), (x, fp8_blocks.SQUARE), (x, fp8_blocks.WHOLE_ROW)):
         fp8_blocks.quantize(matrix, block)
     fp8_blocks.transpose_bytes(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))
 print(json.dumps(cross_compile.compile_for({target}, launch)))
@@ -5321,11 +5320,11 @@ print(json.dumps(cross_compile.compile_for({target}, launch)))
     result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = json.loads(result.stdout.splitlines()[-1])
-    assert [kernel["kernel"] for kernel in kernels] == ["quantize_kernel"] * 3 + ["transpose_kernel"]
+    assert [kernel["kernel"] for kernel in kernels] == ["quantize_kernel"] * 3 + ["quantize_rows_kernel", "transpose_kernel"]
     for kernel in kernels:
         assert "error" not in kernel and kernel["spilled"] == 0 and kernel["shared"] <= 2 ** 15, kernel
         assert kernel["ld.global.v4"] and kernel["st.global.v4"], kernel
-        assert kernel["satfinite.e4m3x2"] == (kernel["kernel"] == "quantize_kernel"), kernel
+        assert kernel["satfinite.e4m3x2"] == (kernel["kernel"] != "transpose_kernel"), kernel
 
 
 def all_trained(folder):
@@ -5476,15 +5475,26 @@ def test_bench_step_trains_in_fp8(monkeypatch, capsys):
         bench.arguments()
 
 
+def fp8_error_on_a_cpu(folder, variant, batch, **options):
+    """What --method jetrl logs of the same completions where PyTorch multiplies."""
+    model = with_lora(folder, **options)
+    method = fp8_neighbour(variant, model)
+    tokens, length, mask = batch.tokens.cpu(), batch.length.cpu(), batch.mask.cpu()
+    here = Batch(batch.prompts, tokens, length, mask.float(), torch.ones(len(length)), mask)
+    here.old_logprobs = method.old_logprobs(model, here)
+    return method.measure(here)["fp8_error"]
+
+
 @gpu
 def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
     """The tensor cores' three products, of one row and of many; a rollout recorded as a CUDA graph; training on NVFP4."""
     if fp4_kernels.capability(torch.device("cuda")) < (8, 9):
         pytest.skip("needs FP8 products")
     torch.manual_seed(0)
-    recipe = fp8_blocks.choose_recipe(torch.device("cuda"), torch.bfloat16)
-    assert recipe == fp8_blocks.BLOCKS or not fp4_kernels.is_hopper(torch.device("cuda"))
-    for n in (1, 17, 300):
+    either = [fp8_blocks.BLOCKS, fp8_blocks.ROWS]
+    chosen = [fp8_blocks.choose_recipe(torch.device("cuda"), torch.bfloat16, recipes) for recipes in (either, either[::-1])]
+    assert chosen == either or not fp4_kernels.is_hopper(torch.device("cuda"))
+    for recipe, n in itertools.product(chosen, (1, 17, 300)):
         x, weight, grad = UNEVEN(n, 896).bfloat16(), UNEVEN(384, 896), UNEVEN(n, 384).bfloat16()
         results = []
         for device in ("cpu", "cuda"):
@@ -5504,8 +5514,8 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         repeated = [p for p in prompts for _ in range(2)]
         batch = Batch(repeated, rollout.tokens, rollout.length, rollout.logprobs, torch.ones(120, device="cuda"), rollout.mask)
         batch.old_logprobs = method.old_logprobs(model, batch)
-        assert (batch.old_logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05
-        assert 0 < method.measure(batch)["fp8_error"] < 0.05
+        assert (batch.old_logprobs - rollout.logprobs).abs()[rollout.mask].mean() < (0.05 if variant == "unified" else 0.15)
+        assert method.measure(batch)["fp8_error"] == pytest.approx(fp8_error_on_a_cpu(folder, variant, batch, **options), rel=0.2)
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())

@@ -25,9 +25,9 @@ class CodedWeight(qerl.PackedWeight):
     def dequantize(self, dtype):
         return self.codes.dequantize().to(dtype)
 
-    def forward(self, x):
-        """Y = X Wᵀ, without gradient: x [n, in] -> [n, out]."""
-        return multiply(quantize(x, self.recipe.activation), self.codes, x.dtype)
+    def forward(self, x, bias=None):
+        """Y = X Wᵀ + bias, without gradient: x [n, in] -> [n, out]."""
+        return multiply(quantize(x, self.recipe.activation), self.codes, x.dtype, bias)
 
     def gradient(self, grad):
         """dX = dY W: grad [n, out] -> [n, in]."""
@@ -35,10 +35,9 @@ class CodedWeight(qerl.PackedWeight):
         return multiply(rounded, transposed(self.codes), grad.dtype)
 
     def multiply(self, x, bias=None, residual=None, lora=None):
-        y = self.forward(x)
-        for added in (bias, residual):
-            if added is not None:
-                y = y + added
+        y = self.forward(x, bias)
+        if residual is not None:
+            y = y + residual
         if lora is None:
             return y
         A, B = lora
@@ -53,9 +52,7 @@ class FrozenProduct(torch.autograd.Function):
         ctx.save_for_backward(h, B)
         ctx.layer = layer
         ctx.weight = layer.weight
-        y = layer.weight.forward(x)
-        if layer.bias is not None:
-            y += layer.bias
+        y = layer.weight.forward(x, layer.bias)
         for y_i, h_i, B_i in layer.pieces(y, h, B):
             y_i.addmm_(h_i, B_i.T)
         return y
@@ -127,14 +124,14 @@ class TrainedBlockLinear(TrainedLinear):
             self.weight = CodedWeight(self.master.detach(), self.recipe)
 
 
-def put_block_layers(model, product):
+def put_block_layers(model, product, recipes):
     """Replace each QuantLinear by a layer that can compute in FP8, and does not yet.
 
     product(x [n, in], master float32 [out, in], recipe) -> [n, out]: of layers whose weights are
-    trained, with its gradients.
+    trained, with its gradients. recipes: the first that the device multiplies is taken.
     """
     dtype = model.embedding.dtype
-    recipe = choose_recipe(model.device, dtype)
+    recipe = choose_recipe(model.device, dtype, recipes)
 
     def make(layer):
         if isinstance(layer, TrainedLinear):
