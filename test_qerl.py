@@ -2981,6 +2981,10 @@ def test_claims_tables():
     assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 9 | 20.0, 30.0 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
     assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
+    assert len(claims.ablation_table(rows)) == 2                                         # the head alone
+    changed = [{**row, "arm": "tis", "accuracy_after": row["accuracy_after"] + 0.02 + 0.01 * row["seed"]} for row in rows
+               if row["arm"] == "nvfp4+aqn"]
+    assert claims.ablation_table(rows + changed)[2:] == ["| m | 0.0001 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 |"]
 
 
 def test_claims_at_each_arms_own_best_rate(tmp_path):

@@ -49,7 +49,11 @@ QUESTIONS = {
     "4 bits": [("nvfp4+aqn", "bf16+aqn"), ("nvfp4", "bf16")],
     "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
+    "NF4 for NVFP4": [("nf4", "nvfp4")],
+    "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
+    "all weights for LoRA": [("full", "bf16")],
 }
+CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy", "entropy"]
 
 
@@ -103,10 +107,10 @@ def best_table(rows):
     return lines
 
 
-def differences(by, label):
+def differences(by, label, questions):
     """Lines of paired_table: the mean difference by seed of each question; by: {(arm, seed): row}."""
     lines = []
-    for what, pairs in QUESTIONS.items():
+    for what, pairs in questions.items():
         seeds = [s for s in sorted({seed for _, seed in by})
                  if all((arm, s) in by for pair in pairs for arm in pair)]
         if not seeds:
@@ -120,18 +124,34 @@ def differences(by, label):
     return lines
 
 
+PAIRED_HEAD = ["| model | lr | what | seeds | pass@1 | greedy | training accuracy, all in points |",
+               "|---|---|---|---|---|---|---|"]
+
+
+def by_arm_and_seed(rows, model, lr):
+    """{(arm, seed): row} of a model at a learning rate."""
+    return {(r["arm"], r["seed"]): r for r in rows if (r["model"], r["lr"]) == (model, lr)}
+
+
 def paired_table(rows):
     """The differences of each model at equal learning rates, then with each arm at its own best."""
-    lines = ["| model | lr | what | seeds | pass@1 | greedy | training accuracy, all in points |",
-             "|---|---|---|---|---|---|---|"]
+    lines = list(PAIRED_HEAD)
     best = best_rates(rows)
     for model in sorted({r["model"] for r in rows}):
         own = [r for r in rows if r["model"] == model]
         for lr in sorted({r["lr"] for r in own}):
-            by = {(r["arm"], r["seed"]): r for r in own if r["lr"] == lr}
-            lines += differences(by, f"{model} | {lr:g}")
+            by = by_arm_and_seed(own, model, lr)
+            lines += differences(by, f"{model} | {lr:g}", QUESTIONS)
         by = {(r["arm"], r["seed"]): r for r in own if r["lr"] == best.get((model, r["arm"]))}
-        lines += differences(by, f"{model} | own best")
+        lines += differences(by, f"{model} | own best", QUESTIONS)
+    return lines
+
+
+def ablation_table(rows):
+    """What each of ABLATIONS changes, by seed."""
+    lines = list(PAIRED_HEAD)
+    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
+        lines += differences(by_arm_and_seed(rows, model, lr), f"{model} | {lr:g}", CHANGES)
     return lines
 
 
@@ -168,21 +188,25 @@ def plot_band(axis, curves, label):
 
 
 def plot_curves(runs, plt):
-    """CURVES over the steps, a column a model at its main learning rate, a line an arm of ARMS.
+    """CURVES over the steps, a column a model, a line an arm of ARMS.
 
-    runs: pairs of a row of runs.jsonl and its metrics. Each curve is a running mean of five steps.
+    runs: pairs of a row of runs.jsonl and its metrics. An arm is at its best learning rate or, if
+    it was tried at one alone, at the model's main one. A curve is a running mean of five steps.
     """
     models = sorted({row["model"] for row, _ in runs})
+    best = best_rates([row for row, _ in runs])
     figure, axes = plt.subplots(len(CURVES), len(models), figsize=(5.5 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
     for column, model in zip(axes.T, models):
         lr = main_rate([row for row, _ in runs if row["model"] == model])
         for axis, (measure, label) in zip(column, CURVES.items()):
             for arm in ARMS:
+                rate = best.get((model, arm), lr)
                 curves = [[m[measure] for m in metrics] for row, metrics in runs
-                          if (row["model"], row["lr"], row["arm"]) == (model, lr, arm)]
+                          if (row["model"], row["lr"], row["arm"]) == (model, rate, arm)]
+                other = "" if rate == lr else f", {rate:g}"
                 if curves:
-                    plot_band(axis, curves, f"{arm} ({len(curves)})")
+                    plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
         column[0].set(title=f"{model}, learning rate {lr:g}")
@@ -229,6 +253,8 @@ def make_tables(out, rows):
              "Differences by seed (with what is named minus without), at equal learning rates and, where",
              "several were tried, with each arm at its own best:",
              "", *paired_table(rows), "",
+             "Ablations: NVFP4 + AQN with one change, minus without it, by seed:",
+             "", *ablation_table(rows), "",
              "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
     write_lines(f"{out}/tables.md", lines)
     save_figure(f"{out}/curves.png", plot_curves, [(row, metrics_of(out, row)) for row in rows])
