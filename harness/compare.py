@@ -106,6 +106,8 @@ def plot_accuracy(rows, plt):
     colors = dict(zip(ROWS, itertools.cycle(plt.get_cmap("tab10").colors)))
     markers = {arm: "osD"[i // 10] for i, arm in enumerate(ROWS)}
     for axis, model in zip(axes[0], models):
+        # Seconds mean little without it; runs may share a GPU.
+        hardware = {r["hardware"] for r in rows if r["model"] == model}
         for arm in ROWS:
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
@@ -115,7 +117,8 @@ def plot_accuracy(rows, plt):
             error = standard_error([r["accuracy_after"] for r in same])
             axis.errorbar(seconds, accuracy, error, marker=markers[arm], capsize=3, elinewidth=0.8,
                           color=colors[arm], linestyle="none", label=arm)
-        axis.set(title=model, xlabel="seconds of a run", ylabel="held-out pass@1 after")
+        title = "; ".join([model, *sorted(hardware)])
+        axis.set(title=title, xlabel="seconds of a run", ylabel="held-out pass@1 after")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

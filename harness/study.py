@@ -116,7 +116,8 @@ def row_of(run, folder):
 
 # What tables and pictures read of a row.
 COLUMNS = {"name", "model", "arm", "lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy",
-           "training_accuracy", "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
+           "training_accuracy", "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds",
+           "hardware"}
 
 
 def finished_runs(out):
