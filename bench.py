@@ -56,9 +56,11 @@ from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
-from harness.random_models import SHAPES, config_of, random_model, random_prompts
+from harness.random_models import SHAPES, RandomWeights, ShardedRandomWeights
+from harness.random_models import config_of, random_model, random_prompts
 from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
+from harness.sharded import SharedPasses
 from harness.small_policy import warm_start
 from harness.stops import end
 from methods import Method, jetrl
@@ -914,12 +916,16 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
     })
 
 
-def step_rows(name, weights, sizes, settings, device, ranks=Ranks(), repeats=1):
+def step_rows(name, weights, sizes, settings, device, ranks=Ranks(), repeats=1, shard=False):
     """One line of the results for each size (prompts of all processes, group).
 
-    weights: of STEP_LABELS; repeats: the step is timed so often, and the median one counts.
+    weights: of STEP_LABELS; repeats: the step is timed so often, and the median one counts; shard:
+    cut the weights over the processes.
     """
-    model = random_model(name, weights.removesuffix("-fp8"), 32, device)
+    stored = ShardedRandomWeights if shard else RandomWeights
+    model = random_model(name, weights.removesuffix("-fp8"), 32, device, stored)
+    if shard:
+        ranks.serve = SharedPasses(model, ranks).serve
     if device == "cuda":
         model.recompute_in_backward()
     method = jetrl.Neighbour(settings, "training") if weights.endswith("-fp8") else Method(settings)
@@ -951,15 +957,16 @@ def bench_step(args):
     default = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
     sizes = args.sizes or [(prompts * ranks.count, group) for prompts, group in default]
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"])
+    memory_bench.limit_memory(args.cap, args.device)
     rows = []
     for name in models:
         for weights in args.weights:
             rows.extend(step_rows(
-                name, weights, sizes, settings, args.device, ranks, args.repeats or 1))
+                name, weights, sizes, settings, args.device, ranks, args.repeats or 1, args.shard))
             free_memory(args.device)
             yield {
                 "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",
-                "settings": asdict(settings),
+                "settings": asdict(settings) | {"shard": bool(args.shard), "cap_gb": args.cap},
                 "rows": rows,
             }
     print_steps(rows, models, sizes, args.weights)
@@ -1169,6 +1176,10 @@ def arguments():
     p.add_argument("--sizes", nargs="+", type=size, metavar="PxG",
                    help="step: prompts of all processes x completions of each (default 1x2 1x4 1x8 "
                         "32x8, times the processes)")
+    p.add_argument("--shard", action="store_const", const=True,
+                   help="step, under torchrun: cut the frozen weights over the processes")
+    p.add_argument("--cap", type=float, metavar="GB",
+                   help="step: let each process take so many 10^9 bytes of its GPU at most")
     p.add_argument("--repeats", type=int,
                    help="step, scaling: timed steps, of which the median counts (default 1 and 3)")
     p.add_argument("--processes", nargs="*", type=int,
@@ -1196,6 +1207,8 @@ TAKERS = {
     "weights": ["rollout", "step", "scaling"],
     "ranks": ["rollout"],
     "sizes": ["step"],
+    "shard": ["step"],
+    "cap": ["step"],
     "repeats": ["step", "scaling"],
     "processes": ["scaling"],
     "add": ["scaling"],
@@ -1226,7 +1239,12 @@ def check_arguments(args):
         require(length >= 1, "long", length, "must be at least 1")
     require(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
             "must be at least 1")
+    require(args.cap is None or args.cap > 0, "cap", args.cap, "must be above 0")
     processes = Ranks().count
+    if args.shard and processes == 1:
+        raise qerl.UserError("--shard: start by torchrun with --nproc_per_node=2 or more")
+    if args.shard and "nvfp4-fp8" in (args.weights or []):
+        raise qerl.UserError("--shard: not with --weights nvfp4-fp8, whose codes are not cut")
     require(processes == 1 or args.what == "step", "nproc-per-node", processes,
             f"{args.what} is started without torchrun, which only step knows")
     for prompts, group in args.sizes or []:
@@ -1247,7 +1265,8 @@ def results_folder(args):
 def results_name(args):
     """A command's name in its files; what several processes measured of a step stands apart."""
     processes = Ranks().count
-    return args.what if processes == 1 else f"{args.what}-{processes}-processes"
+    several = f"-{processes}-processes" if processes > 1 else ""
+    return args.what + several + ("-sharded" if args.shard else "")
 
 
 TABLES = {"rows", "means", "vllm", "busy", "long"}

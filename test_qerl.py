@@ -5686,12 +5686,31 @@ def test_bench_scaling_compares_with_one_process():
     (["scaling", "--processes"], "there are no rows yet"),
     (["scaling", "--processes", "--add", __file__], "not what bench.py scaling writes"),
     (["step", "--processes", "2"], "--processes: step does not take it"),
-    (["step", "--sizes", "4x1"], "invalid size value"), (["step", "--repeats", "0"], "must be at least 1")])
+    (["step", "--sizes", "4x1"], "invalid size value"), (["step", "--repeats", "0"], "must be at least 1"),
+    (["step", "--shard"], "--nproc_per_node=2 or more"), (["step", "--cap", "0"], "must be above 0"),
+    (["memory", "--cap", "24"], "--cap: memory does not take it, only step")])
 def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
     assert message in capsys.readouterr().err
+
+
+def test_bench_step_cuts_the_weights(tmp_path):
+    """Two gloo processes that take part in each other's passes, with completions of different lengths; the norm of the update counts."""
+    script = tmp_path / "norms.py"
+    script.write_text("import torch, bench\nclip = torch.nn.utils.clip_grad_norm_\n"
+                      "def spy(*args):\n    norm = clip(*args)\n    print(f'norm {norm:.6f}', flush=True)\n    return norm\n"
+                      "torch.nn.utils.clip_grad_norm_ = spy\nbench.main()\n")
+    norms = []
+    for flags in ([], ["--shard"]):
+        options = ("--device", "cpu", "--weights", "nvfp4", "--sizes", "4x3", "--out", tmp_path)
+        done = run_processes(2, script, "step", *options, *flags)
+        assert done.returncode == 0, done.stderr
+        norms.append(re.findall(r"norm (\S+)", done.stdout))
+    assert norms[0] == norms[1] and float(norms[0][0]) > 0
+    found = json.loads((tmp_path / "cpu" / "step-2-processes-sharded.json").read_text())
+    assert found["settings"]["shard"] and [row["processes"] for row in found["rows"]] == [2]
 
 
 def test_ranks_divide_the_lengths_of_one_process():

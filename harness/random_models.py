@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import qerl
+from harness.sharded import ShardedCheckpoint
 
 
 class Shape(NamedTuple):
@@ -57,6 +58,10 @@ class RandomWeights(qerl.Checkpoint):
         return layer
 
 
+class ShardedRandomWeights(ShardedCheckpoint, RandomWeights):
+    """The same random weights on all ranks, of which each keeps its piece."""
+
+
 def config_of(name):
     shape = SHAPES[name]
     return transformers.Qwen2Config(
@@ -70,9 +75,9 @@ def config_of(name):
     )
 
 
-def random_model(name, weights, lora_rank, device):
+def random_model(name, weights, lora_rank, device, checkpoint_class=RandomWeights):
     torch.manual_seed(0)
-    return qerl.Transformer(config_of(name), RandomWeights(weights, lora_rank, device))
+    return qerl.Transformer(config_of(name), checkpoint_class(weights, lora_rank, device))
 
 
 def random_prompts(vocabulary, count, length):
