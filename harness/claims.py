@@ -195,7 +195,7 @@ def plot_curves(runs, plt):
     """
     models = sorted({row["model"] for row, _ in runs})
     best = best_rates([row for row, _ in runs])
-    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(5.5 * len(models), 9),
+    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(7 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
     for column, model in zip(axes.T, models):
         lr = main_rate([row for row, _ in runs if row["model"] == model])
@@ -204,22 +204,27 @@ def plot_curves(runs, plt):
                 rate = best.get((model, arm), lr)
                 curves = [[m[measure] for m in metrics] for row, metrics in runs
                           if (row["model"], row["lr"], row["arm"]) == (model, rate, arm)]
-                other = "" if rate == lr else f", {rate:g}"
+                other = "" if rate == lr else f", rate {rate:g}"
                 if curves:
                     plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
         column[0].set(title=f"{model}, learning rate {lr:g}")
-        column[0].legend(frameon=False, title="arm (seeds)", fontsize=8)
-        for axis in column[1:]:
-            axis.set_yscale("log")
-        column[-1].set(xlabel="step")
+        column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
+                         bbox_to_anchor=(1, 1))
+        column[-1].set(xlabel="step", yscale="log")
     return figure
+
+
+def compared_rates(rows):
+    """The models of which two arms or more were tried at several learning rates."""
+    models = [model for model, _ in best_rates(rows)]
+    return sorted({model for model in models if models.count(model) > 1})
 
 
 def plot_rates(rows, plt):
     """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS."""
-    models = sorted({model for model, _ in best_rates(rows)})
+    models = compared_rates(rows)
     figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4),
                                 layout="constrained", squeeze=False)
     for axis, model in zip(axes[0], models):
@@ -247,7 +252,7 @@ def metrics_of(out, row):
 
 
 def make_tables(out, rows):
-    """tables.md, curves.png and rates.png from the rows of runs.jsonl and the metrics beside it."""
+    """tables.md and curves.png, and rates.png if there is something to compare, from runs.jsonl."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
              "Differences by seed (with what is named minus without), at equal learning rates and, where",
@@ -258,7 +263,7 @@ def make_tables(out, rows):
              "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
     write_lines(f"{out}/tables.md", lines)
     save_figure(f"{out}/curves.png", plot_curves, [(row, metrics_of(out, row)) for row in rows])
-    if best_rates(rows):
+    if compared_rates(rows):
         save_figure(f"{out}/rates.png", plot_rates, rows)
 
 

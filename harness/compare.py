@@ -113,12 +113,13 @@ def plot_accuracy(rows, plt):
             if not same:
                 continue
             seconds = mean(r["seconds"] for r in same)
-            accuracy = mean(r["accuracy_after"] for r in same)
-            error = standard_error([r["accuracy_after"] for r in same])
+            reached = [100 * r["accuracy_after"] for r in same]
+            accuracy = mean(reached)
+            error = standard_error(reached)
             axis.errorbar(seconds, accuracy, error, marker=markers[arm], capsize=3, elinewidth=0.8,
                           color=colors[arm], linestyle="none", label=arm)
         title = "; ".join([model, *sorted(hardware)])
-        axis.set(title=title, xlabel="seconds of a run", ylabel="held-out pass@1 after")
+        axis.set(title=title, xlabel="seconds of a run", ylabel="held-out pass@1 after, %")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -24,8 +24,8 @@ The papers' results: none is quoted, as none compares these rules with QeRL's sc
 stand in methods/README.md.
 
 When would you use it? `divergence` where no good sigma is known: for a new model, format or number
-of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small. The
-others are for ablations.
+of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small, and
+it cost our small policy accuracy (methods/README.md). The others are for ablations.
 """
 import math
 import types
