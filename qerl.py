@@ -259,7 +259,9 @@ class FrozenLinear(torch.autograd.Function):
     def forward(ctx, x, h, B, layer):
         weight = layer.weight.dequantize(x.dtype)
         ctx.layer = layer
-        ctx.save_for_backward(h, B, *([weight] if layer.keep_dequantized else []))
+        ctx.save_for_backward(h, B, weight if layer.keep_dequantized else None)
+        if layer.output_unread and ctx.needs_input_grad[0]:
+            return x.new_zeros(len(x), len(weight))
         y = F.linear(x, weight, layer.bias)
         for y_i, h_i, B_i in layer.pieces(y, h, B):
             y_i.addmm_(h_i, B_i.T)
@@ -267,10 +269,11 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, B, *kept = ctx.saved_tensors
+        h, B, weight = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            weight = kept[0] if kept else ctx.layer.weight.dequantize(grad.dtype)
+            if weight is None:
+                weight = ctx.layer.weight.dequantize(grad.dtype)
             grad_x = grad @ weight
         return grad_x, *ctx.layer.lora_gradients(grad, h, B), None
 
@@ -284,6 +287,9 @@ class QuantLinear(nn.Module):
     to the rank.
     """
 
+    keep_dequantized = False       # in backward; see Transformer.recompute_in_backward
+    output_unread = False
+
     def __init__(self, names, sizes, in_features, weight, bias, lora_rank=0, lora_alpha=None):
         super().__init__()
         self.names = names
@@ -293,7 +299,6 @@ class QuantLinear(nn.Module):
         self.rank = lora_rank
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
         self.use_adapter = lora_rank > 0
-        self.keep_dequantized = False                  # see Transformer.recompute_in_backward
         if lora_rank:
             bound = in_features ** -0.5                # kaiming_uniform(a=√5), as PEFT starts A
             A = torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound)
@@ -610,9 +615,12 @@ class Transformer(nn.Module):
         In backward a block runs forward again, is differentiated and freed. Its dequantised
         weights live from this second forward to the end of its backward, so that each is
         dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
-        autograd.grad.
+        autograd.grad. What the second forward ends with, down's product, nobody reads: no gradient
+        depends on it, so that it is left out.
         """
         self.recompute_blocks = True
+        for block in self.blocks:
+            block.mlp.down.output_unread = True
         for layer in self.quantized_layers():
             layer.keep_dequantized = True
 
@@ -974,11 +982,12 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """
+    A = advantages[:, None]
     log_ratio = logprobs - old_logprobs
     # Where the advantage is 0, so is the gain; an infinite ratio would make it NaN.
-    ratio = log_ratio.masked_fill(advantages[:, None] == 0, 0).exp()
+    ratio = log_ratio.masked_fill(A == 0, 0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+    gain = torch.minimum(ratio * A, clipped * A)
     if importance is not None:
         gain = gain * importance
     x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs

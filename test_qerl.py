@@ -944,6 +944,19 @@ def test_recomputed_blocks_give_the_same_gradient(qwen):
     assert torch.equal(*gradients)
 
 
+def test_recomputed_blocks_leave_out_what_nobody_reads(qwen):
+    """The product that ends a block is computed in forward and not again in backward; without recomputation it always is."""
+    model = with_lora(qwen[0])
+    found = []
+    for block in model.blocks:
+        block.mlp.down.register_forward_hook(lambda layer, x, y: found.append(bool(y.any())))
+    for _ in range(2):
+        model(torch.arange(60).view(2, 30)).square().mean().backward()
+        model.recompute_in_backward()
+    count = len(model.blocks)
+    assert found == [True] * count + [True] * count + [False] * count
+
+
 def test_gradient_is_the_same_each_time_on_several_threads(qwen):
     model, gradients = with_lora(qwen[0]), []
     completions = torch.randint(0, 60, (512, 2), generator=torch.Generator().manual_seed(0))

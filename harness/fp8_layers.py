@@ -52,6 +52,8 @@ class FrozenProduct(torch.autograd.Function):
         ctx.save_for_backward(h, B)
         ctx.layer = layer
         ctx.weight = layer.weight
+        if layer.output_unread and ctx.needs_input_grad[0]:        # see qerl.FrozenLinear
+            return x.new_zeros(len(x), sum(layer.sizes))
         y = layer.weight.forward(x, layer.bias)
         for y_i, h_i, B_i in layer.pieces(y, h, B):
             y_i.addmm_(h_i, B_i.T)
@@ -76,6 +78,7 @@ class FrozenBlockLinear(qerl.QuantLinear):
         self.alpha = layer.alpha
         self.use_adapter = layer.use_adapter
         self.keep_dequantized = layer.keep_dequantized
+        self.output_unread = layer.output_unread
         if layer.rank:
             self.lora_A = layer.lora_A
             self.lora_B = layer.lora_B
