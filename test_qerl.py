@@ -5219,6 +5219,14 @@ def test_fp8_of_whole_rows_equals_flashrls_product():
     torch.testing.assert_close(leaves[1].grad, rounded(grad.T) @ rounded(rounded(x).T).T, rtol=1e-5, atol=1e-5)
 
 
+def test_fp8_codes_know_whether_a_row_has_one_scale():
+    """Of narrow matrices blocks are rows, too, but not those of several rows."""
+    x = torch.randn(300, 100)
+    blocks = {fp8_blocks.ROW: True, fp8_blocks.SQUARE: False, fp8_blocks.WHOLE_ROW: True, fp8_blocks.WHOLE: True}
+    assert {block: fp8_blocks.quantize(x, block).whole_rows for block in blocks} == blocks
+    assert not fp8_blocks.quantize(x.T, fp8_blocks.ROW).whole_rows
+
+
 def cublas_twin(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
     """torch.nn.functional.scaled_mm of FP8 blocks as PyTorch's source states their layouts, on a CPU."""
     (M, K), N = a.shape, b.shape[1]

@@ -52,8 +52,9 @@ class Codes(NamedTuple):
 
     @property
     def whole_rows(self):
-        """Whether each row has one scale."""
-        return self.scale.shape == (len(self.codes), 1)
+        """Whether a row has one scale, its own or that of the whole matrix."""
+        down, across = self.scale.shape
+        return across == 1 and down in (1, len(self.codes))
 
     def dequantize(self):
         """codes times scales, float32, of `shape`."""
@@ -94,7 +95,7 @@ def multiply(x, weight, dtype, bias=None):
     if not x.codes.is_cuda:
         y = (x.dequantize() @ weight.dequantize().T).to(dtype)
         return y if bias is None else y + bias
-    product = multiply_rows if x.whole_rows else multiply_blocks
+    product = multiply_rows if x.whole_rows and weight.whole_rows else multiply_blocks
     rows, columns = x.shape[0], weight.shape[0]
     if bias is not None:
         bias = F.pad(bias, (0, len(weight.codes) - columns))
