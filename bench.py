@@ -1326,6 +1326,8 @@ def main():
         run(arguments())
     except (qerl.UserError, OSError) as e:
         end(str(e))
+    except torch.OutOfMemoryError as e:
+        end(f"{qerl.reason(e)} Choose a smaller --model, fewer --sizes or a larger --cap")
 
 
 if __name__ == "__main__":

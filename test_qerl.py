@@ -5717,6 +5717,17 @@ def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys):
+    def too_much(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has")
+    monkeypatch.setattr(bench, "run", too_much)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "9 GiB. Choose" in said and "--cap" in said
+
+
 def test_bench_step_cuts_the_weights(tmp_path):
     """Two gloo processes that take part in each other's passes, with completions of different lengths; the norm of the update counts."""
     script = tmp_path / "norms.py"
