@@ -982,8 +982,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """
-    A = advantages[:, None]
     log_ratio = logprobs - old_logprobs
+    A = advantages[:, None]
     # Where the advantage is 0, so is the gain; an infinite ratio would make it NaN.
     ratio = log_ratio.masked_fill(A == 0, 0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
