@@ -150,6 +150,7 @@ def main(ranks=(4, 16, 64), steps=16):
         svd = distance(by_layers, teacher, held_out)["kl"]
         rilq = distance(together, teacher, held_out)["kl"]
         print(f"{rank:4} {svd:8.4f} {rilq:8.4f}")
+    del qerl.FORMATS["low"]
     print("\nThe SVD gains with the rank; RILQ is about as good at the small rank as at the large.\n"
           "The layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly\n"
           "the whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
