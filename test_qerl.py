@@ -5743,6 +5743,7 @@ def test_bench_step_cuts_the_weights(tmp_path):
     assert norms[0] == norms[1] and float(norms[0][0]) > 0
     found = json.loads((tmp_path / "cpu" / "step-2-processes-sharded.json").read_text())
     assert found["settings"]["shard"] and [row["processes"] for row in found["rows"]] == [2]
+    assert found["command"].startswith("torchrun --nproc_per_node=2 norms.py step --device cpu")
 
 
 def test_ranks_divide_the_lengths_of_one_process():

@@ -55,7 +55,11 @@ def peak_memory_gb(device):
 
 
 def command_line():
-    return "python " + " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    """The command that started this process, as far as a process can know."""
+    program = "python"
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        program = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+    return " ".join([program, os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def environment(device):
