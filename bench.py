@@ -230,7 +230,7 @@ def replay_times(contenders, device):
         repeated = itertools.islice(itertools.cycle(calls), longest)
         runs[name] = partial(run_all, list(repeated))
     if device == "cuda":
-        graphs = {name: qerl.record_graph(run) for name, run in runs.items()}
+        graphs = {name: fp4_kernels.record_graph(run) for name, run in runs.items()}
         rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
         return {name: statistics.median(r[name] for r in rounds) / longest for name in graphs}
     times = {}

@@ -12,6 +12,7 @@ its speed: memory, instructions or latency.
     4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
+    6. launching      a decode step as one CUDA graph                 record_graph
 
 Words that recur: a GPU has some hundred processors (SMs). A kernel is run by many programs, each on
 one SM, and a program has a few warps of 32 threads. A name in CAPITALS is a constant that is
@@ -1758,3 +1759,29 @@ if triton is not None:
         best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
         tl.store(logprob + b, best_z - log_Z)
         tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. Many kernels, launched at once
+#
+# The host takes some microseconds to launch a kernel, and a decode step has hundreds of short ones. A
+# CUDA graph is a recording of them all, which one launch starts again.
+
+def record_graph(step, generator=None):
+    """Run step() as one CUDA graph: record its kernels once, replay them with one launch.
+
+    Returns step's replacement, which reads and writes the very tensors of the recording; whoever
+    feeds it must change them in place. The warm-up is a step like any other: what it changes
+    stays changed. generator: what step draws from, if not the default.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()                                   # warm up: compiles kernels, allocates workspaces
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

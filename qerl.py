@@ -2,7 +2,7 @@
 
 Equations, tables and algorithms cited here are those of "QeRL: Beyond Efficiency -
 Quantization-enhanced Reinforcement Learning for LLMs", arXiv 2510.11696. The file reads top to
-bottom in the paper's order:
+bottom, from a weight's 4 bits up to the loss:
 
     1. Formats            NVFP4: 4-bit codes, block scales, one global scale               Eq. 6
     2. Quantised linear   a frozen packed weight with trainable LoRA                       Eq. 2
@@ -70,13 +70,13 @@ def pack_nibbles(codes):
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def unpack_nibbles(packed, table, scale, dtype):
+def dequantize_blocks(packed, table, scale, dtype):
     """Bytes uint8 [out, in/2] -> weight [out, in]: the table's value of each code, times its scale.
 
     table: float32 [16]; scale: float32 [out, in/block].
     """
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                # [out, in/2, 2]
-    values = fp4_kernels.table_on(table, packed.device)[codes]
+    values = fp4_kernels.table_on(table, packed.device)[codes]               # kept on the device
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
 
 
@@ -115,7 +115,7 @@ def quantize_nvfp4(weight):
 
 def dequantize_nvfp4(packed, block_scale, global_scale, dtype):
     """Eq. 6: what quantize_nvfp4 returns -> weight [out, in] in dtype."""
-    return unpack_nibbles(packed, E2M1, block_scale.float() / global_scale, dtype)
+    return dequantize_blocks(packed, E2M1, block_scale.float() / global_scale, dtype)
 
 
 def powers_of_two(e8m0):
@@ -140,7 +140,7 @@ def quantize_mxfp4(weight):
 
 def dequantize_mxfp4(packed, block_scale, global_scale, dtype):
     """What quantize_mxfp4 returns -> weight [out, in] in dtype."""
-    return unpack_nibbles(packed, E2M1, powers_of_two(block_scale), dtype)
+    return dequantize_blocks(packed, E2M1, powers_of_two(block_scale), dtype)
 
 
 def quantize_nf4(weight):
@@ -159,11 +159,14 @@ def quantize_nf4(weight):
 
 def dequantize_nf4(packed, block_scale, global_scale, dtype):
     """What quantize_nf4 returns -> weight [out, in] in dtype."""
-    return unpack_nibbles(packed, NF4, block_scale, dtype)
+    return dequantize_blocks(packed, NF4, block_scale, dtype)
 
 
 def keep_16_bit(weight):
-    """The weight itself, and two scales that nothing reads."""
+    """Not quantised: the weight, and two scales that nothing reads.
+
+    "bf16" is whatever the model computes in: bfloat16 on a GPU, float32 on a CPU.
+    """
     one = weight.new_ones(1)
     return weight, one, one
 
@@ -172,7 +175,8 @@ def read_16_bit(weight, _block_scale, _global_scale, dtype):
     return weight.to(dtype)
 
 
-# The same weights in the order in which the GPU's kernels read them (fp4_kernels.py, section 2).
+# The codes and scales in the order in which the GPU's kernels read them (fp4_kernels.py, section 2).
+# NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
 
 def tile_nvfp4(packed, block_scale, global_scale):
     return fp4_kernels.tile(packed, block_scale.float(), 1 / global_scale, E2M1)
@@ -184,7 +188,7 @@ def tile_mxfp4(packed, block_scale, global_scale):
 
 
 def tile_nf4(packed, block_scale, global_scale):
-    return fp4_kernels.tile(packed, block_scale, global_scale, NF4, nf4=True)  # scales in bfloat16
+    return fp4_kernels.tile(packed, block_scale, global_scale, NF4, nf4=True)
 
 
 @dataclass(frozen=True)
@@ -215,9 +219,12 @@ FORMATS = {
 class PackedWeight:
     """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole.
 
-    Its twin on a GPU, fp4_kernels.TiledWeight, multiplies the codes without that detour.
+    On a GPU fp4_kernels.TiledWeight takes its place, which multiplies the codes without that detour.
     """
-    interleaved = False            # multiply takes x's columns as they are; see TiledWeight
+    # A product may sum over x's columns in any order, if the weight's lie in the same one. TiledWeight
+    # stores them in the order in which the GPU's threads take them, and is interleaved: what comes
+    # before it in decoding (norm, attention, silu_mul) then writes x so. Here they are as they were.
+    interleaved = False
 
     def __init__(self, format, *parts):
         self.format = format
@@ -228,7 +235,11 @@ class PackedWeight:
         return self.format.dequantize(*self.parts, dtype)
 
     def prepare_lora(self, A, B, sizes, scaling, dtype):
-        """LoRA of stacked layers as multiply takes it: B's pieces as blocks on a diagonal, times α/r."""
+        """LoRA of stacked layers as multiply takes it: (A, B'), so that x Aᵀ B'ᵀ is that of all.
+
+        A [layers * r, in] stays; of B [out, r] each layer's piece becomes a block on the diagonal of
+        B' [out, layers * r], times α/r. sizes: the layers' out_features.
+        """
         B = scaling * torch.block_diag(*B.split(sizes))
         return A.to(dtype), B.to(dtype)
 
@@ -250,9 +261,9 @@ class PackedWeight:
 class FrozenLinear(torch.autograd.Function):
     """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> x Ŵᵀ + b + h Bᵀ [n, out].
 
-    h and B are None without LoRA. Ŵ has no gradient; it is kept for backward only while a block
-    is recomputed (see Transformer.recompute_in_backward), else dequantised again. x Aᵀ is left to
-    autograd; the product with B is here so that it is added to y in place.
+    layer: the QuantLinear; h and B are None without LoRA. Ŵ has no gradient; it is kept for backward
+    only while a block is recomputed (see Transformer.recompute_in_backward), else dequantised
+    again. x Aᵀ is left to autograd; the product with B is here so that it is added to y in place.
     """
 
     @staticmethod
@@ -260,6 +271,7 @@ class FrozenLinear(torch.autograd.Function):
         weight = layer.weight.dequantize(x.dtype)
         ctx.layer = layer
         ctx.save_for_backward(h, B, weight if layer.keep_dequantized else None)
+        # In the second forward of recompute_in_backward nobody reads what a block ends with.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
         y = F.linear(x, weight, layer.bias)
@@ -287,8 +299,9 @@ class QuantLinear(nn.Module):
     to the rank.
     """
 
-    keep_dequantized = False       # in backward; see Transformer.recompute_in_backward
-    output_unread = False
+    # Both are set by Transformer.recompute_in_backward.
+    keep_dequantized = False       # from a block's second forward to its backward
+    output_unread = False          # True of the MLP's down
 
     def __init__(self, names, sizes, in_features, weight, bias, lora_rank=0, lora_alpha=None):
         super().__init__()
@@ -335,21 +348,8 @@ class QuantLinear(nn.Module):
                 self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
 
     def decode(self, x, residual=None):
-        """forward(x) + residual, without gradient, for x [slots, in] in the weight's column order."""
+        """forward(x) + residual, without gradient; x [slots, in], interleaved if the weight is."""
         return self.weight.multiply(x, self.bias, residual, self.decode_lora)
-
-
-@contextlib.contextmanager
-def adapters_off(model):
-    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
-    adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
-    for module in adapted:
-        module.use_adapter = False
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.use_adapter = True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -372,13 +372,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.use_adapter = True                        # False in adapters_off: the scale as loaded
+        self.use_adapter = True                        # False, as QuantLinear's, in adapters_off
         self.noisy_weight = None
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
         self.register_buffer("reference_weight", self.weight.detach().clone())
 
     def forward(self, x, reader=None):
-        """reader: the QuantLinear whose `decode` is next, so that columns lie as its weight wants."""
+        """reader: in decoding, the QuantLinear that reads the result, for its weight.interleaved."""
         weight = self.weight if self.use_adapter else self.reference_weight
         if self.noisy_weight is not None:
             weight = self.noisy_weight
@@ -411,8 +411,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """σ of 0-based `step`: training is cut into `stages` equal parts, of which the first has no noise.
 
     The others fall from start to end, exponentially by Eq. 8 with K = stages - 1, so that the
-    last stage has `end` (for stages > 2 and steps >= stages). That needs start and end positive,
-    or both 0.
+    last stage has `end` (for stages > 2 and steps >= stages). "exponential" needs start and end
+    positive, or both 0.
     """
     stage = step * stages // steps
     if stage == 0:
@@ -430,6 +430,19 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     return start + (end - start) * fall[schedule]
 
 
+@contextlib.contextmanager
+def adapters_off(model):
+    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
+    adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
+    for module in adapted:
+        module.use_adapter = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.use_adapter = True
+
+
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
@@ -437,12 +450,13 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # token of every slot of the sampler, without. Both compute the same, from the same packed
 # weights.
 
-# cuDNN plans each new [B, T] for 0.1 s, and hardly two batches are alike.
+# cuDNN's attention prepares 0.1 s for each new shape [B, T], and hardly two batches have the same one.
+# PyTorch takes another of its attention kernels instead.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rope_frequencies(config, head_dim):
-    """(inverse frequencies [head_dim/2] in radians per position, factor on cos and sin)."""
+    """(frequencies [head_dim/2] in radians per position, a factor on cos and sin)."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
@@ -464,6 +478,7 @@ class Attention(nn.Module):
         self.qkv = checkpoint.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, qkv_bias)
         self.o = checkpoint.linear(name, ["o_proj"], [d], q, bias)
         norm = checkpoint.norm if config.model_type == "qwen3" else nn.Identity
+        # Qwen3 alone has these two norms; Identity takes any arguments.
         self.q_norm = norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
         self.k_norm = norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
 
@@ -498,6 +513,7 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, RMSNorm):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
+        # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
         y = fp4_kernels.decode_attention(
             qkv, *rope, *cache.layer(self.index), interleaved=self.o.weight.interleaved)
         return self.o.decode(y, residual)
@@ -584,7 +600,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens, cache=None, slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row.
 
-        With a cache and slots int64 [B * G] it prefills: row b also fills the slots from b * G on.
+        With a cache and slots int64 [B * G] it prefills: the keys and values of row b also go to the
+        G slots of slots[b * G:(b + 1) * G].
         With a packing (see pack): tokens [S] -> [S, d].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
@@ -646,8 +663,9 @@ def trainable(model):
 # A slot decodes one completion at a time; all slots decode together. A prompt enters once G slots
 # are idle: its keys and values are computed once and copied to all of them. Everything that a
 # decode step needs lives in tensors of fixed shape on the device, so that on a GPU the whole step
-# is one recorded CUDA graph, and the host looks at the slots only every 8 tokens. Once no prompt
-# waits and half of the slots are idle, the other half goes on alone (from 32 slots on).
+# is one recorded CUDA graph (all its kernels, started by one launch), and the host looks at the
+# slots only every 8 tokens. Once no prompt waits and half of the slots are idle, the other half
+# goes on alone (from 32 slots on).
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
 
@@ -669,7 +687,7 @@ class KVCache:
         self.addresses = self.filled.new_zeros(len(self.pieces), math.ceil(max_len / CACHE_PIECE))
 
     def layer(self, index):
-        """What fp4_kernels.decode_attention takes of a layer."""
+        """What fp4_kernels.decode_attention takes of a layer: pieces, addresses, max_len, filled."""
         return self.pieces[index], self.addresses[index], self.max_len, self.filled
 
     def reserve(self, length):
@@ -683,7 +701,7 @@ class KVCache:
                 self.addresses[layer, len(pieces) - 1] = pieces[-1].data_ptr()
 
     def store_prompts(self, layer, slots, k, v):
-        """k, v [P, kv_heads, T, head_dim] of P prompts into slots [P * G].
+        """k, v [P, kv_heads, T, head_dim] of P prompts; prompt p's go to slots[p * G:(p + 1) * G].
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
@@ -750,26 +768,6 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
-def record_graph(step, generator=None):
-    """Run step() as one CUDA graph: record its kernels once, replay them with one launch.
-
-    Returns step's replacement, which reads and writes the very tensors of the recording; whoever
-    feeds it must change them in place. The warm-up is a step like any other: what it changes
-    stays changed. generator: what step draws from, if not the default.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()                                   # warm up: compiles kernels, allocates workspaces
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def to_device(numbers, device):
     """(Lists of) ints as an int64 tensor, without waiting for the GPU as torch.tensor(.., device)."""
     tensor = torch.tensor(numbers, pin_memory=device.type == "cuda")
@@ -793,7 +791,7 @@ class Sampler:
 
         # Of each slot; how many keys and values it has is cache.filled.
         self.completion = torch.full((slots,), IDLE, device=device)    # which one it continues
-        self.position = torch.zeros_like(self.completion)              # its next token's place
+        self.position = torch.zeros_like(self.completion)              # column of its next token
         self.token = torch.zeros_like(self.completion)                 # the next input
         self.cache = KVCache(model, slots, max_len)
 
@@ -802,7 +800,7 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # bench.py cuts some sooner
+        self.limit = torch.full_like(self.length, max_new_tokens)      # subclasses lower some
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
@@ -811,13 +809,15 @@ class Sampler:
     def record(self):
         """On a GPU with kernels: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone.
 
-        The kernels' twins wait for the GPU, which a graph cannot.
+        Else it is None, and not self.step: what refers to itself keeps its cache until Python's
+        garbage collector comes by. Without kernels the twins run, and some wait for the GPU, which a
+        graph cannot. top-p's sort stays outside, as a graph keeps the memory of its temporaries.
         """
         self.cache.reserve(int(self.cache.filled.max()) + 1)          # the warm-up is a step
         self.replay = None
         if self.model.device.type == "cuda" and fp4_kernels.use_triton(self.model.embedding):
             recorded = self.step if self.top_p == 1 else self.forward
-            self.replay = record_graph(recorded, self.generator)
+            self.replay = fp4_kernels.record_graph(recorded, self.generator)
 
     def admit(self, prompts, slots, completions, prefill_tokens=32768):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -910,7 +910,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
-    check_every = 8 if model.device.type == "cuda" else 1      # a look at the slots waits for it
+    check_every = 8 if model.device.type == "cuda" else 1      # the host waits for the GPU then
     sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                             generator)
     entered = 0                                                # prompts that have had their slots
@@ -921,7 +921,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
         if not busy and not admitted:
             return sampler.rollout()
         if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 32:
-            sampler.shrink()
+            sampler.shrink()                                # `idle` is stale now: no prompt waits
         if busy:            # first, so that the GPU decodes while the host issues the prefill
             sampler.steps(check_every)
         if admitted:        # slots that were idle have stayed so
@@ -1083,6 +1083,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
 
     mask = length_mask(length, longest)
+    # Reentrant recomputation, as in Transformer.hidden, warns where there is no gradient.
     pieces = zip(hidden.split(chunk), completions[mask].split(chunk))
     logprobs = [recompute(output, *piece, use_reentrant=False, preserve_rng_state=False)
                 for piece in pieces]

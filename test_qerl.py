@@ -248,7 +248,7 @@ def test_e2m1_rounds_to_nearest_even():
 def test_packing_puts_even_indices_low():
     codes = torch.arange(16, dtype=torch.uint8)[None]
     assert qerl.pack_nibbles(codes)[0].tolist() == [low | high << 4 for low, high in zip(range(0, 16, 2), range(1, 16, 2))]
-    decoded = qerl.unpack_nibbles(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
+    decoded = qerl.dequantize_blocks(qerl.pack_nibbles(codes), qerl.E2M1, torch.ones(1, 1), torch.float32)
     assert torch.equal(decoded[0], qerl.E2M1)
 
 

@@ -7,9 +7,9 @@
     python train_gsm8k.py --resume [--out FOLDER]         go on where a run stopped
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
-# Read from top to bottom: the settings, the loop (`train`), then the loop's parts in the order in
-# which it uses them. What a run needs and the story does not, such as checkpoints and plots, is in
-# the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it; a
+# Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
+# and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
+# and plots, is in the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it; a
 # comment behind method.x names the function of qerl.py that QeRL calls there.
 from harness import interrupts
 
@@ -235,7 +235,7 @@ def train(settings):
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,       # 0: step left out
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,   # of the last minibatch
             "lr": optimizer.param_groups[0]["lr"],
         }
         if scaler.is_enabled():
@@ -333,7 +333,11 @@ def decode_all(tokenizer, rollout):
 
 
 def score(questions, rollout, texts, scheme):
-    """Samples with the reward of each completion, with what the question has "begun" of it."""
+    """Samples, with the reward of each completion.
+
+    A method may have completions go on from a given beginning (methods.Method.explore). It stands
+    in question["begun"], and is scored with them.
+    """
     group = len(texts) // len(questions)
     scores = []
     for i, text in enumerate(texts):

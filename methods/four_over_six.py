@@ -44,7 +44,7 @@ def quantize_four_over_six(weight):
         scale = (global_scale * (amax / largest)).to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, 0.125, scale)          # as quantize_nvfp4
         packed = qerl.encode_e2m1(weight, scale / global_scale)
-        decoded = qerl.unpack_nibbles(packed, qerl.E2M1, scale / global_scale, torch.float32)
+        decoded = qerl.dequantize_blocks(packed, qerl.E2M1, scale / global_scale, torch.float32)
         tried.append((packed, scale, (decoded.view_as(blocks) - blocks).square().sum(-1)))
     (packed_6, scale_6, error_6), (packed_4, scale_4, error_4) = tried
     four = error_4 < error_6
