@@ -223,22 +223,32 @@ def compared_rates(rows):
 
 
 def plot_rates(rows, plt):
-    """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS."""
+    """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS.
+
+    Arms stand 3 % of a rate apart, so that their error bars can be told from each other.
+    """
     models = compared_rates(rows)
-    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 4),
+    figure, axes = plt.subplots(1, len(models), figsize=(8 * len(models), 4.5),
                                 layout="constrained", squeeze=False)
     for axis, model in zip(axes[0], models):
-        for arm in ARMS:
+        for i, arm in enumerate(ARMS):
             own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             rates = sorted({r["lr"] for r in own})
-            reached = [[r["accuracy_after"] for r in own if r["lr"] == lr] for lr in rates]
+            reached = [[100 * r["accuracy_after"] for r in own if r["lr"] == lr] for lr in rates]
             errors = [standard_error(values) or 0 for values in reached]
+            seeds = ", ".join(str(len(values)) for values in reached)
             if rates:
-                axis.errorbar(rates, [mean(values) for values in reached], errors, marker="o",
-                              markersize=4, capsize=3, linewidth=1.2, label=arm)
-        axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after", xscale="log")
+                places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
+                axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
+                              markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})")
+        tried = sorted({r["lr"] for r in rows if r["model"] == model and r["arm"] in ARMS})
+        axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
+                 xscale="log")
+        axis.set_xticks(tried, [f"{lr:g}" for lr in tried])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, title="arm (seeds at each rate)",
+                    loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

@@ -7,7 +7,6 @@
 How runs are made, stopped and resumed: harness/study.py. table.md and accuracy.png are made from
 runs.jsonl; flags that are not named here go to train_gsm8k.py.
 """
-import itertools
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -99,29 +98,33 @@ def table(rows):
 
 
 def plot_accuracy(rows, plt):
-    """pass@1 after the training against the seconds of a run, a panel a model, a point a method."""
+    """Two panels a model, a line a method: pass@1 before and after the training; seconds a step."""
     models = sorted({r["model"] for r in rows})
-    figure, axes = plt.subplots(1, len(models), figsize=(9 * len(models), 6), layout="constrained",
-                                squeeze=False)
-    colors = dict(zip(ROWS, itertools.cycle(plt.get_cmap("tab10").colors)))
-    markers = {arm: "osD"[i // 10] for i, arm in enumerate(ROWS)}
-    for axis, model in zip(axes[0], models):
-        # Seconds mean little without it; runs may share a GPU.
-        hardware = {r["hardware"] for r in rows if r["model"] == model}
-        for arm in ROWS:
+    arms = [arm for arm in ROWS if any(r["arm"] == arm for r in rows)]
+    figure, axes = plt.subplots(1, 2 * len(models), figsize=(6.5 * len(models), 6.5), squeeze=False,
+                                layout="constrained", sharey=True, width_ratios=[3, 2] * len(models))
+    for column, model in enumerate(models):
+        accuracy, time = axes[0, 2 * column:2 * column + 2]
+        for place, arm in enumerate(arms):
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
                 continue
-            seconds = mean(r["seconds"] for r in same)
             reached = [100 * r["accuracy_after"] for r in same]
-            accuracy = mean(reached)
-            error = standard_error(reached)
-            axis.errorbar(seconds, accuracy, error, marker=markers[arm], capsize=3, elinewidth=0.8,
-                          color=colors[arm], linestyle="none", label=arm)
-        title = "; ".join([model, *sorted(hardware)])
-        axis.set(title=title, xlabel="seconds of a run", ylabel="held-out pass@1 after, %")
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+            before = [100 * r["accuracy_before"] for r in same if "accuracy_before" in r]
+            color = "tab:orange" if arm in WITHOUT_FILE else "tab:blue"
+            accuracy.errorbar(mean(reached), place, xerr=standard_error(reached), fmt="o", capsize=3,
+                              markersize=5, elinewidth=1, color=color)
+            accuracy.plot(before[:1], [place] * len(before[:1]), "|", color="gray", markersize=9)
+            time.plot(mean(r["seconds_a_step"] for r in same), place, "s", markersize=5, color=color)
+        # Seconds mean little without it; runs may share a GPU.
+        hardware = sorted({r["hardware"] for r in rows if r["model"] == model})
+        accuracy.set(title=model, xlabel="held-out pass@1, %: | before, o after")
+        time.set(xlabel="seconds a step", xlim=(0, None))
+        time.set_title("\n".join(hardware), fontsize=7)
+        for axis in (accuracy, time):
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_yticks(range(len(arms)), arms)
+    axes[0, 0].invert_yaxis()
     return figure
 
 

@@ -499,15 +499,18 @@ def draw_steps(axis, rows):
                 bottom += size
         if row["cap_gb"]:
             axis.plot([4 * i - 0.6, 4 * i + 2.6], [row["cap_gb"]] * 2, "k--", linewidth=1)
-            axis.annotate(f"cap {row['cap_gb']:g}", (4 * i + 1, row["cap_gb"]), ha="center",
-                          va="bottom", fontsize=8)
+            axis.annotate(f"cap {row['cap_gb']:g}", (4 * i + 1, row["cap_gb"]), (0, 3), ha="center",
+                          textcoords="offset points", fontsize=8)
     places = [4 * i + k for i in range(len(steps)) for k in range(3)]
-    names = [phase if k != 1 else f"{phase}\n{row['model']}"
-             for row in steps for k, phase in enumerate(PHASES)]
-    axis.set_xticks(places, names, fontsize=7)
+    names = [phase for _ in steps for phase in PHASES]
+    axis.set_xticks(places, names, fontsize=8, rotation=45, ha="right")
+    for i, row in enumerate(steps):
+        axis.annotate(row["model"], (4 * i + 1, 0), (0, 3), ha="center", fontsize=8, color="black",
+                      textcoords="offset points", bbox={"color": "white", "alpha": 0.7, "pad": 1})
+    axis.margins(y=0.1)
     missing = [row["model"] for row in rows if row not in steps]
     note = f"; not shown: {', '.join(dict.fromkeys(missing))}" if missing else ""
-    axis.set(ylabel="10^9 bytes", title=f"peak of a GRPO step, by phase{note}")
+    axis.set(ylabel="GB (10⁹ bytes)", title=f"peak of a GRPO step, by phase{note}")
 
 
 def by_model(rows):
@@ -529,7 +532,7 @@ def draw_peaks(axis, rows):
               label=f"Unsloth, {UNSLOTH['model']}, published")
     for cap in {row["cap_gb"] for row in rows if row["cap_gb"]}:
         axis.axhline(cap, color="black", linestyle="--", linewidth=1)
-    axis.set(xlabel="tokens of a completion", ylabel="10^9 bytes", title="peak of long completions")
+    axis.set(xlabel="tokens of a completion", ylabel="GB (10⁹ bytes)", title="peak of long completions")
     axis.grid(alpha=0.3)
 
 

@@ -2,7 +2,7 @@
 
     python -m methods.flashrl                                        what 8 bits change in a rollout
     python train_gsm8k.py --method flashrl                           INT8; flashrl:fp8 for FP8
-    python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0    all weights are trained
+    python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0 --lr 1e-4    trains all weights
 
 The problem (github.com/yaof20/Flash-RL, README: primary; fengyao.notion.site/flash-rl): most of the
 time goes into sampling, which 8-bit products make faster. But then another policy samples than is
@@ -28,7 +28,8 @@ During a rollout the 16-bit and the 8-bit weights are both in memory. Held-out q
 answered by the 16-bit policy. --tis 0 shows the method without its correction.
 
 The paper's result: the README recommends it from 14B on, with long completions; users saw no
-gain at 32B and 70B (issues 28 and 37). Ours will stand in methods/README.md.
+gain at 32B and 70B (issues 28 and 37). Ours, points of pass@1 above QeRL's, small policy, five
+seeds: INT8 8 ± 5, FP8 2 ± 6, LoRA on 16-bit weights alone 9 ± 7 (methods/README.md).
 
 When would you use it? To train all weights, or LoRA on 16-bit weights, of a model whose decoding
 mostly reads weights. If LoRA on frozen weights is enough, 4 bits are half as much to read, and need
