@@ -25,6 +25,11 @@ On a CPU they run a tiny shape, so that one can step through them; its times, an
 nothing. mma needs a Hopper GPU. step may be started by torchrun, too: each process then has its
 share of the prompts.
 """
+from harness import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_importing()
+
 import copy
 import glob
 import importlib.metadata
@@ -62,7 +67,7 @@ from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.sharded import SharedPasses
 from harness.small_policy import warm_start
-from harness.stops import end
+from harness.stops import end, one_line
 from methods import Method, jetrl
 
 
@@ -1319,15 +1324,15 @@ def run(args):
 
 
 def main():
-    try:
+    with one_line():
+        interrupts.as_exception()
         studies = {"claims": claims, "entropy": entropy, "methods": compare}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))
-        run(arguments())
-    except (qerl.UserError, OSError) as e:
-        end(str(e))
-    except torch.OutOfMemoryError as e:
-        end(f"{qerl.reason(e)} Choose a smaller --model, fewer --sizes or a larger --cap")
+        try:
+            run(arguments())
+        except torch.OutOfMemoryError as e:
+            end(f"{qerl.reason(e)} Choose a smaller --model, fewer --sizes or a larger --cap")
 
 
 if __name__ == "__main__":

@@ -2536,7 +2536,7 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
 def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     reported = []
-    monkeypatch.setattr(keeper, "write_report", lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
+    monkeypatch.setattr(keeper, "report_on", lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
     run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5, "--out", out)
     summary = json.loads((out / "summary.json").read_text())
     held_out = made_up_problems()[1][:5]
@@ -3066,8 +3066,127 @@ def test_what_is_no_run_is_named(tmp_path, line, message):
             study_of.main(["--tables", "--out", str(tmp_path)])
 
 
+def whole_row(name, **columns):
+    """A row of runs.jsonl with all that is_row asks for."""
+    return {**dict.fromkeys(study.TEXTS, "x"), **dict.fromkeys(study.NUMBERS, 0.5), "name": name, **columns}
+
+
+@pytest.mark.parametrize("columns", [{"accuracy_after": None}, {"greedy_after": "high"}, {"lr": "3e-3"}, {"accuracy_before": "x"},
+                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}])
+def test_a_row_with_another_kind_of_value_is_named(tmp_path, columns):
+    write_jsonl(tmp_path / "runs.jsonl", [whole_row("good"), whole_row("bad", **columns)])
+    with pytest.raises(qerl.UserError, match="a line is no run's.*remove it"):
+        study.finished_runs(str(tmp_path))
+
+
+def test_a_row_that_stands_twice_is_named(tmp_path):
+    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a"), whole_row("b"), whole_row("a")])
+    with pytest.raises(qerl.UserError, match="runs.jsonl: a stands there twice"):
+        study.finished_runs(str(tmp_path))
+
+
+def test_a_row_goes_behind_a_torn_one(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    write_jsonl(path, [whole_row("a")])
+    with open(path, "a") as f:
+        f.write('{"name": "b", "mod')
+    study.append_jsonl(str(path), whole_row("c"))
+    study.append_jsonl(str(path), whole_row("d"))
+    assert [row["name"] for row in study.finished_runs(str(tmp_path))] == ["a", "c", "d"]
+    study.append_jsonl(str(tmp_path / "new.jsonl"), {"x": 1})
+    assert (tmp_path / "new.jsonl").read_text() == '{"x": 1}\n'
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--seed", "7"], "--seed: the study sets it for each run; use --seeds"), (["--lr=1e-5"], "--lr: .* use --lrs"),
+    (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself")])
+def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
+    for study_of in (claims, compare):
+        with pytest.raises(qerl.UserError, match=message):
+            study_of.main(["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs"), *flags])
+    assert not os.listdir(tmp_path)
+
+
+def study_arguments(tmp_path, *flags):
+    args = study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"], "a study",
+                           ["a", "b"], ["a", "b"], (1, 2), "results")
+    os.makedirs(f"{tmp_path}/out/metrics")
+    return args
+
+
+def test_what_is_named_twice_is_run_once(tmp_path):
+    args = study_arguments(tmp_path, "--arms", "b", "a", "b", "--seeds", "1", "1", "0", "--lrs", "1e-4", "1e-4")
+    assert (args.arms, args.seeds, args.lrs) == (["b", "a"], [1, 0], [1e-4])
+
+
+def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
+    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0", "--steps", "9")
+    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0", steps=1)])
+    with pytest.raises(qerl.UserError, match="Model-a-lr5e-05-seed0 with 1 steps, not 9; give another --out"):
+        study.run_missing({"a": []}, args)
+
+
+def finished_run(command, **_):
+    """subprocess.call for a run that ends at once, with what row_of reads."""
+    folder = command[command.index("--out") + 1]
+    os.makedirs(folder)
+    settings = {"weights": "bf16", "sigma_start": 0, "lora_rank": 0, "algo": "grpo", "lr": 1e-3}
+    with open(f"{folder}/summary.json", "w") as f:
+        json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
+    step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}
+    write_jsonl(f"{folder}/metrics.jsonl", [step, step])
+    return 0
+
+
+def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def call(command, **_):
+        finished_run(command)
+        folder = command[command.index("--out") + 1]
+        if "-a-" in folder:
+            os.remove(f"{folder}/summary.json")
+        elif "seed1" in folder:
+            write_jsonl(f"{folder}/metrics.jsonl", [])
+        return 0
+    monkeypatch.setattr(study.subprocess, "call", call)
+    args = study_arguments(tmp_path, "--seeds", "0", "1")
+    failed = study.run_missing({"a": [], "b": []}, args)
+    assert sorted(failed) == ["Model-a-lr5e-05-seed0", "Model-a-lr5e-05-seed1", "Model-b-lr5e-05-seed1"]
+    assert [row["name"] for row in study.finished_runs(args.out)] == ["Model-b-lr5e-05-seed0"]
+    assert os.listdir(f"{args.out}/metrics") == ["Model-b-lr5e-05-seed0.jsonl"]
+    said = capsys.readouterr().out
+    assert "summary.json" in said and "left no summary or metrics to read" in said
+
+
+def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):
+    """The first worker's run is interrupted; the second's goes on to its end, and the rest of the queue is left."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    begun = []
+
+    def call(command, **_):
+        begun.append(command)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        return finished_run(command)
+    monkeypatch.setattr(study.subprocess, "call", call)
+    args = study_arguments(tmp_path, "--seeds", "0", "1", "2", "3", "--jobs", "2")
+    with pytest.raises(KeyboardInterrupt):
+        study.run_missing({"a": [], "b": []}, args)
+    assert 1 <= len(begun) <= 3 and len(study.finished_runs(args.out)) == len(begun) - 1
+
+
+def test_a_study_whose_runs_cannot_be_kept_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    args = study_arguments(tmp_path)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(qerl.UserError, match="runs"):
+        study.run_missing({"a": [], "b": []}, args)
+
+
 def test_a_run_without_its_metrics_is_named(tmp_path, monkeypatch):
-    rows = [{**dict.fromkeys(study.COLUMNS, 0.5), **row} for row in made_up_rows()]
+    rows = [{**whole_row(""), **row} for row in made_up_rows()]
     write_jsonl(tmp_path / "runs.jsonl", rows)
     with pytest.raises(qerl.UserError, match="metrics/nvfp4\\+aqn-0.jsonl: is missing or empty"):
         claims.main(["--tables", "--out", str(tmp_path)])
@@ -6620,3 +6739,74 @@ def test_serving_commands_are_known():
     curl, = (block for block in serving_blocks("sh") if "curl" in block)
     request = json.loads(shlex.split(curl.replace("\\\n", ""))[-1])
     assert request["messages"][0]["content"] == train_gsm8k.SYSTEM["answer"] and request["model"] + "=" in curl
+
+
+# --------------------------------------------------------------------------------------------- what a hostile tester tried
+
+def test_ctrl_c_in_bench_is_one_line(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    assert stop.value.code == 130 and capsys.readouterr().err == "\nstopped\n"
+
+
+def test_the_same_question_with_two_answers_is_left_out(tmp_path, capsys):
+    path = tmp_path / "mixed.jsonl"
+    write_jsonl(path, [{"question": "a?", "answer": "5"}, {"question": "b?", "answer": "7"}, {"question": "a?", "answer": "6"},
+                       {"question": "b?", "answer": "7"}])
+    kept = math_questions(str(path))
+    assert [q["question"] for q in kept] == ["b?"]
+    assert "1 of 2 questions stand there with different answers" in capsys.readouterr().out
+
+
+def test_a_number_of_many_digits_is_no_answer(tmp_path):
+    path = tmp_path / "large.jsonl"
+    path.write_text('{"question": "a?", "answer": 1' + 400 * "0" + "}\n")
+    with pytest.raises(qerl.UserError, match="no question or no answer"):
+        math_questions(str(path))
+
+
+def test_an_empty_question_is_no_question(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": " ", "answer": "#### 5"}\n')
+    with pytest.raises(qerl.UserError, match="train.jsonl:1: not a line"):
+        questions.load_questions(str(tmp_path), None, None)
+
+
+def test_two_held_out_files_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "test.jsonl", [{"question": f"{folder}?", "answer": "5"}])
+    with pytest.raises(qerl.UserError, match="two of them are called test.jsonl"):
+        questions.load_questions(None, [str(tmp_path / "a" / "test.jsonl"), str(tmp_path / "b" / "test.jsonl")], None)
+
+
+@pytest.mark.parametrize("flag", ["--prompts", "--eval-samples", "--steps", "--max-new-tokens"])
+def test_counts_that_nothing_can_hold_are_refused(flag):
+    with pytest.raises(qerl.UserError, match=f"{flag} 1{20 * '0'}: must be"):
+        train_gsm8k.arguments([flag, f"1{20 * '0'}", "--updates", "1", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("name,entry", [
+    ("metrics.jsonl", {"kl": "abc"}), ("metrics.jsonl", {"kl": [1.0]}), ("samples.jsonl", {"completions": 5}),
+    ("samples.jsonl", {"completions": [3]})])
+def test_a_changed_line_of_the_log_is_no_step(name, entry):
+    step, = logged_steps(1)
+    assert run_folder.is_step(step, name) and not run_folder.is_step(step | entry, name)
+
+
+def test_the_report_of_changed_files_is_one_line(tmp_path, monkeypatch):
+    def broken(folder):
+        raise KeyError("accuracy")
+    monkeypatch.setattr(report, "write_report", broken)
+    with pytest.raises(qerl.UserError, match="its files are not those of a run"):
+        report.report_on(str(tmp_path))
+
+
+def test_entropy_of_one_question_has_no_standard_error(tmp_path):
+    options = ["--prompts", "1", "--draws", "1", "--weights", "nvfp4", "nvfp4", "--slots", "8", "--sigmas", "0.01", "--device", "cpu"]
+    assert entropy.main([*options, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "entropy.json").read_text())["rows"]
+    assert [row["standard_error"] for row in rows] == [None]

@@ -31,6 +31,10 @@ def check_settings(settings):
          "must be positive and finite")
     each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed"], lambda n: n < 2 ** 63, "must be below 2**63")
+    each(["prompts", "group", "updates", "stages", "slots", "eval_samples"],
+         lambda n: n is None or n <= 10 ** 6, "must be at most a million")
+    each(["steps", "max_new_tokens", "micro_tokens", "save_every", "eval_questions"],
+         lambda n: n is None or n < 2 ** 31, "must be below 2**31")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     require(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
             f"is not divisible by --updates {settings.updates}; change one of them")

@@ -12,7 +12,7 @@ from statistics import fmean as mean
 
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
-from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error
+from harness.study import NO_NOISE, arguments, conduct, is_number, standard_error, with_error
 from harness.study import write_lines
 from qerl import UserError
 
@@ -258,6 +258,10 @@ def metrics_of(out, row):
     metrics = read_jsonl(path)
     if not metrics:
         raise UserError(f"{path}: is missing or empty; copy it, too, or remove the run from runs.jsonl")
+    for step in metrics:
+        if not isinstance(step, dict) or not all(is_number(step.get(key)) for key in CURVES):
+            raise UserError(f"{path}: a step lacks one of {', '.join(CURVES)}; remove the run from "
+                            "runs.jsonl, and it is made again")
     return metrics
 
 

@@ -20,6 +20,7 @@ from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
+from harness.study import standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
 COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
@@ -50,7 +51,7 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
         "sigma": sigma,
         "draw": draw,
         "entropy": (entropy.sum() / tokens.sum()).item(),
-        "standard_error": (by_question.std() / len(questions) ** 0.5).item(),
+        "standard_error": standard_error(by_question.tolist()),          # None of one question
         "accuracy": samples.correct.mean().item(),
         "length": rollout.length.float().mean().item(),
         "mismatch_kl": kl,
@@ -78,18 +79,23 @@ def measure_formats(args):
 
 
 def plot_entropy(rows, plt):
-    """Entropy, accuracy and mismatch against sigma, a line a format; no noise at the left edge."""
+    """Entropy, accuracy and mismatch against sigma, a line a format; no noise at the left edge.
+
+    A point is the mean of the draws, and a dash each of them.
+    """
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     panels = [
-        ("entropy", "entropy, nats a token"),
-        ("accuracy", "accuracy (temperature 1)"),
-        ("mismatch_kl", "KL of the noisy policy to the clean one, nats a token"),
+        ("entropy", 1, "entropy, nats a token"),
+        ("accuracy", 100, "accuracy (temperature 1), %"),
+        ("mismatch_kl", 1, "KL of the noisy policy to the clean one,\nnats a token"),
     ]
     smallest = min((r["sigma"] for r in rows if r["sigma"]), default=1e-3)
-    for axis, (key, label) in zip(axes, panels):
+    for axis, (key, unit, label) in zip(axes, panels):
         for weights, color in COLORS.items():
             sigmas = sorted({r["sigma"] for r in rows if r["weights"] == weights})
-            values = [[r[key] for r in rows if (r["weights"], r["sigma"]) == (weights, s)]
+            if key == "mismatch_kl":       # without noise it is rounding, and may be below 0
+                sigmas = [s for s in sigmas if s > 0]
+            values = [[unit * r[key] for r in rows if (r["weights"], r["sigma"]) == (weights, s)]
                       for s in sigmas]
             places = [s or smallest / 2 for s in sigmas]
             axis.plot(places, [fmean(v) for v in values], color=color, label=weights, marker="o",
@@ -121,6 +127,8 @@ def main(argv):
     for sigma in args.sigmas:
         require(0 <= sigma < 1e3, "sigmas", sigma, "must be at least 0 and below 1000")
     args.model = full_name(args.model)
+    args.weights = list(dict.fromkeys(args.weights))
+    args.sigmas = list(dict.fromkeys(args.sigmas))
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
     what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"

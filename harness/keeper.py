@@ -9,7 +9,7 @@ from harness.checkpoint import save_checkpoint, weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
-from harness.report import write_report
+from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
 
@@ -152,4 +152,4 @@ class Keeper:
 
         print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
               f"look at {self.folder}/report.html")
-        write_report(self.folder)
+        report_on(self.folder)

@@ -35,6 +35,7 @@ def math_questions(source):
     """
     name = os.path.basename(source).removesuffix(".jsonl")
     questions = {}
+    unclear = set()                                # questions that stand there with several answers
     for number, row in enumerate(rows_of(source), 1):
         question = bare(first_column(row, QUESTION))
         answer = answer_of(row)
@@ -47,7 +48,13 @@ def math_questions(source):
         if right_answer(question) is None:
             raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
                             "mend or remove it")
-        questions.setdefault(question["question"], question)
+        first = questions.setdefault(question["question"], question)
+        if right_answer(first) != right_answer(question):
+            unclear.add(question["question"])
+    if unclear:
+        print(f"{source}: {len(unclear)} of {len(questions)} questions stand there with different "
+              "answers and are left out")
+    questions = {text: question for text, question in questions.items() if text not in unclear}
     if not questions:
         raise UserError(f"{source}: holds no question; give another file or dataset")
     return list(questions.values())
@@ -99,7 +106,9 @@ def answer_of(row):
     checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
     if answer is None and isinstance(checked, dict):
         answer = checked.get("ground_truth")
-    if type(answer) in (int, float) and math.isfinite(answer):
+    if type(answer) is int and abs(answer) < 10 ** 100:
+        return str(answer)
+    if type(answer) is float and math.isfinite(answer):
         return str(answer)
     return answer
 

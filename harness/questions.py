@@ -11,8 +11,8 @@ import os
 import random
 import urllib.request
 
-from harness.answers import SURROGATE, final_number, right_answer
-from harness.math_data import math_questions
+from harness.answers import final_number, right_answer
+from harness.math_data import is_text, math_questions
 from harness.run_folder import CACHE, atomic_write
 from harness.small_policy import made_up_problems
 from qerl import UserError
@@ -35,6 +35,11 @@ def load_questions(data, evaluate_on, model):
     else:
         questions, held_out = made_up_problems()
     if evaluate_on:
+        names = [os.path.basename(source) for source in evaluate_on]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"--eval: two of them are called {name}, and each has a result of its "
+                                "own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
     return questions, held_out
 
@@ -88,7 +93,7 @@ def read_question(line, path, number):
     """One line of a file: worked steps with <<calculations>>, then "#### number"."""
     try:
         question = json.loads(line)
-        if not isinstance(question["question"], str) or SURROGATE.search(question["question"]):
+        if not is_text(question["question"]):
             raise ValueError
         right = final_number(question)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):

@@ -241,16 +241,23 @@ def verdict(answer):
     return "right" if answer["greedy"]["correct"] else "wrong"
 
 
+def report_on(folder):
+    """write_report; raises UserError where someone has changed the run's files."""
+    try:
+        write_report(folder)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+        raise UserError(f"{folder}: its files are not those of a run ({type(e).__name__}: {e}), so "
+                        "report.html is not renewed; all else is")
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit(fail("name one run's folder: python -m harness.report FOLDER"))
     folder = sys.argv[1]
     try:
-        write_report(folder)
+        report_on(folder)
     except UserError as e:
         sys.exit(fail(str(e)))
-    except (KeyError, TypeError) as e:
-        sys.exit(fail(f"{folder}: its files are not those of a run ({type(e).__name__}: {e})"))
     except OSError as e:
         sys.exit(fail(f"{folder}/report.html: cannot be written ({e.strerror})"))
     print(f"look at {folder}/report.html")

@@ -177,8 +177,13 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
-        f.write(json.dumps(entry, allow_nan=False) + "\n")
+    """Add a line; behind one that a kill has torn it begins a new one."""
+    with naming(path), open(path, "ab+") as f:
+        torn = b""
+        if f.seek(0, os.SEEK_END):
+            f.seek(-1, os.SEEK_END)
+            torn = b"\n" if f.read() != b"\n" else b""
+        f.write(torn + json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
 def is_step(entry, name):
@@ -186,8 +191,11 @@ def is_step(entry, name):
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         return False
     if name == "samples.jsonl":
-        return "completions" in entry
-    return all(type(entry.get(figure)) in (int, float) for figure in FIGURES)
+        completions = entry.get("completions")
+        return isinstance(completions, list) and all(isinstance(c, dict) for c in completions)
+    figures = [value for key, value in entry.items() if key not in ("seconds", "completions")]
+    return (all(type(entry.get(figure)) in (int, float) for figure in FIGURES)
+            and all(value is None or type(value) in (int, float) for value in figures))
 
 
 def read_log(folder, last_step):

@@ -5,13 +5,15 @@ same order. Each is a process of its own, and is resumed if it was stopped. One 
 line of runs.jsonl, and its metrics are kept in the folder metrics; tables and pictures are made
 from these files alone. Flags that a study does not know go to train_gsm8k.py.
 """
+import contextlib
 import json
+import math
 import os
 import queue
-import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from harness.flags import Parser, require
-from harness.run_folder import append_jsonl, atomic_write, read_jsonl
+from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
 
@@ -114,20 +116,62 @@ def row_of(run, folder):
     }
 
 
-# What tables and pictures read of a row.
-COLUMNS = {"name", "model", "arm", "lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy",
-           "training_accuracy", "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds",
-           "hardware"}
+# What tables and pictures read of a row: texts, and finite numbers.
+TEXTS = {"name", "model", "arm", "hardware"}
+NUMBERS = {"lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy", "training_accuracy",
+           "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
+NUMBERS_OR_NONE = {"accuracy_before", "greedy_before"}         # not of every run
+
+
+def is_number(value):
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_row(row):
+    """Whether an object of runs.jsonl says what tables and pictures read."""
+    if not isinstance(row, dict) or not TEXTS | NUMBERS <= row.keys():
+        return False
+    numbers = NUMBERS | (NUMBERS_OR_NONE & row.keys())
+    return (all(isinstance(row[column], str) for column in TEXTS)
+            and all(is_number(row[column]) for column in numbers))
 
 
 def finished_runs(out):
-    """The rows of a study's runs.jsonl; raises UserError where a line is none."""
+    """The rows of a study's runs.jsonl; raises UserError where a line is none, or stands twice.
+
+    A line that a kill has torn is left out, and its run made again.
+    """
     path = f"{out}/runs.jsonl"
     rows = read_jsonl(path)
+    names = set()
     for row in rows:
-        if not isinstance(row, dict) or not COLUMNS <= row.keys():
+        if not is_row(row):
             raise UserError(f"{path}: a line is no run's: {str(row)[:60]}; remove it")
+        if row["name"] in names:
+            raise UserError(f"{path}: {row['name']} stands there twice; remove one of the lines")
+        names.add(row["name"])
     return rows
+
+
+def run_one(run, environment, flags, args):
+    """Make a run and note its row -> None, or what went wrong, in a line."""
+    folder = f"{args.runs}/{run.name}"
+    command = run.command(folder, args.data, flags[run.arm], args.more)
+    try:
+        with open(f"{folder}.log", "a") as log:
+            code = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                   stderr=log)
+        if code:
+            return f"ended with status {code}; {folder}.log says why"
+        row = row_of(run, folder)
+        with open(f"{folder}/metrics.jsonl", "rb") as metrics:
+            atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
+        append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
+    except (OSError, UserError) as e:
+        return str(e)
+    except (KeyError, TypeError, ValueError, StatisticsError) as e:
+        return f"left no summary or metrics to read ({type(e).__name__}: {e}); {folder}.log says more"
+    return None
 
 
 def work(device, missing, flags, args, failed):
@@ -142,28 +186,26 @@ def work(device, missing, flags, args, failed):
             run = missing.get_nowait()
         except queue.Empty:
             return
-        folder = f"{args.runs}/{run.name}"
-        os.makedirs(args.runs, exist_ok=True)
         print(f"{device}: {run.name}", flush=True)
-        command = run.command(folder, args.data, flags[run.arm], args.more)
-        with open(f"{folder}.log", "a") as log:
-            code = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                   stderr=log)
-        if code:
+        problem = run_one(run, environment, flags, args)
+        if problem:
             failed.append(run.name)
-            print(f"{run.name} ended with status {code}; {folder}.log says why", flush=True)
-            continue
-        shutil.copy(f"{folder}/metrics.jsonl", f"{args.out}/metrics/{run.name}.jsonl")
-        append_jsonl(f"{args.out}/runs.jsonl", row_of(run, folder))      # one short write: whole
+            print(f"{run.name}: {problem}", flush=True)
+
+
+def empty(missing):
+    with contextlib.suppress(queue.Empty):
+        while True:
+            missing.get_nowait()
 
 
 def run_missing(flags, args):
     """Start a worker on each device; returns the names of the runs that failed.
 
     flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
-    the next begins.
+    the next begins. Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
-    done = {row["name"] for row in finished_runs(args.out)}
+    done = {row["name"]: row for row in finished_runs(args.out)}
     wanted = [
         Run(arm, model, lr, seed)
         for lr in args.lrs
@@ -175,17 +217,49 @@ def run_missing(flags, args):
     for run in wanted:
         if run.name not in done:
             missing.put(run)
+        elif args.steps is not None and done[run.name]["steps"] != args.steps:
+            raise UserError(f"{args.out}/runs.jsonl has {run.name} with {done[run.name]['steps']} steps, "
+                            f"not {args.steps}; give another --out")
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
+    with creating(args.runs):
+        os.makedirs(args.runs, exist_ok=True)
     if None in args.model:
         warm_start()                   # once, before several runs ask for it at the same time
     failed = []
-    workers = []
-    for device in visible_devices() * args.jobs:
-        workers.append(threading.Thread(target=work, args=(device, missing, flags, args, failed)))
-        workers[-1].start()
-    for worker in workers:
-        worker.join()
+    devices = visible_devices() * args.jobs
+    with ThreadPoolExecutor(len(devices)) as pool:
+        workers = [pool.submit(work, device, missing, flags, args, failed) for device in devices]
+        try:
+            for worker in workers:
+                worker.result()
+        except BaseException:
+            empty(missing)             # then the pool waits for what is running
+            raise
     return failed
+
+
+# Flags of train_gsm8k.py that a study sets itself, and what to use instead.
+OWN_FLAGS = {
+    "--lr": "use --lrs",
+    "--seed": "use --seeds",
+    "--resume": "what was stopped is resumed by itself",
+    "--eval-only": "leave it out",
+    "--save-quantized": "leave it out",
+    "--eval-samples": "pass@1 is the mean of four",
+    "--skip-eval-before": "seed 0 alone is measured before",
+}
+
+
+def read_more(args):
+    """Check the flags that go to train_gsm8k.py; args.steps becomes what they say of --steps, or None."""
+    args.steps = None
+    for i, text in enumerate(args.more):
+        flag, _, value = text.partition("=")
+        if flag in OWN_FLAGS:
+            raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
+        if flag == "--steps":
+            value = value or "".join(args.more[i + 1:i + 2])
+            args.steps = int(value) if value.isdigit() else None
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
@@ -206,11 +280,15 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--runs", help=f"folders of runs (default runs/{os.path.basename(out)})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
+    read_more(args)
     require(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     for lr in args.lrs or []:
         require(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
     for seed in args.seeds or []:
         require(seed >= 0, "seeds", seed, "must not be negative")
+    for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
+        if getattr(args, name):
+            setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     small = args.model == [None]
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
@@ -230,7 +308,8 @@ def conduct(flags, args, make_tables):
 
     Then make_tables(folder, rows of its runs.jsonl), if there are any.
     """
-    os.makedirs(f"{args.out}/metrics", exist_ok=True)
+    with creating(args.out):
+        os.makedirs(f"{args.out}/metrics", exist_ok=True)
     failed = [] if args.tables else run_missing(flags, args)
     rows = finished_runs(args.out)
     if rows:
