@@ -212,7 +212,8 @@ def plot_curves(runs, plt):
         column[0].set(title=f"{model}, learning rate {lr:g}")
         column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
                          bbox_to_anchor=(1, 1))
-        column[-1].set(xlabel="step", yscale="log")
+        mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
+        column[-1].set(xlabel="step", yscale="log" if mismatched else "linear")
     return figure
 
 

@@ -234,6 +234,7 @@ def run_missing(flags, args):
                 worker.result()
         except BaseException:
             empty(missing)             # then the pool waits for what is running
+            print("no other run is begun; the same command goes on", flush=True)
             raise
     return failed
 
