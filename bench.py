@@ -59,7 +59,7 @@ import qerl
 from harness import claims, compare, entropy, memory_bench, scaling_bench
 from harness.batches import Batch
 from harness.figures import save_figure
-from harness.flags import Parser, check_device, full_name, require
+from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
 from harness.random_models import SHAPES, RandomWeights, ShardedRandomWeights
 from harness.random_models import config_of, random_model, random_prompts
@@ -1031,18 +1031,18 @@ def bench_scaling(args):
     if args.processes is None:
         args.processes = [n for n in counts if not cuda or n <= torch.cuda.device_count()]
     for count in args.processes:
-        require(count in counts, "processes", count,
-                f"cannot share {prompts} prompts; use " + ", ".join(map(str, counts)))
-        require(not cuda or count <= torch.cuda.device_count(), "processes", count,
-                f"only {torch.cuda.device_count()} GPUs are here; use fewer")
+        require_flag(count in counts, "processes", count,
+                     f"cannot share {prompts} prompts; use " + ", ".join(map(str, counts)))
+        require_flag(not cuda or count <= torch.cuda.device_count(), "processes", count,
+                     f"only {torch.cuda.device_count()} GPUs are here; use fewer")
     rows = []
     for path in args.add or []:
-        require(os.path.exists(path), "add", path, "no such file; give a scaling.json")
+        require_flag(os.path.exists(path), "add", path, "no such file; give a scaling.json")
     for path in [f"{results_folder(args)}/scaling.json", *(args.add or [])]:
         if os.path.exists(path):
             rows = scaling_bench.replace_rows(rows, scaling_bench.read_rows(path))
-    require(rows or args.processes, "processes", "without a number",
-            "there are no rows yet; give numbers, or --add FILE")
+    require_flag(rows or args.processes, "processes", "without a number",
+                 "there are no rows yet; give numbers, or --add FILE")
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
             f"completions for each of them and {prompts} x {group} in all: of the phases the "
             "processes' mean, of the step the slowest's; medians of several steps")
@@ -1076,7 +1076,7 @@ def measure_processes(args, count, name, sizes):
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
-        require(done.returncode == 0, "processes", count, "a step failed; its error stands above")
+        require_flag(done.returncode == 0, "processes", count, "a step failed; its error stands above")
         [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
         rows = scaling_bench.read_rows(path)
     for row in rows:
@@ -1230,31 +1230,31 @@ def check_arguments(args):
             raise qerl.UserError(f"--{option}: {args.what} does not take it, only {known}")
     if args.what == "mma":
         hopper = args.device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-        require(hopper, "device", args.device,
-                "mma needs a Hopper GPU; on others `kernels` measures the same")
+        require_flag(hopper, "device", args.device,
+                     "mma needs a Hopper GPU; on others `kernels` measures the same")
     if args.what != "formats":
         known = ", ".join(SHAPES)
         for name in args.model or []:
-            require(name in SHAPES, "model", name, f"no such shape; choose from {known}")
+            require_flag(name in SHAPES, "model", name, f"no such shape; choose from {known}")
     if args.what == "rollout" and "nvfp4-fp8" in (args.weights or []):
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     for rank in args.ranks or []:
-        require(rank >= 1, "ranks", rank, "must be at least 1")
+        require_flag(rank >= 1, "ranks", rank, "must be at least 1")
     for length in args.long or []:
-        require(length >= 1, "long", length, "must be at least 1")
-    require(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
-            "must be at least 1")
-    require(args.cap is None or args.cap > 0, "cap", args.cap, "must be above 0")
+        require_flag(length >= 1, "long", length, "must be at least 1")
+    require_flag(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
+                 "must be at least 1")
+    require_flag(args.cap is None or args.cap > 0, "cap", args.cap, "must be above 0")
     processes = Ranks().count
     if args.shard and processes == 1:
         raise qerl.UserError("--shard: start by torchrun with --nproc_per_node=2 or more")
     if args.shard and "nvfp4-fp8" in (args.weights or []):
         raise qerl.UserError("--shard: not with --weights nvfp4-fp8, whose codes are not cut")
-    require(processes == 1 or args.what == "step", "nproc-per-node", processes,
-            f"{args.what} is started without torchrun, which only step knows")
+    require_flag(processes == 1 or args.what == "step", "nproc-per-node", processes,
+                 f"{args.what} is started without torchrun, which only step knows")
     for prompts, group in args.sizes or []:
-        require(prompts % processes == 0, "sizes", f"{prompts}x{group}",
-                f"{processes} processes cannot share {prompts} prompts")
+        require_flag(prompts % processes == 0, "sizes", f"{prompts}x{group}",
+                     f"{processes} processes cannot share {prompts} prompts")
 
 
 def results_folder(args):

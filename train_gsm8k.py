@@ -9,8 +9,8 @@
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
 # and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
-# and plots, is in the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a neighbour beside it; a
-# comment behind method.x names the function of qerl.py that QeRL calls there.
+# and plots, is in the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a
+# neighbour beside it; a comment behind method.x names the function of qerl.py that QeRL calls there.
 from harness import interrupts
 
 if __name__ == "__main__":
@@ -33,7 +33,7 @@ from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore
 from harness.checks import check_settings, finite_policy, finite_rollout, finite_update, rank_fits
 from harness.checks import say_what_stays
-from harness.flags import dtype_name, full_name, parse_flags, require, setting, use_device
+from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved
@@ -294,8 +294,8 @@ def load_all(settings, method, ranks=Ranks()):
     if not settings.shard:
         keep_decoded(model)
     positions = model.config.max_position_embeddings
-    require(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
-            f"the model has {positions} positions; lower it")
+    require_flag(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
+                 f"the model has {positions} positions; lower it")
     longest = positions - settings.max_new_tokens
     questions = with_prompts(questions, tokenizer, longest)
     held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.flags import check_device, require
+from harness.flags import check_device, require_flag
 from harness.ranks import Ranks
 from qerl import UserError
 
@@ -20,9 +20,9 @@ def check_settings(settings):
     """Refuse, by name, values that cannot be meant."""
     def each(names, ok, what):
         for name in names:
-            require(ok(getattr(settings, name)), name, getattr(settings, name), what)
-    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots",
-          "micro_tokens", "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
+            require_flag(ok(getattr(settings, name)), name, getattr(settings, name), what)
+    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
+          "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "weight_decay",
           "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
@@ -36,19 +36,19 @@ def check_settings(settings):
     each(["steps", "max_new_tokens", "micro_tokens", "save_every", "eval_questions"],
          lambda n: n is None or n < 2 ** 31, "must be below 2**31")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
-    require(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
-            f"is not divisible by --updates {settings.updates}; change one of them")
+    require_flag(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
+                 f"is not divisible by --updates {settings.updates}; change one of them")
     one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
-    require(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
-            settings.sigma_end,
-            "an exponential schedule needs both sigmas positive (or both 0: no noise)")
-    require(settings.quantizer == "rtn" or settings.weights == "nvfp4", "quantizer",
-            settings.quantizer, "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn")
+    require_flag(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
+                 settings.sigma_end,
+                 "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    require_flag(settings.quantizer == "rtn" or settings.weights == "nvfp4", "quantizer",
+                 settings.quantizer, "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn")
     if settings.lora_rank == 0:
-        require(settings.weights == "bf16", "lora_rank", 0,
-                "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
-        require(settings.beta == 0, "beta", settings.beta,
-                "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
+        require_flag(settings.weights == "bf16", "lora_rank", 0,
+                     "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
+        require_flag(settings.beta == 0, "beta", settings.beta,
+                     "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
     check_device(settings.device)
     if settings.save_quantized is not None:
         check_saving(settings)
@@ -57,7 +57,7 @@ def check_settings(settings):
 def check_saving(settings):
     """Refuse what goes with no --save-quantized."""
     def fits(ok, what):
-        require(ok, "save_quantized", settings.save_quantized, what)
+        require_flag(ok, "save_quantized", settings.save_quantized, what)
     fits(settings.save_quantized, "names no folder")
     fits(settings.model, "saves a real model; name it with --model")
     fits(settings.weights == "nvfp4",
@@ -82,8 +82,8 @@ def rank_fits(model, rank):
     layers = model.quantized_layers() if rank else []
     shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in layers]
     smallest = min(map(min, shapes), default=0)
-    require(rank <= smallest, "lora_rank", rank,
-            f"the smallest layer has {smallest} features; lower it")
+    require_flag(rank <= smallest, "lora_rank", rank,
+                 f"the smallest layer has {smallest} features; lower it")
 
 
 def say_what_stays(config):

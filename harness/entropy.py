@@ -17,7 +17,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness.figures import save_figure
-from harness.flags import Parser, check_device, full_name, require
+from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
 from harness.study import standard_error
@@ -123,9 +123,9 @@ def main(argv):
     args = p.parse_args(argv)
     check_device(args.device)
     for name in ("draws", "prompts", "slots"):
-        require(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
+        require_flag(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     for sigma in args.sigmas:
-        require(0 <= sigma < 1e3, "sigmas", sigma, "must be at least 0 and below 1000")
+        require_flag(0 <= sigma < 1e3, "sigmas", sigma, "must be at least 0 and below 1000")
     args.model = full_name(args.model)
     args.weights = list(dict.fromkeys(args.weights))
     args.sigmas = list(dict.fromkeys(args.sigmas))

@@ -68,11 +68,11 @@ def parse_flags(settings_class, description, presets, argv=None):
     given = vars(parser.parse_args(argv))
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        require("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
+        require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
     return given
 
 
-def require(ok, name, value, what):
+def require_flag(ok, name, value, what):
     """Unless ok, raise the one line that names a flag, its value and what is wrong with it."""
     if not ok:
         raise UserError(f"--{name.replace('_', '-')} {value}: {what}")
@@ -85,16 +85,16 @@ def check_device(name):
     except RuntimeError:
         device = None
     mps = device is not None and device.type == "mps"
-    require(not mps, "device", name,
-            "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here was tried "
-            "on one; use --device cpu")
+    require_flag(not mps, "device", name,
+                 "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here "
+                 "was tried on one; use --device cpu")
     known = device is not None and device.type in ("cuda", "cpu")
-    require(known, "device", name, "unknown; use cuda or cpu")
-    require(device.type != "cpu" or not device.index, "device", name,
-            "a CPU has no number; use --device cpu")
+    require_flag(known, "device", name, "unknown; use cuda or cpu")
+    require_flag(device.type != "cpu" or not device.index, "device", name,
+                 "a CPU has no number; use --device cpu")
     if device.type == "cuda":
         there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-        require(there, "device", name, "no such CUDA GPU here; use --device cpu")
+        require_flag(there, "device", name, "no such CUDA GPU here; use --device cpu")
 
 
 def use_device(name):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.batches import move_samples, pick_groups
-from harness.flags import require
+from harness.flags import require_flag
 from qerl import UserError
 
 # How the ranks' figures of a step become one, where that is not their mean.
@@ -47,12 +47,14 @@ class Ranks:
                 raise UserError("--shard cuts the weights over several processes, but this is one; "
                                 "start by torchrun --nproc_per_node=2 or more")
             return
-        require(settings.prompts % (settings.updates * self.count) == 0, "prompts", settings.prompts,
-                f"is not divisible by --updates {settings.updates} times {self.count} processes")
-        require(settings.method == "qerl", "method", settings.method,
-                "the neighbours run in one process; start without torchrun")
-        require(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
-                "trains the weights themselves, which --shard cuts; leave one of the two out")
+        shares = settings.updates * self.count
+        require_flag(settings.prompts % shares == 0, "prompts", settings.prompts,
+                     f"is not divisible by --updates {settings.updates} times {self.count} "
+                     "processes")
+        require_flag(settings.method == "qerl", "method", settings.method,
+                     "the neighbours run in one process; start without torchrun")
+        require_flag(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
+                     "trains the weights themselves, which --shard cuts; leave one of the two out")
         if settings.shard and settings.keep_activations:
             raise UserError("--keep-activations: with --shard a block is computed again in backward; "
                             "leave one of the two out")
@@ -64,13 +66,13 @@ class Ranks:
         """
         if self.count == 1:
             return device
-        require(device in ("cuda", "cpu"), "device", device,
-                "torchrun's processes choose their GPUs themselves; use cuda or cpu")
+        require_flag(device in ("cuda", "cpu"), "device", device,
+                     "torchrun's processes choose their GPUs themselves; use cuda or cpu")
         backend = "gloo"
         if device == "cuda":
             here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
-            require(here <= torch.cuda.device_count(), "nproc-per-node", here,
-                    f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
+            require_flag(here <= torch.cuda.device_count(), "nproc-per-node", here,
+                         f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
             torch.cuda.set_device(self.local_rank)
             device = f"cuda:{self.local_rank}"
             backend = "nccl"

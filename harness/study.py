@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.flags import Parser, require
+from harness.flags import Parser, require_flag
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
@@ -170,7 +170,8 @@ def run_one(run, environment, flags, args):
     except (OSError, UserError) as e:
         return str(e)
     except (KeyError, TypeError, ValueError, StatisticsError) as e:
-        return f"left no summary or metrics to read ({type(e).__name__}: {e}); {folder}.log says more"
+        problem = f"{type(e).__name__}: {e}"
+        return f"left no summary or metrics to read ({problem}); {folder}.log says more"
     return None
 
 
@@ -218,8 +219,9 @@ def run_missing(flags, args):
         if run.name not in done:
             missing.put(run)
         elif args.steps is not None and done[run.name]["steps"] != args.steps:
-            raise UserError(f"{args.out}/runs.jsonl has {run.name} with {done[run.name]['steps']} steps, "
-                            f"not {args.steps}; give another --out")
+            steps = done[run.name]["steps"]
+            raise UserError(f"{args.out}/runs.jsonl has {run.name} with {steps} steps, not "
+                            f"{args.steps}; give another --out")
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
     with creating(args.runs):
         os.makedirs(args.runs, exist_ok=True)
@@ -252,7 +254,7 @@ OWN_FLAGS = {
 
 
 def read_more(args):
-    """Check the flags that go to train_gsm8k.py; args.steps becomes what they say of --steps, or None."""
+    """Check the flags that go to train_gsm8k.py; args.steps: what they say of --steps, or None."""
     args.steps = None
     for i, text in enumerate(args.more):
         flag, _, value = text.partition("=")
@@ -282,11 +284,11 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     read_more(args)
-    require(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
+    require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     for lr in args.lrs or []:
-        require(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
+        require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
     for seed in args.seeds or []:
-        require(seed >= 0, "seeds", seed, "must not be negative")
+        require_flag(seed >= 0, "seeds", seed, "must not be negative")
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
         if getattr(args, name):
             setattr(args, name, list(dict.fromkeys(getattr(args, name))))
