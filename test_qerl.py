@@ -3988,7 +3988,7 @@ def run_alone(*args):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RUN_ID", "torchrun sets it"), ("MAX_RESTARTS", "0")):
             patch.setenv(f"TORCHELASTIC_{name}", value)
-        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
         for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):

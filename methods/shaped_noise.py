@@ -14,7 +14,7 @@ The formula. w + sigma z with E z = 0 and E z^2 = 1, as in QeRL (Eq. 7-10), but
 
 [all our inference: no paper]. What differs from QeRL: `noise` alone.
 
-We have not trained with it.
+No result of ours: we have not trained with it.
 
 When would you use it? To find out where AQN works, at a sigma that causes the same divergence: the
 demonstration shows how differently the same sigma moves a policy, depending on where it is.
