@@ -28,13 +28,19 @@ FILES = (".jsonl", ".json", ".parquet")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")      # of a dataset on Hugging Face: owner/name
 
 
+def source_name(source):
+    """What a dataset or a file is called in the results."""
+    return os.path.basename(source).removesuffix(".jsonl")
+
+
 def math_questions(source):
     """The questions of a dataset or a file: dicts of "question", "answer" (TeX) and "source".
 
     What stands there several times is taken once: DAPO-Math-17k has each question a hundred times.
     """
-    name = os.path.basename(source).removesuffix(".jsonl")
+    name = source_name(source)
     questions = {}
+    answers = {}
     unclear = set()                                # questions that stand there with several answers
     for number, row in enumerate(rows_of(source), 1):
         question = bare(first_column(row, QUESTION))
@@ -45,11 +51,12 @@ def math_questions(source):
                 f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
             )
         question = {"question": question, "answer": final_part(answer), "source": name}
-        if right_answer(question) is None:
+        right = right_answer(question)
+        if right is None:
             raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
                             "mend or remove it")
-        first = questions.setdefault(question["question"], question)
-        if right_answer(first) != right_answer(question):
+        questions.setdefault(question["question"], question)
+        if answers.setdefault(question["question"], right) != right:
             unclear.add(question["question"])
     if unclear:
         print(f"{source}: {len(unclear)} of {len(questions)} questions stand there with different "

@@ -12,7 +12,7 @@ import random
 import urllib.request
 
 from harness.answers import final_number, right_answer
-from harness.math_data import is_text, math_questions
+from harness.math_data import is_text, math_questions, source_name
 from harness.run_folder import CACHE, atomic_write
 from harness.small_policy import made_up_problems
 from qerl import UserError
@@ -35,11 +35,11 @@ def load_questions(data, evaluate_on, model):
     else:
         questions, held_out = made_up_problems()
     if evaluate_on:
-        names = [os.path.basename(source) for source in evaluate_on]
-        for name in names:
+        names = [source_name(source) for source in evaluate_on]
+        for source, name in zip(evaluate_on, names):
             if names.count(name) > 1:
-                raise UserError(f"--eval: two of them are called {name}, and each has a result of its "
-                                "own; rename one")
+                raise UserError(f"--eval: two of them are called {os.path.basename(source)}, and each "
+                                "has a result of its own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
     return questions, held_out
 

@@ -247,7 +247,7 @@ def report_on(folder):
         write_report(folder)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         raise UserError(f"{folder}: its files are not those of a run ({type(e).__name__}: {e}), so "
-                        "report.html is not renewed; all else is")
+                        "report.html is not renewed")
 
 
 def main():

@@ -120,7 +120,7 @@ def row_of(run, folder):
 TEXTS = {"name", "model", "arm", "hardware"}
 NUMBERS = {"lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy", "training_accuracy",
            "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
-NUMBERS_OR_NONE = {"accuracy_before", "greedy_before"}         # not of every run
+NOT_OF_EVERY_RUN = {"accuracy_before", "greedy_before"}        # numbers, too
 
 
 def is_number(value):
@@ -131,7 +131,7 @@ def is_row(row):
     """Whether an object of runs.jsonl says what tables and pictures read."""
     if not isinstance(row, dict) or not TEXTS | NUMBERS <= row.keys():
         return False
-    numbers = NUMBERS | (NUMBERS_OR_NONE & row.keys())
+    numbers = NUMBERS | (NOT_OF_EVERY_RUN & row.keys())
     return (all(isinstance(row[column], str) for column in TEXTS)
             and all(is_number(row[column]) for column in numbers))
 
