@@ -190,8 +190,8 @@ def plot_band(axis, curves, label):
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model, a line an arm of ARMS.
 
-    runs: pairs of a row of runs.jsonl and its metrics. An arm is at its best learning rate or, if
-    it was tried at one alone, at the model's main one. A curve is a running mean of five steps.
+    runs: pairs of a row of runs.jsonl and its metrics. An arm is at its best learning rate if that
+    has several seeds, else at the model's main one. A curve is a running mean of five steps.
     """
     models = sorted({row["model"] for row, _ in runs})
     best = best_rates([row for row, _ in runs])
@@ -201,9 +201,12 @@ def plot_curves(runs, plt):
         lr = main_rate([row for row, _ in runs if row["model"] == model])
         for axis, (measure, label) in zip(column, CURVES.items()):
             for arm in ARMS:
+                own = [(row["lr"], metrics) for row, metrics in runs
+                       if (row["model"], row["arm"]) == (model, arm)]
                 rate = best.get((model, arm), lr)
-                curves = [[m[measure] for m in metrics] for row, metrics in runs
-                          if (row["model"], row["lr"], row["arm"]) == (model, rate, arm)]
+                if [at for at, _ in own].count(rate) == 1:
+                    rate = lr
+                curves = [[m[measure] for m in metrics] for at, metrics in own if at == rate]
                 other = "" if rate == lr else f", rate {rate:g}"
                 if curves:
                     plot_band(axis, curves, f"{arm} ({len(curves)}{other})")

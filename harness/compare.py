@@ -59,7 +59,7 @@ def flags_of(small):
     found = {}
     for arm, row in ROWS.items():
         method = [] if arm in WITHOUT_FILE else ["--method", arm]
-        rate = ["--lr", "1e-4" if small else "1e-5"] if row.flags == FULL else []
+        rate = ["--lr", "1e-4" if small else "1e-6"] if row.flags == FULL else []
         found[arm] = [*method, *row.flags, *rate]
     return found
 

@@ -30,7 +30,8 @@ is decoded and then multiplied, so a step takes longer; compare accuracies at eq
 
 The paper's result (by secondary notes): a mismatch of 0.32 against 7.64 with bfloat16, in their
 units; training stays stable for longer, and float16 beats all bfloat16 baselines. Ours: on 0.5B
-a K3 of 5.3e-5 with noise, where bfloat16 has 4.6e-4 (methods/README.md).
+a K3 of 5.5e-5 with noise, where bfloat16 has 4.6e-4, and 1.2 ± 0.4 points more pass@1 (two seeds;
+methods/README.md).
 
 When would you use it? Where mismatch_kl without noise is large, that is with long completions, deep
 models or 16-bit weights, and where the GPU has no bfloat16 anyway (T4). With QeRL's noise switched

@@ -19,8 +19,9 @@ What differs from QeRL. Only the bytes that are loaded: they are found once, fro
 of the training questions and answers, and kept in the cache (harness/quantizers.py).
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
-where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours, small
-policy, five seeds: -3 ± 4 points beside QeRL (methods/README.md).
+where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours,
+pass@1 beside QeRL's: small policy (five seeds) -3 ± 4 points; 0.5B (two) 1.8 ± 0.6, where it wins
+back half of what rounding costs (methods/README.md).
 
 When would you use it? Where the quantised policy starts visibly below the 16-bit one, or before
 qat.py. Its codes are fitted to the text that they were calibrated on.

@@ -21,8 +21,8 @@ What differs from QeRL: the sigma that `noise` takes; the first stage stays with
 truncates importance weights at 10: add --tis 10.
 
 The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours,
-small policy, five seeds, beside that schedule: divergence -5 ± 2 points, entropy 1 ± 4; plappert
-was not run (methods/README.md).
+pass@1 beside that schedule's: small policy (five seeds) divergence -5 ± 2 points, entropy 1 ± 4;
+0.5B (two) -0.2 ± 1.2 and 0.9 ± 0.3; plappert was not run (methods/README.md).
 
 When would you use it? `divergence` where no good sigma is known: for a new model, format or number
 of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small, and
