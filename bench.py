@@ -187,7 +187,7 @@ def wait(device):
         torch.cuda.synchronize()
 
 
-def free_memory(device):
+def release_memory(device):
     """Give back what deleted tensors leave in PyTorch's cache, which may not fit the next ones."""
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -388,7 +388,7 @@ def bench_kernels(args):
         for layer in layers_of(model):
             for result in bench_layer(model, layer, rows, args.device, bandwidth, flops):
                 results.append(result)
-                free_memory(args.device)
+                release_memory(args.device)
         for M in rows:
             same = [r for r in results if r["model"] == model and r["M"] == M]
             means.append({"model": model, "M": M, **geometric_means(same)})
@@ -482,7 +482,7 @@ def bench_mma(args):
                 times = [f"{row[name] * 1e6:.1f}" for name in ("bf16", "decode", "mma")]
                 ratio = f"{row['bf16'] / row['mma']:.2f}x"
                 print_row(f"{model} {layer}", row["M"], *times, ratio, f"{row['error']:.4f}")
-            free_memory(args.device)
+            release_memory(args.device)
         yield {"what": what, "rows": results}
 
 
@@ -799,7 +799,7 @@ def bench_rollout(args):
             if other_ranks and (rank, weights) == (own, "nvfp4"):
                 busy = [busy_slots(name, model, *shape) for shape in busy_shapes]
             del model
-            free_memory(args.device)
+            release_memory(args.device)
             yield {
                 "what": "decoded tokens per second, LoRA on all seven projections, "
                         f"{tokens} prompt and {tokens} new tokens, temperature 1, "
@@ -968,7 +968,7 @@ def bench_step(args):
         for weights in args.weights:
             rows.extend(step_rows(
                 name, weights, sizes, settings, args.device, ranks, args.repeats or 1, args.shard))
-            free_memory(args.device)
+            release_memory(args.device)
             yield {
                 "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",
                 "settings": asdict(settings) | {"shard": bool(args.shard), "cap_gb": args.cap},
@@ -1314,7 +1314,7 @@ def run(args):
         if not ranks.main:
             continue
         result = {"command": command_line(), **result, **environment(args.device)}
-        if plot:
+        if args.what != "formats":
             keep_other_models(earlier, result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
         if plot:

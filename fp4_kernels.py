@@ -167,7 +167,7 @@ def encode_e2m1(weight, scale):
     size = packed.numel()
     block = weight.numel() // scale.numel()
     programs = triton.cdiv(size, 1024)
-    encode_kernel[(programs,)](weight.contiguous(), scale, packed, size, block // 2, SIZE=1024)
+    encode_kernel[(programs,)](weight.contiguous(), scale.contiguous(), packed, size, block // 2, SIZE=1024)
     return packed
 
 
@@ -1450,7 +1450,7 @@ if triton is not None:
 
     @triton.jit
     def attend(Q, top, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
-               HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+               D: tl.constexpr, BLOCK: tl.constexpr):
         """(top, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
         The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
@@ -1572,7 +1572,7 @@ if triton is not None:
                 begin = tl.maximum(first, piece * PIECE)
                 end = tl.minimum(last, (piece + 1) * PIECE)
                 top, total, out = attend(Q, top, total, out, k_cache, v_cache, cached, begin, end, n, d,
-                                         scale_log2e, HEADS, D, BLOCK)
+                                         scale_log2e, D, BLOCK)
 
             parts = n // size + 1
             done = n < size

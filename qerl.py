@@ -976,9 +976,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
                 ref_logprobs=None, beta=0.0, importance=None):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
-    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; weights [B, C] of token_weights. A
-    weight is a token's share of the whole minibatch, so that the losses of its pieces add up to the
-    minibatch's, and the KLs to its mean. KL is Schulman's unbiased estimate e^x - x - 1 with
+    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: numbers or
+    [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole minibatch, so
+    that the losses of its pieces add up to the minibatch's, and the KLs to its mean. KL is Schulman's unbiased estimate e^x - x - 1 with
     x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """

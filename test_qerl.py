@@ -1082,6 +1082,7 @@ NOT_FIVE = [
 FIVE = [
     "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
     "5 dollars", "5 apples, no more", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}",
+    "5\\text{ cm}^3", "5 \\mathrm{ft}^{2}",
     "5 m\u00b2", "5 km/h", "5^\\circ", "\u20ac5", "US$5", "Total: 5", "Answer - 5", "\\approx 5",
     "2 + 3 = 5 apples.", "90-85=5", "1/4 of 20 is 5",
 ]
@@ -1936,7 +1937,8 @@ def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
     assert 0 < free < 2 ** 50
     monkeypatch.setattr(memory, "CONTAINER", str(tmp_path))
     (tmp_path / "memory.current").write_text("3000000\n")
-    for limit, least, most in (("max", 1, 2 ** 50), (str(2 ** 62), 1, 2 ** 50), ("5000000", 2000000, 2000000), ("1", 0, 0)):
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_anon 5\ninactive_file 1000\n")
+    for limit, least, most in (("max", 1, 2 ** 50), (str(2 ** 62), 1, 2 ** 50), ("5000000", 2001000, 2001000), ("1", 0, 0)):
         (tmp_path / "memory.max").write_text(limit + "\n")
         assert least <= memory.free_memory(cpu) <= most
     monkeypatch.setattr(memory, "HOST", str(tmp_path / "no such file"))
@@ -2480,6 +2482,8 @@ def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypa
     (["--model", "a/b", "--preset", "small"], dict(prompts=16, lr=3e-3)),
     (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.04, prompts=128)),
     (["--model", "a/b", "--preset", "paper", "--weights", "bf16", "--lr", "1e-3"], dict(lr=1e-3, prompts=128)),
+    (["--model", "a/b", "--preset", "paper", "--method", "fp16", "--weights", "bf16"], dict(lr=5e-6)),
+    (["--model", "a/b", "--preset", "paper", "--method", "flashrl"], dict(lr=5e-6, weights="bf16")),      # which chooses bf16
     (["--algo", "dapo"], dict(beta=0.0, lr=3e-3)),
     (["--algo", "dapo", "--beta", "0.1"], dict(beta=0.1)),
     (["--algo", "dapo", "--preset", "paper", "--model", "a/b"], dict(beta=0.0, prompts=128)),
@@ -2487,6 +2491,22 @@ def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypa
 def test_flags_win_over_the_preset_and_it_over_the_defaults(argv, expected):
     settings = train_gsm8k.arguments([*argv, "--device", "cpu"])
     assert {name: getattr(settings, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("options,fitted", [(["--quantizer", "gptq"], True), (["--method", "awq"], True), (["--method", "qat:sft"], True),
+                                            (["--quantizer", "four-over-six"], False), ([], False)])
+def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, options, fitted):
+    def read_saved(settings, must_agree):
+        assert ("data" in must_agree) == fitted and "quantizer" in must_agree
+    monkeypatch.setattr(train_gsm8k, "read_saved", read_saved)
+    settings = train_gsm8k.arguments(["--device", "cpu", "--eval-only", "--resume", "--out", "run", *options])
+    with pytest.raises(qerl.UserError, match="no checkpoint to evaluate"):
+        train_gsm8k.evaluate_only(settings)
+
+
+def test_a_study_without_git_has_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert study.commit() is None
 
 
 # A question with whatever ends a line or a record somewhere, and what JSON has to escape.
@@ -4081,6 +4101,12 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
         assert Ranks().count == 1
 
 
+def test_minibatches_are_as_many_as_asked_for():
+    batch = batch_with_log_ratios([[0.0]] * 18)         # deep_grpo adds groups, so that rows may not divide evenly
+    sizes = [len(minibatch.prompts) for minibatch in batch.minibatches(8)]
+    assert len(sizes) == 8 and sum(sizes) == 18 and max(sizes) - min(sizes) <= 1
+
+
 def test_ranks_share_each_minibatch():
     one, questions = Ranks(), list(range(24))
     assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(torch.tensor(2.5)) == 2.5
@@ -4501,6 +4527,16 @@ def test_noise_control_holds_a_divergence(qwen):
     for _ in range(40):
         steered(up, model, 0.01, [[0.0, 0.0]])
     assert up.state["sigma"] == 0.2
+
+
+def test_noise_control_counts_tokens_that_give_no_gradient():
+    method = small_neighbour("noise_control:divergence")
+    method.scheduled, method.sigma = 0.01, 0.01
+    batch = batch_with_log_ratios([[0.1, -0.1]])
+    expected = method.measure(batch), method.state["divergence"]
+    method.state["divergence"] = None
+    batch.mask[:] = False                               # DAPO, and all completions were cut off
+    assert (method.measure(batch), method.state["divergence"]) == expected and expected[1] > 0
 
 
 def test_noise_control_by_plappert_and_by_entropy(qwen):
@@ -5024,6 +5060,8 @@ def test_rows_of_worked_answers():
     assert rows.mask.tolist() == [[True] * 4, [True] * 3 + [False]]
     assert rows.answered.tolist() == [[False, False, True, False], [True, True, False, False]]
     assert ByteText().decode(sequences[0].prompt + sequences[0].answer) == "ab\n<think>c</think><answer>5</answer>"
+    bare, = worked.worked_sequences([{"question": "ab", "answer": "\\frac12"}], ByteText(), 10)         # MATH's: without steps
+    assert ByteText().decode(bare.prompt + bare.answer) == "ab\n<think></think><answer>\\frac12</answer>"
 
 
 def test_rilq_loss_equals_transformers(qwen, tmp_path):
@@ -6621,6 +6659,11 @@ def test_merged_weights_equal_pefts(tmp_path, small_shards, capsys, name, dtype,
         merged = qerl.load_model(str(tmp_path / "out"), "bf16")
         assert relative(merged(tokens), ours(tokens)) < (1e-5 if dtype == torch.float32 else 0.02)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").model_type == name
+
+
+def test_scales_of_activations_are_no_weights_of_the_merged_model():
+    stored = ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.input_global_scale", "norm.weight"]
+    assert merge.weight_names(stored) == ["a.weight", "norm.weight"]
 
 
 def test_an_adapter_of_a_saved_folder_is_merged_into_what_its_codes_stand_for(qwen, tmp_path, monkeypatch):

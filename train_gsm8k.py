@@ -4,7 +4,7 @@
     python train_gsm8k.py                                 a small policy, made-up problems: minutes
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
     python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
-    python train_gsm8k.py --resume [--out FOLDER]         go on where a run stopped
+    python train_gsm8k.py ... --resume [--out FOLDER]     the same flags: go on where a run stopped
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
@@ -279,7 +279,7 @@ def load_all(settings, method, ranks=Ranks()):
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
         train_norms=settings.train_norms,
-        checkpoint_class=ShardedCheckpoint if settings.shard else method.checkpoint_class(),
+        checkpoint_class=ShardedCheckpoint if settings.shard else qerl.Checkpoint,
     )
     if settings.shard:
         ranks.serve = SharedPasses(model, ranks).serve
@@ -529,6 +529,8 @@ def evaluate_only(settings):
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
                   "train_norms", "reward")
+        if settings.quantizer in ("awq", "gptq") or settings.method.startswith("qat"):
+            policy += ("data",)                 # to whose questions the weights' codes were fitted
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
@@ -564,11 +566,11 @@ def arguments(argv=None):
     given = parse_flags(Settings, __doc__, PRESETS, argv)
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
-    if preset == "paper" and given.get("weights") == "bf16":
-        values.update(PAPER_BF16)
     if given.get("algo") == "dapo":
         values.update(DAPO)
     values.update(methods.defaults(given.get("method", Settings.method)))
+    if preset == "paper" and {**values, **given}.get("weights") == "bf16":
+        values.update(PAPER_BF16)
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)

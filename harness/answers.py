@@ -52,6 +52,7 @@ LONGEST = 1000                 # characters: no number that is meant, with its u
 # TeX and typography that say nothing about the number, and how `plain` spells them.
 PLAIN = [
     (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
+    (re.compile(r"(\\(?:text|mathrm|mbox)\s*\{[^{}]*\})\s*\^\s*\{?[23]\}?"), r"\1"),     # cm^3
     (re.compile(r"\\,|\{,\}"), ","),
     (re.compile(r"\\!|\^\s*\{?\\circ\}?"), ""),
     (re.compile(r"\\([$%])"), r"\1"),

@@ -35,7 +35,7 @@ class Batch:
 
     def minibatches(self, count):
         """`count` batches of neighbouring rows, of equal size as far as it goes."""
-        for chosen in torch.arange(len(self.prompts)).chunk(count):
+        for chosen in torch.arange(len(self.prompts)).tensor_split(count):
             yield self.rows(chosen.tolist())
 
     def pieces(self, budget):

@@ -72,7 +72,7 @@ def check_saving(settings):
 
 def require_noise(settings):
     """Refuse a method that does something with the noise where there is none."""
-    if settings.sigma_start == 0 or settings.stages == 1:
+    if max(settings.sigma_start, settings.sigma_end) == 0 or settings.stages == 1:
         raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
                         "0.01 and --stages 10")
 
@@ -99,7 +99,6 @@ def finite_rollout(rollout, remedy):
     sampled = torch.stack([rollout.logprobs, rollout.entropy])
     if not torch.isfinite(sampled).all():
         raise UserError(f"the policy's logits are NaN or infinite: {KEPT}; {remedy}")
-    return rollout
 
 
 def finite_update(losses, norm, scaler):

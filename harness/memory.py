@@ -1,5 +1,6 @@
 """What there is room for: weights that stay decoded, sequences decoded at once, tokens of a pass."""
 import os
+import re
 
 import torch
 
@@ -20,7 +21,23 @@ def free_memory(device):
     with open(HOST) as f:
         available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
     limit, used = (read_number(f"{CONTAINER}/memory.{name}") for name in ("max", "current"))
-    return available if limit is None or used is None else max(0, min(available, limit - used))
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used + file_cache()))
+
+
+def file_cache():
+    """Bytes of files that the container has read and lets go when it needs memory."""
+    path = f"{CONTAINER}/memory.stat"
+    if not os.path.exists(path):
+        return 0
+    with open(path) as f:
+        return next((int(line.split()[1]) for line in f if line.startswith("inactive_file ")), 0)
+
+
+def is_out_of_memory(error):
+    """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
+    return bool(re.search("out of memory|can't allocate memory", str(error)))
 
 
 def read_number(path):
@@ -42,7 +59,8 @@ def keep_decoded(model, share=0.5, small=1e8):
     dtype = model.embedding.dtype
     layers = [
         layer for layer in model.quantized_layers()
-        if isinstance(layer.weight, qerl.PackedWeight) and layer.weight.format.block > 1
+        if isinstance(layer.weight, qerl.PackedWeight)
+        and layer.weight.format is not qerl.FORMATS["bf16"]
     ]
     # As many weights as scales times those that share one.
     count = sum(layer.weight.parts[1].numel() * layer.weight.format.block for layer in layers)

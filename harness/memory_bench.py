@@ -20,7 +20,7 @@ from harness.batches import Batch
 from harness.instruments import Clock, peak_memory_gb
 from harness.memory import cache_bytes
 from harness.random_models import random_model, random_prompts
-from harness.stops import is_out_of_memory
+from harness.memory import is_out_of_memory
 
 # The most that a model may take, and its frozen weights alone, embeddings and output layer in BF16.
 CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
@@ -86,7 +86,7 @@ def memory_now(device):
     return peak_memory_gb(device)
 
 
-def free_memory(device):
+def release_memory(device):
     """Give back what the step before has left, so that the next starts from the same memory."""
     gc.collect()
     fp4_kernels.attention_scratch.cache_clear()
@@ -127,7 +127,7 @@ def load(name, settings, device):
     """
     model = random_model(name, settings.weights, settings.lora_rank, device)
     model.recompute_in_backward()
-    free_memory(device)
+    release_memory(device)
     trained = list(qerl.trainable(model).values())
     lora = total_gb(trained)
     weights = memory_now(device) - lora
@@ -226,7 +226,7 @@ def step_rows(name, cap, settings, device):
         few = replace(settings, new_tokens=min(16, settings.new_tokens))
         phases.current = "warm-up"
         grpo_step(model, optimizer, few, Phases(device))
-        free_memory(device)
+        release_memory(device)
         row["gradient_norm"] = grpo_step(model, optimizer, settings, phases)
         steps = {phase: peak for phase, peak in phases.peak.items() if phase in PHASES}
         row["rest_gb"] = what_is_left(steps, parts, row["cache_gb"])
@@ -298,7 +298,7 @@ def length_row(model, optimizer, parts, settings, cap):
 
     failed = phase_without_memory(all_phases, phases)
     optimizer.zero_grad()
-    free_memory(device)
+    release_memory(device)
     row.update(phases.measured())
     if failed:
         row["out_of_memory"] = failed

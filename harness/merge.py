@@ -97,7 +97,7 @@ def check_norms(files, base, given):
 
 def weight_names(files):
     """The names that the model's tensors have in 16 bit."""
-    scales = ("weight_scale", "weight_global_scale")
+    scales = ("weight_scale", "_global_scale")             # the latter of activations, too (W4A4)
     return [name.removesuffix("_packed") for name in files if not name.endswith(scales)]
 
 

@@ -57,7 +57,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         model = qerl.load_model(folder, "bf16", device=device)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
-    key = [quantizer, sequences, str(device), inspect.getsource(module)]
+    key = [quantizer, sequences, torch.device(device).type, inspect.getsource(module)]
     return cached_folder(folder, quantizer, key, make)
 
 

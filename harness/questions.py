@@ -55,11 +55,13 @@ def gsm8k(folder):
 
 
 def download(url, path):
-    """Fetch a file once."""
+    """Fetch a file once. Several processes may do so at the same time."""
     if os.path.exists(path):
         return
+    own = f"{path}.{os.getpid()}"
     try:
-        atomic_write(path, urllib.request.urlopen(url, timeout=60).read())
+        atomic_write(own, urllib.request.urlopen(url, timeout=60).read())
+        os.replace(own, path)
     except (OSError, http.client.HTTPException) as e:
         raise UserError(
             f"GSM8K could not be downloaded from {url} ({e}); "

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from harness.batches import move_samples, pick_groups
 from harness.flags import require_flag
-from qerl import UserError
+from harness.memory import is_out_of_memory
+from qerl import UserError, reason
 
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
@@ -125,9 +126,10 @@ class Ranks:
         try:
             yield
         except RuntimeError as e:
-            if "out of memory" in str(e):
+            if is_out_of_memory(e):
                 raise
-            raise UserError(f"rank {self.rank} waited for another that has ended; go on with --resume")
+            raise UserError(f"rank {self.rank} waited for another that has ended ({reason(e)}); go on "
+                            "with --resume")
 
     def agree(self, facts):
         """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""

@@ -2,7 +2,6 @@
 import contextlib
 import errno
 import os
-import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TextIO
 import safetensors
 
 from harness.instruments import fail
+from harness.memory import is_out_of_memory
 from harness.ranks import Ranks
 from harness.run_folder import remove_if_empty
 from qerl import UserError
@@ -81,11 +81,6 @@ def end(message):
     status = fail(message)
     flush_quietly()
     ranks.leave(status)
-
-
-def is_out_of_memory(error):
-    """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
-    return bool(re.search("out of memory|can't allocate memory", str(error)))
 
 
 def where_memory_ended(error):

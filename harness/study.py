@@ -10,6 +10,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,8 @@ def visible_devices():
 
 def commit():
     """The commit that the code stands at, or None outside a checkout."""
+    if shutil.which("git") is None:
+        return None
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
                            cwd=os.path.dirname(TRAIN))
     return found.stdout.strip() or None
@@ -98,7 +101,7 @@ def row_of(run, folder):
         "model": run.model_name,
         "arm": run.arm,
         "weights": settings["weights"],
-        "aqn": settings["sigma_start"] > 0,
+        "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
         "lora": settings["lora_rank"],                     # 0: full fine-tuning
         "algo": settings["algo"],
         "lr": settings["lr"],

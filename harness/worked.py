@@ -20,13 +20,20 @@ def worked_sequences(questions, tokenizer, tokens, seed=0):
     order = random.Random(seed).sample(questions, len(questions))
     sequences = []
     for question in order:
-        work, final = question["answer"].split("####")[:2]
+        work, final = steps_and_result(question["answer"])
         answer = tokenizer.worked_answer(f"{work.strip()}\n#### {final.strip()}")
         sequences.append(Worked(tokenizer.prompt(question["question"]), answer))
         tokens -= len(sequences[-1].prompt) + len(answer)
         if tokens <= 0:
             break
     return sequences
+
+
+def steps_and_result(answer):
+    """The two sides of GSM8K's "####"; other data's answers are a result without steps."""
+    if "####" not in answer:
+        return "", answer
+    return answer.split("####")[:2]
 
 
 class Rows(NamedTuple):

@@ -44,10 +44,6 @@ class Method:
         return quantizers.quantized_folder(
             folder, quantizer, questions, tokenizer, self.settings.device)
 
-    def checkpoint_class(self):
-        """What hands the model its weights: a subclass may read or quantise them otherwise."""
-        return qerl.Checkpoint
-
     def prepare(self, model, folder, questions, tokenizer):
         """Between load_model and the optimiser: change the model in place.
 
@@ -114,7 +110,7 @@ class Method:
 
 
 def names():
-    """What --method takes: "qerl", "FILE" and "FILE:VARIANT"."""
+    """What --method takes, without its ":VARIANT": "qerl" and each FILE."""
     here = os.path.dirname(__file__)
     files = sorted(f[:-3] for f in os.listdir(here) if re.fullmatch(r"[a-z]\w*\.py", f))
     return ["qerl", *files]

@@ -31,8 +31,10 @@ it cost our small policy accuracy (methods/README.md). The others are for ablati
 import math
 import types
 
+import qerl
 from harness.checks import require_noise
 from harness.demonstration import k3_of, sample_step, small_policy
+from harness.flags import require_flag
 from methods import Method
 
 SMALLEST = 1e-4                # sigma stays between these: our choice
@@ -67,6 +69,8 @@ class Neighbour(Method):
 
     def check(self):
         require_noise(self.settings)
+        require_flag(self.settings.sigma_start > 0, "sigma_start", 0,
+                     f"--method {self.settings.method} begins with that; use 0.01")
 
     def noise(self, model, sigma, generator):
         """sigma: of QeRL's schedule, 0 in the first stage."""
@@ -81,11 +85,12 @@ class Neighbour(Method):
 
     def measure(self, batch):
         """Steer sigma for the next step; log the one that this step had."""
-        k3 = k3_of(batch)
+        sampled = qerl.length_mask(batch.length, batch.tokens.shape[1])    # by DAPO's mask perhaps none
+        k3, _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, sampled)
         if self.scheduled == 0:
             self.state["rounding"] = k3
         else:
-            k1 = (batch.rollout_logprobs - batch.old_logprobs)[batch.mask].mean().item()
+            k1 = (batch.rollout_logprobs - batch.old_logprobs)[sampled].mean().item()
             self.state["sigma"] = clip(self.steer(k1, k3), SMALLEST, LARGEST)
         return {"sigma": self.sigma}
 

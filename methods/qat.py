@@ -142,7 +142,7 @@ class Neighbour(Method):
             write_packed_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
 
-        key = [start, self.variant, sequences, recipe, device]
+        key = [start, self.variant, sequences, recipe, torch.device(device).type]
         return cached_folder(folder, "qat", key, make)
 
 
