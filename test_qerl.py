@@ -3017,7 +3017,12 @@ def test_claims_tables():
     assert len(claims.ablation_table(rows)) == 2                                         # the head alone
     changed = [{**row, "arm": "tis", "accuracy_after": row["accuracy_after"] + 0.02 + 0.01 * row["seed"]} for row in rows
                if row["arm"] == "nvfp4+aqn"]
-    assert claims.ablation_table(rows + changed)[2:] == ["| m | 0.0001 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 |"]
+    assert claims.ablation_table(rows + changed)[2:] == ["| m | 0.0001 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 2.5 ± 0.5 |"]
+    started = {"nvfp4+aqn": 0.3, "tis": 0.29}                # a gain is of an arm's own start
+    gains = [{**row, "accuracy_before": started[row["arm"]]} for row in rows + changed if row["arm"] in started]
+    assert claims.ablation_table(gains)[2].endswith("| 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 3.5 ± 0.5 |")
+    unmeasured = [{k: v for k, v in row.items() if k != "accuracy_before"} for row in gains]
+    assert claims.ablation_table(unmeasured)[2].endswith("| 0.0 ± 0.0 | - |")
 
 
 def test_claims_at_each_arms_own_best_rate(tmp_path):
@@ -3150,7 +3155,7 @@ def finished_run(command, **_):
     """subprocess.call for a run that ends at once, with what row_of reads."""
     folder = command[command.index("--out") + 1]
     os.makedirs(folder)
-    settings = {"weights": "bf16", "sigma_start": 0, "lora_rank": 0, "algo": "grpo", "lr": 1e-3}
+    settings = {"weights": "bf16", "sigma_start": 0, "sigma_end": 0, "lora_rank": 0, "algo": "grpo", "lr": 1e-3}
     with open(f"{folder}/summary.json", "w") as f:
         json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
     step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}

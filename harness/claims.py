@@ -8,6 +8,7 @@ How runs are made, stopped and resumed: harness/study.py. tables.md, curves.png 
 made from runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
+import math
 from statistics import fmean as mean
 
 from harness.figures import save_figure
@@ -107,8 +108,18 @@ def best_table(rows):
     return lines
 
 
+def with_gains(rows):
+    """The rows with "gained": pass@1 after minus before, which one seed of each arm has measured."""
+    before = {(r["model"], r["arm"]): r["accuracy_before"] for r in rows if "accuracy_before" in r}
+    return [{**r, "gained": r["accuracy_after"] - before.get((r["model"], r["arm"]), math.nan)}
+            for r in rows]
+
+
 def differences(by, label, questions):
-    """Lines of paired_table: the mean difference by seed of each question; by: {(arm, seed): row}."""
+    """Lines of paired_table: the mean difference by seed of each question.
+
+    by: {(arm, seed): row of with_gains}.
+    """
     lines = []
     for what, pairs in questions.items():
         seeds = [s for s in sorted({seed for _, seed in by})
@@ -116,16 +127,16 @@ def differences(by, label, questions):
         if not seeds:
             continue
         cells = []
-        for measure in MEASURES[:3]:
-            def gain(seed):
-                return mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
-            cells.append(with_error([gain(seed) for seed in seeds]))
+        for measure in (*MEASURES[:3], "gained"):
+            values = [mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
+                      for seed in seeds]
+            cells.append("-" if math.isnan(values[0]) else with_error(values))
         lines.append(f"| {label} | {what} | {len(seeds)} | {' | '.join(cells)} |")
     return lines
 
 
-PAIRED_HEAD = ["| model | lr | what | seeds | pass@1 | greedy | training accuracy, all in points |",
-               "|---|---|---|---|---|---|---|"]
+PAIRED_HEAD = ["| model | lr | what | seeds | pass@1 | greedy | training accuracy | pass@1 gained |",
+               "|---|---|---|---|---|---|---|---|"]
 
 
 def by_arm_and_seed(rows, model, lr):
@@ -138,7 +149,7 @@ def paired_table(rows):
     lines = list(PAIRED_HEAD)
     best = best_rates(rows)
     for model in sorted({r["model"] for r in rows}):
-        own = [r for r in rows if r["model"] == model]
+        own = [r for r in with_gains(rows) if r["model"] == model]
         for lr in sorted({r["lr"] for r in own}):
             by = by_arm_and_seed(own, model, lr)
             lines += differences(by, f"{model} | {lr:g}", QUESTIONS)
@@ -151,7 +162,8 @@ def ablation_table(rows):
     """What each of ABLATIONS changes, by seed."""
     lines = list(PAIRED_HEAD)
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
-        lines += differences(by_arm_and_seed(rows, model, lr), f"{model} | {lr:g}", CHANGES)
+        by = by_arm_and_seed(with_gains(rows), model, lr)
+        lines += differences(by, f"{model} | {lr:g}", CHANGES)
     return lines
 
 
@@ -273,10 +285,10 @@ def make_tables(out, rows):
     """tables.md and curves.png, and rates.png if there is something to compare, from runs.jsonl."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
-             "Differences by seed (with what is named minus without), at equal learning rates and, where",
-             "several were tried, with each arm at its own best:",
+             "Differences by seed in points (with what is named minus without), at equal learning rates and,",
+             "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
              "", *paired_table(rows), "",
-             "Ablations: NVFP4 + AQN with one change, minus without it, by seed:",
+             "Ablations: NVFP4 + AQN with one change, minus without it, by seed, in points:",
              "", *ablation_table(rows), "",
              "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
     write_lines(f"{out}/tables.md", lines)

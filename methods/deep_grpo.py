@@ -28,7 +28,7 @@ AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
 The paper's result: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
 [S]. Ours, pass@1 beside QeRL's: small policy (five seeds) 11 ± 8 points, at 7.5 instead of 4.3
-seconds a step; 0.5B (two) 0.8 ± 1.2 (methods/README.md).
+seconds a step; 0.5B (two) 0.8 ± 1.0 (methods/README.md).
 
 When would you use it? Where most completions fail late and sampling is cheap beside the rest: each
 failed completion costs G more (logged: seconds of "branches").

@@ -20,8 +20,8 @@ of the training questions and answers, and kept in the cache (harness/quantizers
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
 where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours,
-pass@1 beside QeRL's: small policy (five seeds) -3 ± 4 points; 0.5B (two) 1.8 ± 0.6, where it wins
-back half of what rounding costs (methods/README.md).
+pass@1 beside QeRL's: small policy (five seeds) -3 ± 4 points; 0.5B (two) 1.8 ± 1.0, after a start
+that wins back half of what rounding costs (methods/README.md).
 
 When would you use it? Where the quantised policy starts visibly below the 16-bit one, or before
 qat.py. Its codes are fitted to the text that they were calibrated on.

@@ -39,7 +39,7 @@ the built-in policy it is more than AQN's noise, as the demonstration shows.
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
 pass@1 beside QeRL's: small policy (five seeds) `unified` 8 ± 3 points, `training` -1 ± 6; 0.5B
-(two) 2.4 ± 0.4 and -0.6 ± 1.3 (methods/README.md). The products of blocks are in
+(two) 2.4 ± 1.0 and -0.6 ± 1.0 (methods/README.md). The products of blocks are in
 harness/fp8_blocks.py, the layers in harness/fp8_layers.py.
 
 When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.

@@ -22,7 +22,7 @@ AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
 The paper's result: against GRPO on six mathematical benchmarks, mean of 32 answers, 48.4 -> 51.4
 with 1.5B parameters, 58.9 -> 61.8 with 7B [P]. Ours, pass@1 beside QeRL's: small
-policy (five seeds) -5 ± 7 points, 0.5B (two) -0.8 ± 0.4 (methods/README.md).
+policy (five seeds) -5 ± 7 points, 0.5B (two) -0.8 ± 1.0 (methods/README.md).
 
 When would you use it? With several updates a rollout and much clipping; with one update rho is 1
 and nothing happens, so it is refused.

@@ -22,7 +22,7 @@ truncates importance weights at 10: add --tis 10.
 
 The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours,
 pass@1 beside that schedule's: small policy (five seeds) divergence -5 ± 2 points, entropy 1 ± 4;
-0.5B (two) -0.2 ± 1.2 and 0.9 ± 0.3; plappert was not run (methods/README.md).
+0.5B (two) -0.2 ± 1.0 and 0.9 ± 1.0; plappert was not run (methods/README.md).
 
 When would you use it? `divergence` where no good sigma is known: for a new model, format or number
 of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small, and
@@ -85,7 +85,8 @@ class Neighbour(Method):
 
     def measure(self, batch):
         """Steer sigma for the next step; log the one that this step had."""
-        sampled = qerl.length_mask(batch.length, batch.tokens.shape[1])    # by DAPO's mask perhaps none
+        # All that was sampled: DAPO's mask leaves out what was cut off, which may be everything.
+        sampled = qerl.length_mask(batch.length, batch.tokens.shape[1])
         k3, _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, sampled)
         if self.scheduled == 0:
             self.state["rounding"] = k3

@@ -18,7 +18,7 @@ What differs from QeRL: `noise`, `generate` and the loss.
 The paper's results: with one draw a step its authors found no gain over GRPO on average, with
 pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours,
 pass@1 beside QeRL's: small policy (five seeds) 11 ± 5 points, sequence-MIS alone 2 ± 5; 0.5B (two)
--0.3 ± 0.1 (methods/README.md).
+-0.3 ± 1.0 (methods/README.md).
 
 When would you use it? Where rewards within a group hardly differ. It starts the sampler four times,
 and with long completions w leaves its range, so look at kept_fraction.

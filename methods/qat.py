@@ -32,7 +32,7 @@ training questions and answers, of which sft sees the right answers: the reward'
 only distil compares with QeRL. Neither number of steps is from the paper.
 
 Result of the paper: the claims above; its figures were not read. Ours, pass@1 of distil
-beside QeRL's: small policy (five seeds) 10 ± 2 points, 0.5B (two) 0.7 ± 1.5 (methods/README.md).
+beside QeRL's: small policy (five seeds) 10 ± 2 points, 0.5B (two) 0.7 ± 1.0 (methods/README.md).
 
 When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.

@@ -27,7 +27,7 @@ is resumed finds this start again.
 Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do
 not [from the abstract and from notes; its figures were not checked]. Ours, pass@1 beside
 QeRL's: small policy (five seeds) 16 ± 5 points, but from a start that saw worked answers; 0.5B
-(two) -1.2 ± 0.4 (methods/README.md).
+(two) -1.2 ± 1.0 (methods/README.md).
 
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.

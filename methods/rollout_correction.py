@@ -29,7 +29,7 @@ TRL; verl shortens that number, too, and so takes larger steps.
 What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
 the library's notes and code, not the paper's tables, and quote none. Ours, pass@1 beside
 QeRL's: small policy (five seeds) token-tis -6 ± 6 points, sequence-mis 2 ± 5, bypass 0 ± 6; 0.5B
-(two) -0.3 ± 0.9, 0.3 ± 0.6, 0.4 ± 2.7 (methods/README.md).
+(two) -0.3, 0.3 and 0.4, each ± 1.0 (methods/README.md).
 
 When would you use it? First make the two policies alike; a correction pays with variance or bias
 for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
