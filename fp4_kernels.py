@@ -167,7 +167,8 @@ def encode_e2m1(weight, scale):
     size = packed.numel()
     block = weight.numel() // scale.numel()
     programs = triton.cdiv(size, 1024)
-    encode_kernel[(programs,)](weight.contiguous(), scale.contiguous(), packed, size, block // 2, SIZE=1024)
+    encode_kernel[(programs,)](
+        weight.contiguous(), scale.contiguous(), packed, size, block // 2, SIZE=1024)
     return packed
 
 

@@ -978,9 +978,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: numbers or
     [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole minibatch, so
-    that the losses of its pieces add up to the minibatch's, and the KLs to its mean. KL is Schulman's unbiased estimate e^x - x - 1 with
-    x = log π_ref - log π_θ. importance [B, C] multiplies the gain, not the KL: see
-    truncated_importance.
+    that the losses of its pieces add up to the minibatch's, and the KLs to its mean. KL is
+    Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
+    multiplies the gain, not the KL: see truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
     A = advantages[:, None]

@@ -525,17 +525,17 @@ PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = None
+    method = methods.find(settings.method, settings)
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
                   "train_norms", "reward")
-        if settings.quantizer in ("awq", "gptq") or settings.method.startswith("qat"):
-            policy += ("data",)                 # to whose questions the weights' codes were fitted
+        if method.fits_questions():
+            policy += ("data",)
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
-    method = methods.find(settings.method, settings)
     model, tokenizer, _, held_out = load_all(settings, method, ranks)
     if saved:
         state, tensors = saved

@@ -24,6 +24,11 @@ class Batch:
     ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
     weights: torch.Tensor = None        # float32 [N, C], each token's in the loss: token_weights
 
+    @property
+    def sampled(self):
+        """bool [N, C], True at all tokens that were sampled, with a gradient or without."""
+        return qerl.length_mask(self.length, self.tokens.shape[1])
+
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
         kept = {}

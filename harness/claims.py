@@ -147,9 +147,10 @@ def by_arm_and_seed(rows, model, lr):
 def paired_table(rows):
     """The differences of each model at equal learning rates, then with each arm at its own best."""
     lines = list(PAIRED_HEAD)
+    rows = with_gains(rows)
     best = best_rates(rows)
     for model in sorted({r["model"] for r in rows}):
-        own = [r for r in with_gains(rows) if r["model"] == model]
+        own = [r for r in rows if r["model"] == model]
         for lr in sorted({r["lr"] for r in own}):
             by = by_arm_and_seed(own, model, lr)
             lines += differences(by, f"{model} | {lr:g}", QUESTIONS)
@@ -161,9 +162,9 @@ def paired_table(rows):
 def ablation_table(rows):
     """What each of ABLATIONS changes, by seed."""
     lines = list(PAIRED_HEAD)
+    rows = with_gains(rows)
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
-        by = by_arm_and_seed(with_gains(rows), model, lr)
-        lines += differences(by, f"{model} | {lr:g}", CHANGES)
+        lines += differences(by_arm_and_seed(rows, model, lr), f"{model} | {lr:g}", CHANGES)
     return lines
 
 

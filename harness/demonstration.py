@@ -78,7 +78,7 @@ def relative(ours, exact):
 
 def k3_of(batch):
     """How far the policy that sampled a Batch is from the one without noise, in nats a token."""
-    return qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)[0]
+    return qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.sampled)[0]
 
 
 def worked_problems(count=128):

@@ -44,6 +44,10 @@ class Method:
         return quantizers.quantized_folder(
             folder, quantizer, questions, tokenizer, self.settings.device)
 
+    def fits_questions(self):
+        """Whether stored_model's weights are fitted to the questions, and others with other data."""
+        return self.settings.quantizer in ("awq", "gptq")
+
     def prepare(self, model, folder, questions, tokenizer):
         """Between load_model and the optimiser: change the model in place.
 

@@ -124,8 +124,7 @@ class Neighbour(Method):
         first = batch.rows(list(range(min(8, len(batch.prompts)))))
         with fp8(self.model, self.variant == "rollout"):
             other = first.logprobs_under(self.model, self.settings.micro_tokens)
-        tokens = qerl.length_mask(first.length, other.shape[1])
-        error = (other - first.old_logprobs)[tokens].abs()
+        error = (other - first.old_logprobs)[first.sampled].abs()
         return {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
 
     def measure_updates(self):

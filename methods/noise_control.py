@@ -31,7 +31,6 @@ it cost our small policy accuracy (methods/README.md). The others are for ablati
 import math
 import types
 
-import qerl
 from harness.checks import require_noise
 from harness.demonstration import k3_of, sample_step, small_policy
 from harness.flags import require_flag
@@ -85,13 +84,12 @@ class Neighbour(Method):
 
     def measure(self, batch):
         """Steer sigma for the next step; log the one that this step had."""
-        # All that was sampled: DAPO's mask leaves out what was cut off, which may be everything.
-        sampled = qerl.length_mask(batch.length, batch.tokens.shape[1])
-        k3, _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, sampled)
+        k3 = k3_of(batch)
         if self.scheduled == 0:
             self.state["rounding"] = k3
         else:
-            k1 = (batch.rollout_logprobs - batch.old_logprobs)[sampled].mean().item()
+            # Of all tokens: DAPO's mask leaves out completions that were cut off, perhaps each one.
+            k1 = (batch.rollout_logprobs - batch.old_logprobs)[batch.sampled].mean().item()
             self.state["sigma"] = clip(self.steer(k1, k3), SMALLEST, LARGEST)
         return {"sigma": self.sigma}
 

@@ -124,6 +124,9 @@ class Neighbour(Method):
             raise qerl.UserError("--method qat: trains weights for NVFP4, not for "
                                  f"{settings.weights}; use --weights nvfp4")
 
+    def fits_questions(self):
+        return True
+
     def stored_model(self, folder, questions, tokenizer):
         require_16_bit(folder, "--method qat")
         start = super().stored_model(folder, questions, tokenizer)
