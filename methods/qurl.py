@@ -32,8 +32,9 @@ s², since it takes the rounding error in the units of the weights that became s
 What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
 (secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3.
 Ours: on the small policy acr never reaches its cap, and is token-tis to the last bit; int8 ends
-13 ± 4 points below QeRL there (five seeds), and on 0.5B 2.4 ± 1.0 above it, where 16 bits end, too
-(two seeds, methods/README.md). Variants acr-int8 and acr-fp8 leave UAQ out and take LoRA.
+13 ± 4 points below QeRL there (five seeds), and on 0.5B, at 1e-6, 1.9 and 2.9 above it after a
+start 4.0 above; greedily the two are level (methods/README.md). Variants acr-int8 and acr-fp8 leave
+UAQ out and take LoRA.
 
 When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps,
 and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.
