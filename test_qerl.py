@@ -3039,10 +3039,15 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
                                            "| m | nvfp4+aqn | 0.0001, 0.0003 | 0.0001 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
     assert [line for line in claims.paired_table(rows) if "own best | both | 1 | 0.0 |" in line]
     assert claims.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}                  # one rate is not the best of any
+    assert claims.shown_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}                  # 3e-4 has a single seed
+    again = [{**row, "seed": 1, "training_accuracy": row["training_accuracy"] - 0.4} for row in rows if row["lr"] == 3e-4]
+    assert claims.shown_rates(rows + again) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
     write_jsonl(tmp_path / "runs.jsonl", rows)
     (tmp_path / "metrics").mkdir()
     for row in rows:
         write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", [{"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}] * 3)
+    claims.make_tables(str(tmp_path), [{**row, "arm": "linear"} for row in rows[:1]])     # no picture shows ablations
+    assert not list(tmp_path.glob("*.png"))
     claims.make_tables(str(tmp_path), rows)
     for picture in ("curves.png", "rates.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"

@@ -10,6 +10,7 @@ made from runs.jsonl and the metrics beside it; flags that are not named here go
 """
 import math
 from statistics import fmean as mean
+from statistics import mode
 
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
@@ -181,10 +182,17 @@ CURVES = {
 }
 
 
-def main_rate(rows):
-    """The learning rate at which the most runs were made."""
-    rates = [r["lr"] for r in rows]
-    return max(sorted(set(rates)), key=rates.count)
+def shown_rates(rows):
+    """{arm: learning rate} of a model: the best if it has several seeds, else the one with most."""
+    best = best_rates(rows)
+    shown = {}
+    for arm in ARMS:
+        own = [r for r in rows if r["arm"] == arm]
+        rates = [r["lr"] for r in own]
+        if own:
+            lr = best.get((own[0]["model"], arm))
+            shown[arm] = lr if rates.count(lr) > 1 else mode(sorted(rates))
+    return shown
 
 
 def plot_band(axis, curves, label):
@@ -203,29 +211,24 @@ def plot_band(axis, curves, label):
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model, a line an arm of ARMS.
 
-    runs: pairs of a row of runs.jsonl and its metrics. An arm is at its best learning rate if that
-    has several seeds, else at the model's main one. A curve is a running mean of five steps.
+    runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone. An arm's learning rate is
+    that of shown_rates; most arms' is in the title. A curve is a running mean of five steps.
     """
     models = sorted({row["model"] for row, _ in runs})
-    best = best_rates([row for row, _ in runs])
     figure, axes = plt.subplots(len(CURVES), len(models), figsize=(7 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
     for column, model in zip(axes.T, models):
-        lr = main_rate([row for row, _ in runs if row["model"] == model])
+        shown = shown_rates([row for row, _ in runs if row["model"] == model])
+        usual = mode(shown.values())
         for axis, (measure, label) in zip(column, CURVES.items()):
-            for arm in ARMS:
-                own = [(row["lr"], metrics) for row, metrics in runs
-                       if (row["model"], row["arm"]) == (model, arm)]
-                rate = best.get((model, arm), lr)
-                if [at for at, _ in own].count(rate) == 1:
-                    rate = lr
-                curves = [[m[measure] for m in metrics] for at, metrics in own if at == rate]
-                other = "" if rate == lr else f", rate {rate:g}"
-                if curves:
-                    plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
+            for arm, lr in shown.items():
+                curves = [[m[measure] for m in metrics] for row, metrics in runs
+                          if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
+                other = "" if lr == usual else f", rate {lr:g}"
+                plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
-        column[0].set(title=f"{model}, learning rate {lr:g}")
+        column[0].set(title=f"{model}, learning rate {usual:g}")
         column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
                          bbox_to_anchor=(1, 1))
         mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
@@ -258,7 +261,7 @@ def plot_rates(rows, plt):
                 places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
                 axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
                               markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})")
-        tried = sorted({r["lr"] for r in rows if r["model"] == model and r["arm"] in ARMS})
+        tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
         axis.set_xticks(tried, [f"{lr:g}" for lr in tried])
@@ -283,7 +286,7 @@ def metrics_of(out, row):
 
 
 def make_tables(out, rows):
-    """tables.md and curves.png, and rates.png if there is something to compare, from runs.jsonl."""
+    """tables.md from runs.jsonl; curves.png and rates.png, if they have something to show."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
@@ -293,9 +296,12 @@ def make_tables(out, rows):
              "", *ablation_table(rows), "",
              "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
     write_lines(f"{out}/tables.md", lines)
-    save_figure(f"{out}/curves.png", plot_curves, [(row, metrics_of(out, row)) for row in rows])
-    if compared_rates(rows):
-        save_figure(f"{out}/rates.png", plot_rates, rows)
+    factorial = [row for row in rows if row["arm"] in ARMS]
+    if factorial:
+        runs = [(row, metrics_of(out, row)) for row in factorial]
+        save_figure(f"{out}/curves.png", plot_curves, runs)
+    if compared_rates(factorial):
+        save_figure(f"{out}/rates.png", plot_rates, factorial)
 
 
 def main(argv):
