@@ -3025,6 +3025,34 @@ def test_claims_tables():
     assert claims.ablation_table(unmeasured)[2].endswith("| 0.0 ± 0.0 | - |")
 
 
+def test_what_a_larger_rate_changes():
+    """By seed and arm; beside it NVFP4 + AQN at the larger rate over BF16 at the smaller, as the paper compares them."""
+    faster = [{**row, "lr": 3e-4, "accuracy_after": row["accuracy_after"] + 0.1 * (1 + row["seed"])} for row in made_up_rows()]
+    lines = claims.rates_table([*made_up_rows(), *faster])[2:]
+    assert [line.split(" | ")[2] for line in lines] == ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16", "both, 16 bit at the smaller"]
+    assert all(line.startswith("| m | 0.0001 to 0.0003 | ") for line in lines)
+    assert all("| 2 | 15.0 ± 5.0 | 0.0 ± 0.0 |" in line for line in lines[:4])
+    assert "| 2 | 18.0 ± 6.0 | 3.0 ± 1.0 |" in lines[4]                                  # 3 and 5 points of "both", 10 and 20 of the rate
+    assert claims.rates_table(list(made_up_rows())) == claims.PAIRED_HEAD
+
+
+def test_measures_of_the_steps_by_phase():
+    """Ten steps: the first, the second and third, the last five."""
+    def run(arm, seed, values, measure="entropy"):
+        return {"model": "m", "arm": arm, "lr": 1e-4, "seed": seed}, [{measure: value} for value in values]
+
+    plain = [9, 1, 3, 7, 7, 5, 5, 5, 5, 5]
+    runs = [run("nvfp4", seed, plain) for seed in (0, 1)]
+    runs += [run("nvfp4+aqn", seed, [9, 2 + seed, 4 + seed, *plain[3:]]) for seed in (0, 1)]
+    runs += [run("bf16", 0, [0, *plain[1:]]), run("bf16", 1, [1.0, None])]                # seed 1 has not logged all steps
+    lines = {line.split(" | ")[2]: line.split(" | ", 3)[3] for line in claims.phase_table(runs, "entropy", 1, 1)[2:]}
+    assert lines == {"nvfp4+aqn": "2 | 9.0 ± 0.0 | 3.5 ± 0.5 | 5.0 ± 0.0 |", "nvfp4": "2 | 9.0 ± 0.0 | 2.0 ± 0.0 | 5.0 ± 0.0 |",
+                     "bf16": "1 | 0.0 | 2.0 | 5.0 |", "noise in NVFP4": "2 | 0.0 ± 0.0 | 1.5 ± 0.5 | 0.0 ± 0.0 |",
+                     "4 bits without noise": "1 | 9.0 | 0.0 | 0.0 |", "both": "1 | 9.0 | 1.0 | 0.0 |"}
+    assert claims.phase_table([run("nf4", 0, [2e-4], "mismatch_kl")], "mismatch_kl", 1e4, 2)[2:] == ["| m | 0.0001 | nf4 | 1 | 2.00 | - | 2.00 |"]
+    assert len(claims.phase_table(runs, "effective_completions", 1, 2)) == 2              # the head alone
+
+
 def test_claims_at_each_arms_own_best_rate(tmp_path):
     """Training accuracy chooses the rate, whatever the test questions say; a rate of fewer seeds is no worse for it."""
     rows = []

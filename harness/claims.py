@@ -9,6 +9,7 @@ made from runs.jsonl and the metrics beside it; flags that are not named here go
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
+from itertools import pairwise
 from statistics import fmean as mean
 from statistics import mode
 
@@ -48,7 +49,10 @@ FLAGS = {**ARMS, **ABLATIONS}
 # pairs.
 QUESTIONS = {
     "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
+    "noise in NVFP4": [("nvfp4+aqn", "nvfp4")],
+    "noise in BF16": [("bf16+aqn", "bf16")],
     "4 bits": [("nvfp4+aqn", "bf16+aqn"), ("nvfp4", "bf16")],
+    "4 bits without noise": [("nvfp4", "bf16")],
     "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
@@ -56,7 +60,17 @@ QUESTIONS = {
     "all weights for LoRA": [("full", "bf16")],
 }
 CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
+# What is asked of the steps of a run, beside what came of it.
+ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy", "entropy"]
+COMPARED = [*MEASURES[:3], "gained"]
+# Parts of a run, as slices of its steps. The first tenth has no noise; in the next two its sigma is
+# largest.
+PHASES = {
+    "first step": lambda count: slice(0, 1),
+    "10 to 30 %": lambda count: slice(round(0.1 * count), round(0.3 * count)),
+    "second half": lambda count: slice(round(0.5 * count), count),
+}
 
 
 def arms_table(rows):
@@ -116,10 +130,15 @@ def with_gains(rows):
             for r in rows]
 
 
-def differences(by, label, questions):
-    """Lines of paired_table: the mean difference by seed of each question.
+def cell(values, scale=100, digits=1):
+    """with_error of values; "-" if there is one that was not measured (nan)."""
+    return "-" if any(map(math.isnan, values)) else with_error(values, scale, digits)
 
-    by: {(arm, seed): row of with_gains}.
+
+def differences(by, label, questions, measures=COMPARED, scale=100, digits=1):
+    """Lines of a table: the mean difference by seed of each question, a column a measure.
+
+    by: {(arm, seed): {measure: value}}, for COMPARED rows of with_gains.
     """
     lines = []
     for what, pairs in questions.items():
@@ -128,10 +147,10 @@ def differences(by, label, questions):
         if not seeds:
             continue
         cells = []
-        for measure in (*MEASURES[:3], "gained"):
+        for measure in measures:
             values = [mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
                       for seed in seeds]
-            cells.append("-" if math.isnan(values[0]) else with_error(values))
+            cells.append(cell(values, scale, digits))
         lines.append(f"| {label} | {what} | {len(seeds)} | {' | '.join(cells)} |")
     return lines
 
@@ -160,6 +179,50 @@ def paired_table(rows):
     return lines
 
 
+def rates_table(rows):
+    """What the next larger learning rate changes in each arm, and in NVFP4 + AQN alone."""
+    lines = list(PAIRED_HEAD)
+    rows = with_gains(rows)
+    for model in sorted({r["model"] for r in rows}):
+        by = {((r["arm"], r["lr"]), r["seed"]): r for r in rows if r["model"] == model}
+        for low, high in pairwise(sorted({lr for (_, lr), _ in by})):
+            questions = {arm: [((arm, high), (arm, low))] for arm in ARMS}
+            # As in the paper, whose 16 bit has the smaller rate.
+            questions["both, 16 bit at the smaller"] = [(("nvfp4+aqn", high), ("bf16", low))]
+            lines += differences(by, f"{model} | {low:g} to {high:g}", questions)
+    return lines
+
+
+def phase_means(metrics, measure):
+    """{phase: the mean of a measure of metrics.jsonl over its steps, nan where it has none}."""
+    values = [step[measure] for step in metrics]
+    parts = {phase: values[part(len(values))] for phase, part in PHASES.items()}
+    return {phase: mean(part) if part else math.nan for phase, part in parts.items()}
+
+
+def phase_table(runs, measure, scale, digits):
+    """A measure of metrics.jsonl by phase: each arm's mean, then differences by seed.
+
+    runs: pairs of a row of runs.jsonl and its metrics; those that did not log the measure are left
+    out.
+    """
+    lines = [f"| model | lr | what | seeds | {' | '.join(PHASES)} |",
+             "|---" * (4 + len(PHASES)) + "|"]
+    questions = {what: QUESTIONS[what] for what in ASKED_OF_STEPS}
+    runs = [(row, metrics) for row, metrics in runs
+            if all(is_number(step.get(measure)) for step in metrics)]
+    for model, lr in sorted({(row["model"], row["lr"]) for row, _ in runs}):
+        by = {(row["arm"], row["seed"]): phase_means(metrics, measure) for row, metrics in runs
+              if (row["model"], row["lr"]) == (model, lr)}
+        for arm in ARMS:
+            own = [means for (name, _), means in by.items() if name == arm]
+            if own:
+                cells = [cell([means[phase] for means in own], scale, digits) for phase in PHASES]
+                lines.append(f"| {model} | {lr:g} | {arm} | {len(own)} | {' | '.join(cells)} |")
+        lines += differences(by, f"{model} | {lr:g}", questions, PHASES, scale, digits)
+    return lines
+
+
 def ablation_table(rows):
     """What each of ABLATIONS changes, by seed."""
     lines = list(PAIRED_HEAD)
@@ -174,6 +237,12 @@ def running_mean(values, width=5):
     return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
 
 
+# Of metrics.jsonl: title, scale and digits of what tables.md has of the phases.
+OVER_TIME = {
+    "entropy": ("Entropy in nats a token", 1, 3),
+    "mismatch_kl": ("KL(rollout || trained) in 1e-4 nats a token", 1e4, 2),
+    "effective_completions": ("Effective sample size of completions, 1 being all of them", 1, 2),
+}
 # Of metrics.jsonl: what curves.png shows, a row of panels each.
 CURVES = {
     "accuracy": "training accuracy (temperature 1)",
@@ -294,11 +363,16 @@ def make_tables(out, rows):
              "", *paired_table(rows), "",
              "Ablations: NVFP4 + AQN with one change, minus without it, by seed, in points:",
              "", *ablation_table(rows), "",
-             "Each arm at the learning rate with the highest training accuracy:", "", *best_table(rows)]
-    write_lines(f"{out}/tables.md", lines)
+             "Each arm at the learning rate with the highest training accuracy:",
+             "", *best_table(rows), "",
+             "The larger learning rate minus the smaller, by seed, in points:", "", *rates_table(rows)]
     factorial = [row for row in rows if row["arm"] in ARMS]
+    runs = [(row, metrics_of(out, row)) for row in factorial]
+    for measure, (title, scale, digits) in OVER_TIME.items():
+        lines += ["", f"{title}, by part of the run, then differences by seed:", "",
+                  *phase_table(runs, measure, scale, digits)]
+    write_lines(f"{out}/tables.md", lines)
     if factorial:
-        runs = [(row, metrics_of(out, row)) for row in factorial]
         save_figure(f"{out}/curves.png", plot_curves, runs)
     if compared_rates(factorial):
         save_figure(f"{out}/rates.png", plot_rates, factorial)

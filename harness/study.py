@@ -68,7 +68,8 @@ def standard_error(values):
 def with_error(values, scale=100, digits=1):
     """"mean ± standard error" of fractions, in percent."""
     error = standard_error(values)
-    text = f"{scale * mean(values):.{digits}f}"
+    rounded = round(scale * mean(values), digits) + 0.0             # never -0.0
+    text = f"{rounded:.{digits}f}"
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
