@@ -3067,9 +3067,21 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
                                            "| m | nvfp4+aqn | 0.0001, 0.0003 | 0.0001 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
     assert [line for line in claims.paired_table(rows) if "own best | both | 1 | 0.0 |" in line]
     assert claims.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}                  # one rate is not the best of any
+    # A third rate, of one seed, does not keep the second seed from deciding between the other two.
+    of_two = [{**row, "arm": "nf4", "lr": lr, "seed": seed, "training_accuracy": accuracy}
+              for row, lr, seed, accuracy in [(rows[0], 1e-4, 0, 0.4), (rows[0], 1e-4, 1, 0.4), (rows[0], 3e-4, 0, 0.3),
+                                              (rows[0], 3e-4, 1, 0.6), (rows[0], 1e-3, 0, 0.1)]]
+    assert claims.best_rates(of_two) == {("m", "nf4"): 3e-4}
     assert claims.shown_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}                  # 3e-4 has a single seed
     again = [{**row, "seed": 1, "training_accuracy": row["training_accuracy"] - 0.4} for row in rows if row["lr"] == 3e-4]
-    assert claims.shown_rates(rows + again) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
+    of_both = rows + again
+    assert claims.shown_rates(of_both) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}               # both at one rate, of several seeds
+    without = [row for row in of_both if (row["arm"], row["lr"]) != ("bf16", 1e-4)]
+    assert claims.shown_rates(without) == {"nvfp4+aqn": 3e-4, "bf16": 3e-4}               # the rate that both have
+    lone = [row for row in without if (row["arm"], row["lr"]) != ("nvfp4+aqn", 3e-4)]
+    assert claims.shown_rates(lone) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
+    full = [{**row, "arm": "full"} for row in of_both if row["arm"] == "bf16"]
+    assert claims.shown_rates(of_both + full)["full"] == 3e-4                             # its rates are not LoRA's
     write_jsonl(tmp_path / "runs.jsonl", rows)
     (tmp_path / "metrics").mkdir()
     for row in rows:

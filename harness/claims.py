@@ -9,6 +9,7 @@ made from runs.jsonl and the metrics beside it; flags that are not named here go
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
+from collections import Counter
 from itertools import pairwise
 from statistics import fmean as mean
 from statistics import mode
@@ -95,18 +96,21 @@ def best_rates(rows):
     """{(model, arm): the learning rate with the highest mean training accuracy at the end}.
 
     Only of arms that were tried at two rates or more. Training questions decide, never those of the
-    test. Each rate is judged by the seeds that all of an arm's rates have.
+    test. Two rates are compared by the seeds that both have, beginning with those of most seeds.
     """
     best = {}
     for key in sorted({(r["model"], r["arm"]) for r in rows}):
-        own = [r for r in rows if (r["model"], r["arm"]) == key]
-        seeds_of = {lr: {r["seed"] for r in own if r["lr"] == lr} for lr in {r["lr"] for r in own}}
-        common = set.intersection(*seeds_of.values())
-        if len(seeds_of) < 2 or not common:
-            continue
-        reached = {lr: mean(r["training_accuracy"] for r in own
-                            if r["lr"] == lr and r["seed"] in common) for lr in seeds_of}
-        best[key] = max(reached, key=reached.get)
+        reached = {}                                           # {lr: {seed: training accuracy}}
+        for r in rows:
+            if (r["model"], r["arm"]) == key:
+                reached.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
+        first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
+        for lr in others:
+            leader = best.setdefault(key, first)
+            common = reached[lr].keys() & reached[leader].keys()
+            lead = [reached[lr][seed] - reached[leader][seed] for seed in common]
+            if lead and mean(lead) > 0:
+                best[key] = lr
     return best
 
 
@@ -252,16 +256,24 @@ CURVES = {
 
 
 def shown_rates(rows):
-    """{arm: learning rate} of a model: the best if it has several seeds, else the one with most."""
-    best = best_rates(rows)
-    shown = {}
+    """{arm: learning rate} of a model: one for all arms, as far as they have several seeds of it.
+
+    An arm's own is its best if that has several seeds, else the one with most. The one for all is
+    the own of most arms, and of those the one that most arms have. Full fine-tuning, for which
+    LoRA's rates are too large, keeps its own.
+    """
+    own = {}
+    seeds = {arm: Counter(r["lr"] for r in rows if r["arm"] == arm) for arm in ARMS}
+    best = {arm: lr for (_, arm), lr in best_rates(rows).items()}
     for arm in ARMS:
-        own = [r for r in rows if r["arm"] == arm]
-        rates = [r["lr"] for r in own]
-        if own:
-            lr = best.get((own[0]["model"], arm))
-            shown[arm] = lr if rates.count(lr) > 1 else mode(sorted(rates))
-    return shown
+        if seeds[arm]:
+            most = mode(sorted(seeds[arm].elements()))
+            lr = best.get(arm, most)
+            own[arm] = lr if seeds[arm][lr] > 1 else most
+    rates = sorted(own.values())
+    common = max(rates, key=lambda lr: (rates.count(lr), sum(seeds[arm][lr] > 1 for arm in own)))
+    return {arm: common if seeds[arm][common] > 1 and arm != "full" else lr
+            for arm, lr in own.items()}
 
 
 def plot_band(axis, curves, label):
@@ -333,7 +345,7 @@ def plot_rates(rows, plt):
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
-        axis.set_xticks(tried, [f"{lr:g}" for lr in tried])
+        axis.set_xticks(tried, [f"{lr:g}" for lr in tried], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8, title="arm (seeds at each rate)",
