@@ -3089,6 +3089,8 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     claims.make_tables(str(tmp_path), [{**row, "arm": "linear"} for row in rows[:1]])     # no picture shows ablations
     assert not list(tmp_path.glob("*.png"))
     claims.make_tables(str(tmp_path), rows)
+    phases = (tmp_path / "phases.md").read_text()
+    assert phases.count("| m | 0.0001 | nvfp4+aqn | 2 |") == 2 and "0.200 ± 0.000" in phases and "10.00 ± 0.00" in phases
     for picture in ("curves.png", "rates.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 

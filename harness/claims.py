@@ -4,8 +4,9 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the picture
 
-How runs are made, stopped and resumed: harness/study.py. tables.md, curves.png and rates.png are
-made from runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md, curves.png and
+rates.png are made from runs.jsonl and the metrics beside it; flags that are not named here go to
+train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
@@ -241,7 +242,7 @@ def running_mean(values, width=5):
     return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
 
 
-# Of metrics.jsonl: title, scale and digits of what tables.md has of the phases.
+# Of metrics.jsonl: title, scale and digits of what phases.md shows.
 OVER_TIME = {
     "entropy": ("Entropy in nats a token", 1, 3),
     "mismatch_kl": ("KL(rollout || trained) in 1e-4 nats a token", 1e4, 2),
@@ -367,7 +368,10 @@ def metrics_of(out, row):
 
 
 def make_tables(out, rows):
-    """tables.md from runs.jsonl; curves.png and rates.png, if they have something to show."""
+    """tables.md from runs.jsonl; phases.md and the pictures, if there is something to show.
+
+    Raises UserError where a run's metrics are missing; tables.md does without them.
+    """
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms_table(rows), "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
@@ -378,13 +382,15 @@ def make_tables(out, rows):
              "Each arm at the learning rate with the highest training accuracy:",
              "", *best_table(rows), "",
              "The larger learning rate minus the smaller, by seed, in points:", "", *rates_table(rows)]
-    factorial = [row for row in rows if row["arm"] in ARMS]
-    runs = [(row, metrics_of(out, row)) for row in factorial]
-    for measure, (title, scale, digits) in OVER_TIME.items():
-        lines += ["", f"{title}, by part of the run, then differences by seed:", "",
-                  *phase_table(runs, measure, scale, digits)]
     write_lines(f"{out}/tables.md", lines)
+    factorial = [row for row in rows if row["arm"] in ARMS]
     if factorial:
+        runs = [(row, metrics_of(out, row)) for row in factorial]
+        lines = ["Made by `python bench.py claims --tables` from metrics/: means ± standard errors of seeds."]
+        for measure, (title, scale, digits) in OVER_TIME.items():
+            lines += ["", f"{title}, by part of the run, then differences by seed:", "",
+                      *phase_table(runs, measure, scale, digits)]
+        write_lines(f"{out}/phases.md", lines)
         save_figure(f"{out}/curves.png", plot_curves, runs)
     if compared_rates(factorial):
         save_figure(f"{out}/rates.png", plot_rates, factorial)
