@@ -3072,6 +3072,8 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
               for row, lr, seed, accuracy in [(rows[0], 1e-4, 0, 0.4), (rows[0], 1e-4, 1, 0.4), (rows[0], 3e-4, 0, 0.3),
                                               (rows[0], 3e-4, 1, 0.6), (rows[0], 1e-3, 0, 0.1)]]
     assert claims.best_rates(of_two) == {("m", "nf4"): 3e-4}
+    apart = [{**row, "seed": row["seed"] + 5 * (row["lr"] == 1e-4)} for row in of_two if row["lr"] < 1e-3]
+    assert claims.best_rates(apart) == {}                                                 # no seed that both rates have
     assert claims.shown_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}                  # 3e-4 has a single seed
     again = [{**row, "seed": 1, "training_accuracy": row["training_accuracy"] - 0.4} for row in rows if row["lr"] == 3e-4]
     of_both = rows + again

@@ -107,11 +107,11 @@ def best_rates(rows):
                 reached.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
         first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
         for lr in others:
-            leader = best.setdefault(key, first)
+            leader = best.get(key, first)
             common = reached[lr].keys() & reached[leader].keys()
             lead = [reached[lr][seed] - reached[leader][seed] for seed in common]
-            if lead and mean(lead) > 0:
-                best[key] = lr
+            if lead:
+                best[key] = lr if mean(lead) > 0 else leader
     return best
 
 
@@ -201,8 +201,8 @@ def rates_table(rows):
 def phase_means(metrics, measure):
     """{phase: the mean of a measure of metrics.jsonl over its steps, nan where it has none}."""
     values = [step[measure] for step in metrics]
-    parts = {phase: values[part(len(values))] for phase, part in PHASES.items()}
-    return {phase: mean(part) if part else math.nan for phase, part in parts.items()}
+    chosen = {phase: values[part(len(values))] for phase, part in PHASES.items()}
+    return {phase: mean(some) if some else math.nan for phase, some in chosen.items()}
 
 
 def phase_table(runs, measure, scale, digits):
