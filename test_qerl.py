@@ -1418,7 +1418,7 @@ def logged_of(rows, everything):
 LOOP = dict(
     device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2,
     stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
-    seed=12,
+    seed=12, quantizer="rtn",
 )
 GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5)
 DAPO_LOOP = dict(
@@ -1653,7 +1653,7 @@ def run_main(monkeypatch, *args):
 
 
 QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-3,
-         "--save-every", 2, "--device", "cpu")
+         "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
 
 
 def without_times(path):
@@ -2474,13 +2474,19 @@ def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypa
 
 
 @pytest.mark.parametrize("argv,expected", [
-    ([], dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper")),
+    ([], dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper", quantizer="rtn")),
     (["--steps", "7", "--lr", "5e-5"], dict(steps=7, lr=5e-5, prompts=16)),
     (["--prompts", "64", "--beta", "0"], dict(prompts=64, beta=0.0, steps=50)),       # given, though it is the default
-    (["--model", "a/b"], dict(prompts=64, lr=5e-5, beta=0.0, reward="answer")),
-    (["--model", "a/b", "--weights", "bf16"], dict(lr=5e-5)),
+    (["--model", "a/b"], dict(prompts=64, steps=300, lr=1e-4, beta=0.0, reward="answer", quantizer="gptq")),
+    (["--model", "a/b", "--weights", "bf16"], dict(lr=1e-4, quantizer="rtn")),        # there is nothing to choose
+    (["--model", "a/b", "--weights", "nf4"], dict(quantizer="rtn")),
+    (["--model", "a/b", "--shard"], dict(quantizer="rtn")),
+    (["--model", "a/b", "--shard", "--quantizer", "awq"], dict(quantizer="awq")),
+    (["--model", "a/b", "--method", "flashrl"], dict(quantizer="rtn", weights="bf16")),
+    (["--model", "a/b", "--method", "awq"], dict(quantizer="awq")),
+    (["--model", "a/b", "--preset", "paper"], dict(quantizer="awq", lr=1e-5)),
     (["--model", "a/b", "--preset", "small"], dict(prompts=16, lr=3e-3)),
-    (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.04, prompts=128)),
+    (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.04, prompts=128, quantizer="rtn")),
     (["--model", "a/b", "--preset", "paper", "--weights", "bf16", "--lr", "1e-3"], dict(lr=1e-3, prompts=128)),
     (["--model", "a/b", "--preset", "paper", "--method", "fp16", "--weights", "bf16"], dict(lr=5e-6)),
     (["--model", "a/b", "--preset", "paper", "--method", "flashrl"], dict(lr=5e-6, weights="bf16")),      # which chooses bf16
@@ -3191,6 +3197,13 @@ def study_arguments(tmp_path, *flags):
 def test_what_is_named_twice_is_run_once(tmp_path):
     args = study_arguments(tmp_path, "--arms", "b", "a", "b", "--seeds", "1", "1", "0", "--lrs", "1e-4", "1e-4")
     assert (args.arms, args.seeds, args.lrs) == (["b", "a"], [1, 0], [1e-4])
+
+
+def test_studies_round_to_nearest_unless_told_otherwise():
+    run = study.Run("nvfp4", "some/Model", 1e-4, 0)
+    for more, expected in (([], "rtn"), (["--quantizer", "gptq"], "gptq")):
+        _, _, *flags = run.command("runs/new", None, ["--weights", "nvfp4"], more)
+        assert train_gsm8k.arguments([*flags, "--device", "cpu"]).quantizer == expected
 
 
 def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
@@ -3958,7 +3971,7 @@ def claims_of_exercise_7(outputs):
     capped = columns(outputs[0], "cap ")                # cap; mean and deviation of the weights; estimate and its error
     for column in (1, 2, 3, 4):
         assert sorted(row[column] for row in capped) == [row[column] for row in capped]
-    assert capped[-1][1] == pytest.approx(1, abs=0.05)
+    assert capped[-1][1] == pytest.approx(1, abs=0.15)  # of 8,000 weights with a standard deviation of 3: five errors
 
 
 # What the course concludes from the built-in policy's figures, on whatever policy this processor has made.
@@ -4053,7 +4066,7 @@ def run_processes(count, script, *args):
     return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
 
 
-SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2,
+SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2, "--quantizer", "rtn",
            "--save-every", 1, "--device", "cpu", "--beta", 0.1, "--eval-questions", 5)
 
 
@@ -5079,6 +5092,7 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     run_main(monkeypatch, *options, "--method", "gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
     assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
+    assert [train_gsm8k.arguments(["--model", str(folder)]).quantizer for folder in (qwen[0], found)] == ["gptq", "rtn"]
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
     run_main(monkeypatch, *rounding)
     assert without_times(tmp_path / "rtn" / "metrics.jsonl") != without_times(tmp_path / "run" / "metrics.jsonl")
@@ -6225,7 +6239,7 @@ def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monke
 
 
 def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
-    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", lora_rank=2, max_new_tokens=8, eval_questions=3)
+    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", quantizer="rtn", lora_rank=2, max_new_tokens=8, eval_questions=3)
     with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes; raise --eval-questions"):
         train_gsm8k.load_all(settings, methods.find("qerl", settings), as_rank(monkeypatch, 2, None))
 
@@ -6259,6 +6273,14 @@ def test_out_of_memory_names_phase_and_remedy(qwen, data, tmp_path, monkeypatch,
     monkeypatch.setattr(place, name, no_memory)
     line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--skip-eval-before", "--out", tmp_path / "run")
     assert f"out of memory {phase};" in line and flag in line and "--resume" in line
+
+
+def test_out_of_memory_while_the_codes_are_chosen(qwen, data, tmp_path, cache, monkeypatch, capsys):
+    """By default, as here, they are GPTQ's; without the 16-bit model there are others."""
+    monkeypatch.setattr(qerl, "load_model", no_memory)
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--device", "cpu", "--out", tmp_path / "run")
+    assert "out of memory while choosing the 4-bit codes" in line and "use --quantizer rtn" in line
+    assert not list(cache.iterdir())
 
 
 def bench_main(monkeypatch, *args):
@@ -6441,7 +6463,7 @@ def library_logits(folder, tokens):
 def test_saved_folder_has_the_librarys_bytes_and_logits(tmp_path, monkeypatch, capsys, small_shards, name):
     source, theirs = make_folder(tmp_path / "source", name)
     out = tmp_path / "out"
-    run_main(monkeypatch, "--model", source, "--device", "cpu", "--save-quantized", out)
+    run_main(monkeypatch, "--model", source, "--device", "cpu", "--quantizer", "rtn", "--save-quantized", out)
     assert capsys.readouterr().out.startswith(f"saved {out}, 0.000")
     stored, exact = tensors_of(out), theirs.state_dict()
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -6486,7 +6508,7 @@ def test_saved_folder_is_what_a_quantizer_trains_on(qwen, data, tmp_path, cache,
 
 
 def test_a_chat_template_goes_with_the_saved_folder(tmp_path, quiz, monkeypatch):
-    run_main(monkeypatch, "--model", quiz, "--device", "cpu", "--save-quantized", tmp_path / "out")
+    run_main(monkeypatch, "--model", quiz, "--device", "cpu", "--quantizer", "rtn", "--save-quantized", tmp_path / "out")
     ours, theirs = train_gsm8k.ChatText(str(tmp_path / "out"), ""), train_gsm8k.ChatText(quiz, "")
     assert ours.prompt("abc") == theirs.prompt("abc") == [0, 1, 2] and ours.eos == theirs.eos
 
@@ -6504,7 +6526,7 @@ def test_a_sharded_folder_is_saved_as_a_whole_one(qwen, tmp_path, monkeypatch, d
     """And what is trained on it is trained on its codes: base model and weights of a run are the folder's."""
     sharded, _ = make_folder(tmp_path / "sharded", max_shard_size="100KB")
     for source, out in ((sharded, "out"), (qwen[0], "whole")):
-        run_main(monkeypatch, "--model", source, "--device", "cpu", "--save-quantized", tmp_path / out)
+        run_main(monkeypatch, "--model", source, "--device", "cpu", "--quantizer", "rtn", "--save-quantized", tmp_path / out)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     settings = train_gsm8k.arguments(["--model", str(tmp_path / "out"), "--data", data, "--device", "cpu", "--max-new-tokens", "8"])
     model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
@@ -6580,7 +6602,7 @@ def test_saving_takes_memory_for_a_part_of_the_model(tmp_path):
     ((os, "rename"), 2, "after"), ((shards.shutil, "copy"), 1, "after"),
 ])
 def test_a_kill_leaves_no_half_folder(qwen, tmp_path, small_shards, event, number, when):
-    options = ("--model", qwen[0], "--device", "cpu", "--save-quantized", tmp_path / "out")
+    options = ("--model", qwen[0], "--device", "cpu", "--quantizer", "rtn", "--save-quantized", tmp_path / "out")
     assert killed_at(event, number, when, *options) is None
     left, = tmp_path.iterdir()
     assert re.fullmatch(r"out\.\d+\.tmp", left.name)
@@ -6605,7 +6627,7 @@ def no_permission(*paths, **options):
 ])
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(qwen, tmp_path, monkeypatch, capsys, module, name, fails, message):
     out = tmp_path / "out"
-    base = ("--model", qwen[0], "--device", "cpu", "--save-quantized", out)
+    base = ("--model", qwen[0], "--device", "cpu", "--quantizer", "rtn", "--save-quantized", out)
     monkeypatch.setattr(module, name, fails)
     error = refused(monkeypatch, capsys, *base)
     assert str(out) in error and message in error and "choose another folder" in error
@@ -6649,7 +6671,7 @@ def damaged(qwen, tmp_path, *edits):
     (lambda q, t: ["--model", damaged(q, t, widened, lambda c: c.update(intermediate_size=200))], "block of 16"),
 ])
 def test_what_is_not_saved_is_refused(qwen, tmp_path, monkeypatch, capsys, options, message):
-    base = ["--model", qwen[0], "--device", "cpu", "--save-quantized", tmp_path / "new" / "out"]
+    base = ["--model", qwen[0], "--device", "cpu", "--quantizer", "rtn", "--save-quantized", tmp_path / "new" / "out"]
     assert message in refused(monkeypatch, capsys, *base, *options(qwen, tmp_path))
     assert not (tmp_path / "new" / "out").exists() and not list(tmp_path.rglob("*.tmp"))
 

@@ -41,7 +41,7 @@ from harness.loading import load_with_progress
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
-from harness.packed_folder import save_packed
+from harness.packed_folder import is_packed, save_packed
 from harness.questions import load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
@@ -68,7 +68,8 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    quantizer: str = setting("rtn", "how the codes of nvfp4 are chosen: methods/awq.py and so on",
+    quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, which "
+                                     "load the 16-bit model once; rtn: the nearest, a layer at a time",
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
@@ -97,9 +98,9 @@ class Settings:
     tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2; 0: no weights")
 
     # The optimiser
-    steps: int = setting(150, "rollouts, each followed by its updates")
+    steps: int = setting(300, "rollouts, each followed by its updates")
     updates: int = setting(4, "minibatches a rollout, an optimiser step each [T4]")
-    lr: float = setting(5e-5, "learning rate; paper with --weights bf16: 5e-6")
+    lr: float = setting(1e-4, "learning rate; paper with --weights bf16: 5e-6")
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
@@ -110,7 +111,7 @@ class Settings:
 
     # The run
     shard: bool = setting(False, "cut the frozen weights over torchrun's processes, for models that "
-                                 "one GPU cannot hold; slower")
+                                 "one GPU cannot hold; slower, and with --quantizer rtn")
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
@@ -130,9 +131,10 @@ class Settings:
 PRESETS = {
     # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
-                  lr=3e-3, steps=50, eval_questions=256, save_every=5),
-    # Table 4, and what it leaves open (beta) as in the authors' code.
-    "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", beta=0.04, lr=1e-5),
+                  lr=3e-3, steps=50, eval_questions=256, save_every=5, quantizer="rtn"),
+    # Table 4, and what it leaves open (beta) as in the authors' code; AWQ: section 4.1.
+    "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", beta=0.04, lr=1e-5,
+                  quantizer="awq"),
 }
 DAPO = dict(beta=0.0)                           # DAPO has no KL term
 PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rate for 16-bit weights
@@ -561,6 +563,12 @@ def save_quantized(settings):
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
 
+def chooses_codes(values):
+    """Whether the default --quantizer can be used: for NVFP4, from weights that are whole and 16 bit."""
+    return (values.get("weights", Settings.weights) == "nvfp4" and not values.get("shard")
+            and not is_packed(values.get("model")))
+
+
 def arguments(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
     given = parse_flags(Settings, __doc__, PRESETS, argv)
@@ -571,6 +579,8 @@ def arguments(argv=None):
     values.update(methods.defaults(given.get("method", Settings.method)))
     if preset == "paper" and {**values, **given}.get("weights") == "bf16":
         values.update(PAPER_BF16)
+    if not chooses_codes({**values, **given}):
+        values["quantizer"] = "rtn"
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)

@@ -1,7 +1,9 @@
 """What the linear layers of a model get to read, block by block."""
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
+from harness.ranks import Ranks
 from harness.worked import batches_of
 
 
@@ -28,12 +30,13 @@ class Inputs:
 def calibrate(model, sequences, visit, batch=8):
     """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of harness.worked.
 
-    A block reads what the blocks before it give as `visit` left them.
+    A block reads what the blocks before it give as `visit` left them. What takes longer than two
+    seconds shows a bar on stderr.
     """
     batches = batches_of(sequences, batch, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
-    for block in model.blocks:
+    for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
         layers = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
         inputs = {layer: Inputs(layer) for layer in layers}
         for rows, x, rope in zip(batches, hidden, ropes):

@@ -64,7 +64,8 @@ def measure_formats(args):
     for weights in args.weights:
         given = [] if args.model is None else ["--model", args.model]
         given += ["--data", args.data] if args.data else []
-        settings = train_gsm8k.arguments([*given, "--weights", weights, "--device", args.device])
+        given += ["--weights", weights, "--quantizer", "rtn", "--device", args.device]
+        settings = train_gsm8k.arguments(given)
         settings.slots = args.slots
         model, tokenizer, questions, _ = train_gsm8k.load_all(settings, methods.Method(settings))
         for sigma in args.sigmas:
@@ -89,7 +90,8 @@ def plot_entropy(rows, plt):
         ("accuracy", 100, "accuracy (temperature 1), %"),
         ("mismatch_kl", 1, "KL of the noisy policy to the clean one,\nnats a token"),
     ]
-    smallest = min((r["sigma"] for r in rows if r["sigma"]), default=1e-3)
+    tried = sorted({r["sigma"] for r in rows})
+    smallest = min((sigma for sigma in tried if sigma), default=1e-3)
     for axis, (key, unit, label) in zip(axes, panels):
         for weights, color in COLORS.items():
             sigmas = sorted({r["sigma"] for r in rows if r["weights"] == weights})
@@ -102,7 +104,10 @@ def plot_entropy(rows, plt):
                       markersize=3, linewidth=1.2)
             for place, draws in zip(places, values):
                 axis.plot([place] * len(draws), draws, "_", color=color, alpha=0.5)
-        axis.set(xscale="log", xlabel="sigma (leftmost: none)", ylabel=label)
+        axis.set(xscale="log", xlabel="sigma", ylabel=label)
+        axis.set_xticks([sigma or smallest / 2 for sigma in tried],
+                        [f"{sigma:g}" if sigma else "none" for sigma in tried], fontsize=8)
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[2].set_yscale("log")
     axes[0].legend(frameon=False)

@@ -35,11 +35,17 @@ NVFP4A16 = {
 }
 
 
+def is_packed(model):
+    """Whether the model is a folder here of which a layer is in 4 bits."""
+    if not model or not os.path.isdir(model):
+        return False
+    return any(name.endswith(".weight_packed") for name in qerl.open_tensors(model, "cpu"))
+
+
 def require_16_bit(folder, flag):
     """Refuse a folder of which a layer is in 4 bits: `flag` needs the weights before that."""
-    packed = any(name.endswith(".weight_packed") for name in qerl.open_tensors(folder, "cpu"))
-    qerl.require(not packed, f"{flag}: {folder} is in 4 bits already; give the model before it was "
-                             "quantised, or leave the flag out")
+    qerl.require(not is_packed(folder), f"{flag}: {folder} is in 4 bits already; give the model before it "
+                                        "was quantised, or leave the flag out")
 
 
 def named_parts(name, packed, block_scale, global_scale):

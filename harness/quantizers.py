@@ -15,7 +15,9 @@ import torch
 
 import qerl
 from harness.demonstration import accuracy, distance, worked_problems
+from harness.loading import load_with_progress
 from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
+from harness.ranks import Ranks
 from harness.small_policy import ByteText, warm_start
 from harness.worked import worked_sequences
 from methods import Method
@@ -53,8 +55,9 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
     module = module_of(quantizer)
 
     def make(path):
-        print(f"finding NVFP4 codes by {quantizer}, once")
-        model = qerl.load_model(folder, "bf16", device=device)
+        if Ranks().main:
+            print(f"finding NVFP4 codes by {quantizer}, once")
+        model = load_with_progress(folder, "bf16", device=device)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
     key = [quantizer, sequences, torch.device(device).type, inspect.getsource(module)]
@@ -64,6 +67,10 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
 class OtherCodes(Method):
     """QeRL with --quantizer at the name that a subclass gives, and nothing else."""
     quantizer = None
+
+    @classmethod
+    def defaults(cls, variant):
+        return dict(quantizer=cls.quantizer)
 
     def check(self):
         given = self.settings.quantizer

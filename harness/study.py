@@ -13,7 +13,7 @@ import queue
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
@@ -50,12 +50,12 @@ class Run(NamedTuple):
         """The process of this run: `flags` are the arm's, `more` those of all runs.
 
         pass@1 is the mean of four answers to each question. Before the training only seed 0 is
-        measured: the other seeds start from the same policy.
+        measured: the other seeds start from the same policy. All formats round to the nearest code.
         """
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
         resume = ["--resume"] if os.path.isdir(folder) else []
-        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
+        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder, "--quantizer", "rtn"]
         measured = ["--eval-samples", "4", *(["--skip-eval-before"] if self.seed else [])]
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
 
@@ -236,7 +236,7 @@ def run_missing(flags, args):
     with ThreadPoolExecutor(len(devices)) as pool:
         workers = [pool.submit(work, device, missing, flags, args, failed) for device in devices]
         try:
-            for worker in workers:
+            for worker in as_completed(workers):
                 worker.result()
         except BaseException:
             empty(missing)             # then the pool waits for what is running
