@@ -45,7 +45,8 @@ from fp4_kernels import CACHE_PIECE
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
 # mantissa bit). Each 16 neighbours along the input dimension share an FP8 (E4M3) scale, and each
 # tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight. Rounding is to nearest, as in the paper's
-# public checkpoints; the calibration (AWQ) of its experiments is in methods/awq.py.
+# public checkpoints. Its experiments calibrate (methods/awq.py), and so do real models trained here
+# (methods/gptq.py), whose codes come from a folder.
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign

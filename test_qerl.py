@@ -5089,10 +5089,9 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     loaded = []
     load_model = qerl.load_model
     monkeypatch.setattr(qerl, "load_model", lambda folder, *rest, **options: loaded.append(folder) or load_model(folder, *rest, **options))
-    run_main(monkeypatch, *options, "--method", "gptq", "--quantizer", "rtn", "--out", tmp_path / "same")
+    run_main(monkeypatch, *options, "--method", "gptq", "--out", tmp_path / "same")
     assert "finding" not in capsys.readouterr().out and loaded == [str(found)]
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(tmp_path / "same" / "metrics.jsonl")
-    assert [train_gsm8k.arguments(["--model", str(folder)]).quantizer for folder in (qwen[0], found)] == ["gptq", "rtn"]
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
     run_main(monkeypatch, *rounding)
     assert without_times(tmp_path / "rtn" / "metrics.jsonl") != without_times(tmp_path / "run" / "metrics.jsonl")
@@ -5101,14 +5100,66 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
 @pytest.mark.parametrize("options,message", [
     (["--quantizer", "gptq", "--weights", "nf4"], "--quantizer gptq: chooses codes of NVFP4; use --weights nvfp4"),
     (["--method", "gptq", "--quantizer", "awq"], "use --quantizer awq alone"),
+    (["--method", "gptq", "--quantizer", "rtn"], "use --quantizer rtn alone"),
     (["--method", "awq", "--weights", "bf16"], "use --weights nvfp4"),
     (["--method", "gptq:int3"], "gptq has no variant int3; choose gptq alone"),
-    (["--quantizer", "gptq"], "is in 4 bits already"),
 ])
 def test_quantizers_that_make_no_sense_are_refused(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
-    model = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu") if len(options) == 2 else qwen[0]
-    base = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    base = ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out")
     assert message in refused(monkeypatch, capsys, *base, *options)
+
+
+@pytest.mark.parametrize("quantizer", ["four-over-six", "awq", "gptq"])
+def test_what_no_codes_can_be_found_for_is_one_line(qwen, data, tmp_path, cache, monkeypatch, capsys, quantizer):
+    narrow, large = tmp_path / "narrow", tmp_path / "large"
+    for folder in (narrow, large):
+        shutil.copytree(qwen[0], folder)
+    break_tensor(qwen[0], narrow, widened, lambda c: c.update(intermediate_size=200))
+    break_tensor(qwen[0], large, lambda s: s["model.layers.0.input_layernorm.weight"].mul_(1e25))
+    base = ("--data", data, *QUICK, "--quantizer", quantizer, "--out", tmp_path / "out", "--model")
+    assert "down_proj has 200 input features, not divisible by nvfp4's block of 16" in refused(monkeypatch, capsys, *base, narrow)
+    if quantizer != "four-over-six":               # which looks at no inputs
+        assert "overflows torch.float32" in refused(monkeypatch, capsys, *base, large)
+    assert not list(cache.iterdir())
+
+
+def test_a_folder_of_codes_keeps_them(qwen, data, cache, capsys):
+    """Whatever --quantizer says, by default, too."""
+    packed = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")
+    settings = train_gsm8k.arguments(["--model", packed, "--data", data, "--device", "cpu", "--max-new-tokens", "8"])
+    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    assert settings.quantizer == "gptq" and model.name_or_path == packed and len(list(cache.iterdir())) == 1
+    assert "is in 4 bits already: its codes stay" in capsys.readouterr().out
+
+
+def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qwen, cache):
+    made = []
+
+    def make(path):
+        made.append(path)
+        time.sleep(0.3)
+        shutil.copy(f"{qwen[0]}/model.safetensors", path)
+    folder = packed_folder.cached_folder(qwen[0], "slow", ["key"], make)
+    os.rename(folder, f"{folder}.123.tmp")                               # as if the process 123 had been killed
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: packed_folder.cached_folder(qwen[0], "slow", ["key"], make), range(3)))
+    assert found == 3 * [folder] and os.listdir(cache) == [os.path.basename(folder)]
+    assert len(made) == 2 or packed_folder.run_folder.fcntl is None
+    hub = "/hub/models--Qwen--Qwen2.5-3B-Instruct/snapshots/0123abcd"
+    assert packed_folder.model_name(hub) == "Qwen2.5-3B-Instruct" and packed_folder.model_name("/models/mine/") == "mine"
+
+
+def test_a_run_does_not_go_on_with_other_codes(qwen, data, tmp_path, cache, monkeypatch, capsys):
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--quantizer", "gptq", "--out", tmp_path / "run")
+    run_main(monkeypatch, *options)
+    run_main(monkeypatch, *options, "--resume", "--eval-only")
+    weights, = cache.glob("*/model*.safetensors")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("weight_packed"))
+    tensors[name][0, 0] ^= 1
+    save_file(tensors, weights, {"format": "pt"})
+    for more in ((), ("--eval-only",)):
+        assert "was begun with other 4-bit codes" in refused(monkeypatch, capsys, *options, "--resume", *more)
 
 
 def test_worked_answers_are_what_the_reward_asks_for(qwen):
@@ -6807,6 +6858,7 @@ def without_half(tensors):
     (lambda q, t, a: edited(a, lambda c: c.update(peft_type="IA3")), "asks for IA3"),
     (lambda q, t, a: edited(a, lambda c: c.update(base_model_name_or_path="./gone")), "or name the model by --model"),
     (lambda q, t, a: ["--model", "./gone"], "model ./gone: no such folder"),
+    (lambda q, t, a: edited(a, lambda c: c.update(base_model_name_or_path=str(t / "gone"))), "makes those of a cache again"),
     (lambda q, t, a: edited(a, tensors=without_half), "lacks LoRA's A or B"),
     (lambda q, t, a: edited(a, tensors=lambda s: s | {f"base_model.model.lm_head.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}),
      "adapts lm_head.weight, which the model does not have"),

@@ -36,12 +36,12 @@ from harness.checks import say_what_stays
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
-from harness.keeper import Keeper, lasting, open_run, read_saved
+from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_codes
 from harness.loading import load_with_progress
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
-from harness.packed_folder import is_packed, save_packed
+from harness.packed_folder import save_packed
 from harness.questions import load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
@@ -69,7 +69,8 @@ class Settings:
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
     quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, which "
-                                     "load the 16-bit model once; rtn: the nearest, a layer at a time",
+                                     "load the 16-bit model once; rtn: the nearest, a layer at a time; "
+                                     "the default with --shard and other formats, too",
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
@@ -111,7 +112,7 @@ class Settings:
 
     # The run
     shard: bool = setting(False, "cut the frozen weights over torchrun's processes, for models that "
-                                 "one GPU cannot hold; slower, and with --quantizer rtn")
+                                 "one GPU cannot hold; slower")
     seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
@@ -541,6 +542,7 @@ def evaluate_only(settings):
     model, tokenizer, _, held_out = load_all(settings, method, ranks)
     if saved:
         state, tensors = saved
+        require_same_codes(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
     result = evaluate(model, tokenizer, held_out, settings, "now", ranks)
@@ -563,12 +565,6 @@ def save_quantized(settings):
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
 
-def chooses_codes(values):
-    """Whether the default --quantizer can be used: for NVFP4, from weights that are whole and 16 bit."""
-    return (values.get("weights", Settings.weights) == "nvfp4" and not values.get("shard")
-            and not is_packed(values.get("model")))
-
-
 def arguments(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
     given = parse_flags(Settings, __doc__, PRESETS, argv)
@@ -579,8 +575,9 @@ def arguments(argv=None):
     values.update(methods.defaults(given.get("method", Settings.method)))
     if preset == "paper" and {**values, **given}.get("weights") == "bf16":
         values.update(PAPER_BF16)
-    if not chooses_codes({**values, **given}):
-        values["quantizer"] = "rtn"
+    chosen = {**values, **given}
+    if chosen.get("weights", Settings.weights) != "nvfp4" or chosen.get("shard"):
+        values["quantizer"] = "rtn"             # the others are for NVFP4, and need whole weights
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)

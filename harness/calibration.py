@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import qerl
 from harness.ranks import Ranks
 from harness.worked import batches_of
 
@@ -43,7 +44,10 @@ def calibrate(model, sequences, visit, batch=8):
             for seen in inputs.values():
                 seen.mask = rows.mask
             block(x, rope)
-        for seen in inputs.values():
+        for layer, seen in inputs.items():
             seen.hook.remove()
+            qerl.require(torch.isfinite(seen.gram).all(),
+                         f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so that no "
+                         "codes can be fitted to it; use --quantizer rtn")
         visit(block, inputs)
         hidden = [block(x, rope) for x, rope in zip(hidden, ropes)]

@@ -44,8 +44,8 @@ ABLATIONS = {
     "rank 128": ["--lora-rank", "128"],
     "dapo": ["--algo", "dapo"],
     "tis": ["--tis", "2"],
-    "gptq": ["--quantizer", "gptq"],                  # studies round; the paper calibrates, by AWQ
-    "awq": ["--quantizer", "awq"],
+    "gptq": ["--quantizer", "gptq"],                  # instead of rounding to nearest
+    "awq": ["--quantizer", "awq"],                                     # as the paper, section 4.1
     "random reward": ["--reward", "random"],
 }
 FLAGS = {**ARMS, **ABLATIONS}

@@ -49,6 +49,7 @@ ROWS = {
     "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
+CODES = {"four_over_six": "four-over-six", "awq": "awq", "gptq": "gptq"}      # studies round otherwise
 
 
 def flags_of(small):
@@ -59,6 +60,8 @@ def flags_of(small):
     found = {}
     for arm, row in ROWS.items():
         method = [] if arm in WITHOUT_FILE else ["--method", arm]
+        if arm in CODES:
+            method += ["--quantizer", CODES[arm]]
         rate = ["--lr", "1e-4" if small else "1e-6"] if row.flags == FULL else []
         found[arm] = [*method, *row.flags, *rate]
     return found

@@ -9,6 +9,7 @@ from harness.checkpoint import save_checkpoint, weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
+from harness.packed_folder import cached_codes
 from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
@@ -35,6 +36,15 @@ def read_saved(settings, must_agree=None):
             state[name] = getattr(settings, name) or state.get(name)
             setattr(settings, name, state[name])
     return saved
+
+
+def require_same_codes(state, model, folder):
+    """Refuse to go on where --quantizer has found other codes than when the run in `folder` began."""
+    codes = cached_codes(model.name_or_path)
+    if state.get("codes", codes) != codes:
+        raise UserError(
+            f"--resume: {folder} was begun with other 4-bit codes than --quantizer finds now, with other "
+            "code, libraries or hardware; bring back the cache of that time, or start a new run")
 
 
 def open_run(settings):
@@ -86,6 +96,7 @@ class Keeper:
                 raise UserError(
                     f"--resume: {self.folder} was started with other questions or answers than the "
                     "data now holds; give the same --data or another --out")
+            require_same_codes(self.state, model, self.folder)
             require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
             require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
@@ -96,7 +107,8 @@ class Keeper:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
-            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, **chosen}
+            codes = cached_codes(model.name_or_path)
+            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "codes": codes, **chosen}
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])

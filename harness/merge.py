@@ -74,7 +74,13 @@ def find_model(base, given):
     try:
         return qerl.model_folder(given or base)
     except qerl.UserError as e:
-        raise e if given else qerl.UserError(f"{e}, or name the model by --model")
+        if given:
+            raise
+        if os.path.isabs(base):
+            raise qerl.UserError(
+                f"{base}: the weights that the adapter was trained on are gone; the run's command with "
+                "--eval-only --resume --out RUN makes those of a cache again; or name the model by --model")
+        raise qerl.UserError(f"{e}, or name the model by --model")
 
 
 def check_norms(files, base, given):

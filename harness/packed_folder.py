@@ -3,7 +3,6 @@
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
-import contextlib
 import functools
 import glob
 import hashlib
@@ -11,7 +10,6 @@ import inspect
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +33,9 @@ NVFP4A16 = {
 }
 
 
-def is_packed(model):
-    """Whether the model is a folder here of which a layer is in 4 bits."""
-    if not model or not os.path.isdir(model):
-        return False
-    return any(name.endswith(".weight_packed") for name in qerl.open_tensors(model, "cpu"))
+def is_packed(folder):
+    """Whether a layer of this folder is in 4 bits."""
+    return any(name.endswith(".weight_packed") for name in qerl.open_tensors(folder, "cpu"))
 
 
 def require_16_bit(folder, flag):
@@ -166,7 +162,8 @@ def save_packed(source, out, device, calibrated=None):
 def weights_of(folder):
     """What tells the weights of one folder from another's, without reading them: JSON."""
     paths = sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors"))
-    status = [os.stat(path) for path in [*paths, f"{folder}/config.json"]]
+    paths += glob.glob(f"{glob.escape(folder)}/config.json")
+    status = [os.stat(path) for path in paths]
     return [os.path.realpath(folder), *([s.st_size, s.st_mtime_ns] for s in status)]
 
 
@@ -174,20 +171,46 @@ def cached_folder(source, name, key, make):
     """The folder that make(path) filled when it was first asked for with this key (JSON).
 
     It is made of the weights in the folder `source`, and named after it and `name`. It is made
-    again once these weights, or the code of make's module, have changed.
+    again once these weights, or the code of make's module, have changed. Of several processes one
+    makes it, and the others wait.
     """
     code = inspect.getsource(inspect.getmodule(make))
     digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
-    model = os.path.basename(os.path.realpath(source))
-    folder = os.path.join(run_folder.CACHE, f"{model}-{name}-{digest[:12]}")
+    folder = os.path.join(run_folder.CACHE, f"{model_name(source)}-{name}-{digest[:12]}")
     if os.path.exists(folder):
         return folder
     os.makedirs(run_folder.CACHE, exist_ok=True)
-    temporary = tempfile.mkdtemp(dir=run_folder.CACHE)
-    try:
-        make(temporary)
-        with contextlib.suppress(OSError):      # another run was faster
+    with run_folder.one_at_a_time(run_folder.CACHE):
+        if os.path.exists(folder):              # another process has made it meanwhile
+            return folder
+        for left in glob.glob(f"{glob.escape(folder)}.*.tmp"):       # by one that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        temporary = f"{folder}.{os.getpid()}.tmp"
+        os.mkdir(temporary)
+        try:
+            make(temporary)
             os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def model_name(folder):
+    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
+    path = os.path.realpath(folder)
+    above, name = os.path.split(path)
+    if os.path.basename(above) == "snapshots":
+        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
+    return name
+
+
+def cached_codes(folder):
+    """A checksum of the weights in a folder of the cache; None for another folder or a name."""
+    if os.path.dirname(folder) != run_folder.CACHE:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
+        with open(path, "rb") as f:
+            while block := f.read(2 ** 24):
+                digest.update(block)
+    return digest.hexdigest()

@@ -16,8 +16,7 @@ import torch
 import qerl
 from harness.demonstration import accuracy, distance, worked_problems
 from harness.loading import load_with_progress
-from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
-from harness.ranks import Ranks
+from harness.packed_folder import cached_folder, is_packed, write_packed_folder
 from harness.small_policy import ByteText, warm_start
 from harness.worked import worked_sequences
 from methods import Method
@@ -47,21 +46,36 @@ def pieces(layer, weight):
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.
 
-    quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences.
+    quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences. A
+    folder that is in 4 bits already stays as it is.
     """
-    require_16_bit(folder, f"--quantizer {quantizer}")
+    if is_packed(folder):
+        print(f"{folder} is in 4 bits already: its codes stay, --quantizer {quantizer} chooses none")
+        return folder
     tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
     module = module_of(quantizer)
 
     def make(path):
-        if Ranks().main:
-            print(f"finding NVFP4 codes by {quantizer}, once")
+        print(f"finding NVFP4 codes by {quantizer}, once")
         model = load_with_progress(folder, "bf16", device=device)
+        check_blocks(model)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
     key = [quantizer, sequences, torch.device(device).type, inspect.getsource(module)]
-    return cached_folder(folder, quantizer, key, make)
+    stored = cached_folder(folder, quantizer, key, make)
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()             # a run's log is of its steps
+    return stored
+
+
+def check_blocks(model):
+    """Refuse a 16-bit model whose layers NVFP4's blocks do not fit."""
+    for layer in model.quantized_layers():
+        in_features = layer.weight.dequantize(model.embedding.dtype).shape[1]
+        qerl.require(in_features % 16 == 0, f"layer {layer.names[0]} has {in_features} input features, "
+                                            "not divisible by nvfp4's block of 16; use other --weights")
 
 
 class OtherCodes(Method):
@@ -74,13 +88,12 @@ class OtherCodes(Method):
 
     def check(self):
         given = self.settings.quantizer
-        qerl.require(given in ("rtn", self.quantizer),
-                     f"--method {self.settings.method}: chooses the codes as --quantizer "
-                     f"{self.quantizer} does; use --quantizer {given} alone")
         qerl.require(self.settings.weights == "nvfp4",
                      f"--method {self.settings.method}: its codes are NVFP4's, not "
                      f"{self.settings.weights}'s; use --weights nvfp4")
-        self.settings.quantizer = self.quantizer
+        qerl.require(given == self.quantizer,
+                     f"--method {self.settings.method}: chooses the codes as --quantizer "
+                     f"{self.quantizer} does; use --quantizer {given} alone")
 
 
 # --------------------------------------------------------------------------------------------------

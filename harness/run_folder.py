@@ -122,6 +122,21 @@ def take(lock):
         )
 
 
+@contextlib.contextmanager
+def one_at_a_time(folder):
+    """Wait until no other process is in here with this folder; without locks everyone may."""
+    handle = None
+    if fcntl is not None:
+        handle = os.open(folder, os.O_RDONLY)
+        with contextlib.suppress(OSError):                   # some network file systems have none
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
 def traces(out):
     """The files of a run in this folder; logs that are still empty do not count."""
     found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]

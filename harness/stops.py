@@ -19,7 +19,7 @@ from qerl import UserError
 # that was running; `train` also runs around the others.
 PHASES = [
     ("quantized_folder", "while choosing the 4-bit codes, for which the 16-bit model is loaded",
-     "use --quantizer rtn, which takes a layer at a time"),
+     "in a new run, use --quantizer rtn, which takes a layer at a time"),
     ("load_all", "while loading the model",
      "choose a smaller --model or 4-bit --weights, or cut it over several GPUs by --shard"),
     ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),

@@ -4,9 +4,9 @@
     python train_gsm8k.py --quantizer awq                            goes with every --method
     python train_gsm8k.py --method awq                               the same with QeRL's
 
-Problem. Rounding to the nearest code (RTN), as QeRL here does, makes the same error in all weights
-of a block. But the error of a weight counts times the input that it is multiplied with, and a few
-channels have inputs far larger than the others'. The paper's own models were calibrated by AWQ.
+Problem. Rounding to the nearest code (RTN) makes the same error in all weights of a block. But the
+error of a weight counts times the input that it is multiplied with, and a few channels have inputs
+far larger than the others'. The paper's own models were calibrated by AWQ.
 
 Formula. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, x̄ the mean |x| of a channel:
 

@@ -4,7 +4,7 @@
     python train_gsm8k.py --quantizer four-over-six                  goes with every --method
     python train_gsm8k.py --method four_over_six                     the same with QeRL's
 
-Problem. QeRL here rounds each weight to the nearest code (RTN), under block scales that make the
+Problem. `--quantizer rtn` rounds each weight to the nearest code, under block scales that make the
 largest value of each block 6, the largest code. Nothing obliges it to: the bytes of NVFP4 hold
 whatever codes and block scales one chooses. And 6 is a poor choice where another value of the block
 lies near 5 times the scale, for between 4 and 6 there is no code.

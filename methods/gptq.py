@@ -4,8 +4,9 @@
     python train_gsm8k.py --quantizer gptq                           goes with every --method
     python train_gsm8k.py --method gptq                              the same with QeRL's
 
-Problem. Rounding each weight to the nearest code (RTN), as QeRL here does, makes the smallest error
-in the weights, but not in the layer's output: there the errors of correlated inputs add up.
+Problem. Rounding each weight to the nearest code (RTN) makes the smallest error in the weights, but
+not in the layer's output: there the errors of correlated inputs add up. The defaults of --model use
+this file.
 
 Formula. W [out, in] is a weight, H = Σ x xᵀ over its inputs. The columns are rounded one after the
 other; what a column j loses is made up by those not yet rounded:

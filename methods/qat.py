@@ -118,6 +118,10 @@ class Neighbour(Method):
 
     variants = ("distil", "sft")
 
+    @classmethod
+    def defaults(cls, variant):
+        return dict(quantizer="rtn")
+
     def check(self):
         settings = self.settings
         if settings.weights != "nvfp4":
