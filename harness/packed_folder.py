@@ -3,6 +3,7 @@
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
+import contextlib
 import functools
 import glob
 import hashlib
@@ -180,16 +181,17 @@ def cached_folder(source, name, key, make):
     if os.path.exists(folder):
         return folder
     os.makedirs(run_folder.CACHE, exist_ok=True)
-    with run_folder.one_at_a_time(run_folder.CACHE):
+    with run_folder.one_at_a_time(run_folder.CACHE) as alone:
         if os.path.exists(folder):              # another process has made it meanwhile
             return folder
-        for left in glob.glob(f"{glob.escape(folder)}.*.tmp"):       # by one that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
+            shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
         temporary = f"{folder}.{os.getpid()}.tmp"
         os.mkdir(temporary)
         try:
             make(temporary)
-            os.rename(temporary, folder)
+            with contextlib.suppress(OSError):  # not alone, another was faster
+                os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -124,17 +124,22 @@ def take(lock):
 
 @contextlib.contextmanager
 def one_at_a_time(folder):
-    """Wait until no other process is in here with this folder; without locks everyone may."""
-    handle = None
-    if fcntl is not None:
-        handle = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(OSError):                   # some network file systems have none
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    """Wait until no other process is in here with this folder.
+
+    Gives whether that is so: Windows, and some network file systems, cannot lock a folder.
+    """
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        yield
+        alone = False
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            alone = True
+        yield alone
     finally:
-        if handle is not None:
-            os.close(handle)
+        os.close(handle)                    # which unlocks it
 
 
 def traces(out):
