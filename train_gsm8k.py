@@ -573,10 +573,10 @@ def arguments(argv=None):
     if given.get("algo") == "dapo":
         values.update(DAPO)
     values.update(methods.defaults(given.get("method", Settings.method)))
-    if preset == "paper" and {**values, **given}.get("weights") == "bf16":
+    weights = {**values, **given}.get("weights", Settings.weights)
+    if preset == "paper" and weights == "bf16":
         values.update(PAPER_BF16)
-    chosen = {**values, **given}
-    if chosen.get("weights", Settings.weights) != "nvfp4" or chosen.get("shard"):
+    if weights != "nvfp4" or given.get("shard"):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and need whole weights
     settings = Settings(**{**values, **given})
     check_settings(settings)

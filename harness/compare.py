@@ -11,6 +11,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 from harness.figures import save_figure
+from harness.quantizers import QUANTIZERS
 from harness.study import NO_NOISE, arguments, conduct, standard_error, with_error, write_lines
 
 
@@ -49,7 +50,8 @@ ROWS = {
     "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
 }
 WITHOUT_FILE = ("qerl", "no noise", "bf16")
-CODES = {"four_over_six": "four-over-six", "awq": "awq", "gptq": "gptq"}      # studies round otherwise
+# The files that choose codes, and their names in --quantizer; the others round to nearest.
+CODES = {name.replace("-", "_"): name for name in QUANTIZERS}
 
 
 def flags_of(small):

@@ -92,6 +92,7 @@ def plot_entropy(rows, plt):
     ]
     tried = sorted({r["sigma"] for r in rows})
     smallest = min((sigma for sigma in tried if sigma), default=1e-3)
+    places = {sigma: sigma or smallest / 2 for sigma in tried}
     for axis, (key, unit, label) in zip(axes, panels):
         for weights, color in COLORS.items():
             sigmas = sorted({r["sigma"] for r in rows if r["weights"] == weights})
@@ -99,14 +100,13 @@ def plot_entropy(rows, plt):
                 sigmas = [s for s in sigmas if s > 0]
             values = [[unit * r[key] for r in rows if (r["weights"], r["sigma"]) == (weights, s)]
                       for s in sigmas]
-            places = [s or smallest / 2 for s in sigmas]
-            axis.plot(places, [fmean(v) for v in values], color=color, label=weights, marker="o",
-                      markersize=3, linewidth=1.2)
-            for place, draws in zip(places, values):
-                axis.plot([place] * len(draws), draws, "_", color=color, alpha=0.5)
+            axis.plot([places[s] for s in sigmas], [fmean(v) for v in values], color=color,
+                      label=weights, marker="o", markersize=3, linewidth=1.2)
+            for sigma, draws in zip(sigmas, values):
+                axis.plot([places[sigma]] * len(draws), draws, "_", color=color, alpha=0.5)
         axis.set(xscale="log", xlabel="sigma", ylabel=label)
-        axis.set_xticks([sigma or smallest / 2 for sigma in tried],
-                        [f"{sigma:g}" if sigma else "none" for sigma in tried], fontsize=8)
+        names = [f"{sigma:g}" if sigma else "none" for sigma in tried]
+        axis.set_xticks(list(places.values()), names, fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[2].set_yscale("log")

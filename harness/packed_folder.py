@@ -3,7 +3,6 @@
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
-import contextlib
 import functools
 import glob
 import hashlib
@@ -186,14 +185,12 @@ def cached_folder(source, name, key, make):
             return folder
         for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
             shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
-        temporary = f"{folder}.{os.getpid()}.tmp"
-        os.mkdir(temporary)
         try:
-            make(temporary)
-            with contextlib.suppress(OSError):  # not alone, another was faster
-                os.rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with new_folder(folder, source) as temporary:
+                make(temporary)
+        except qerl.UserError:
+            if not os.path.exists(folder):      # not alone, another was faster
+                raise
     return folder
 
 
