@@ -64,6 +64,7 @@ class Settings:
     data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's name or file; "
                               "with --model GSM8K is fetched")
     eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
+    start_seed: int = setting(0, "seeds the making of the small built-in policy: another one to start from")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -273,7 +274,10 @@ SYSTEM["random"] = SYSTEM["answer"]
 def load_all(settings, method, ranks=Ranks()):
     """(model, tokenizer, questions to train on, held-out questions)."""
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
-    folder = qerl.model_folder(settings.model) if settings.model else warm_start()
+    if settings.model:
+        folder = qerl.model_folder(settings.model)
+    else:
+        folder = warm_start(settings.start_seed)
     tokenizer = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
     device = use_device(settings.device)
     stored = method.stored_model(folder, questions, tokenizer)
@@ -531,7 +535,7 @@ def evaluate_only(settings):
     method = methods.find(settings.method, settings)
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
-        policy = ("model", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
+        policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
                   "train_norms", "reward")
         if method.fits_questions():
             policy += ("data",)

@@ -88,9 +88,10 @@ def arms_table(rows):
         cells.append(with_error([r["entropy"] for r in same], scale=1, digits=3))
         model, arm, lr = key
         steps = ", ".join(sorted({str(r["steps"]) for r in same}))
-        before = [f"{100 * r['accuracy_before']:.1f}, {100 * r['greedy_before']:.1f}"
-                  for r in same if "accuracy_before" in r]
-        cells = [str(len(same)), steps, before[0] if before else "-", *cells]
+        measured = [r for r in same if "accuracy_before" in r]
+        before = [with_error([r[measure] for r in measured])
+                  for measure in ("accuracy_before", "greedy_before") if measured]
+        cells = [str(len(same)), steps, ", ".join(before) or "-", *cells]
         lines.append(f"| {model} | {arm} | {lr:g} | {' | '.join(cells)} |")
     return lines
 
@@ -131,10 +132,14 @@ def best_table(rows):
 
 
 def with_gains(rows):
-    """The rows with "gained": pass@1 after minus before, which one seed of each arm has measured."""
-    before = {(r["model"], r["arm"]): r["accuracy_before"] for r in rows if "accuracy_before" in r}
-    return [{**r, "gained": r["accuracy_after"] - before.get((r["model"], r["arm"]), math.nan)}
-            for r in rows]
+    """The rows with "gained": pass@1 after minus before.
+
+    Before is measured by one seed of those that begin with the same policy.
+    """
+    def start(row):
+        return row["model"], row["arm"], row.get("start_seed", 0)
+    before = {start(r): r["accuracy_before"] for r in rows if "accuracy_before" in r}
+    return [{**r, "gained": r["accuracy_after"] - before.get(start(r), math.nan)} for r in rows]
 
 
 def cell(values, scale=100, digits=1):

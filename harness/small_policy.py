@@ -127,11 +127,14 @@ def imitation_loss(model, text, problems):
     return F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def train_policy(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
-    """The small policy, trained on worked answers of which a fraction is careless."""
+def train_policy(seed=0, steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
+    """The small policy, trained on worked answers of which a fraction is careless.
+
+    seed: of its first weights and the order of its problems.
+    """
     text = ByteText()
     problems, _ = made_up_problems(careless)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = make_policy()
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
@@ -140,7 +143,7 @@ def train_policy(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
         (torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95), muon_lr),
         (torch.optim.AdamW(others, lr=adam_lr), adam_lr),
     ]
-    rng = random.Random(0)
+    rng = random.Random(seed)
     for step in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
         imitation_loss(model, text, rng.sample(problems, batch)).backward()
         for optimizer, lr in optimizers:
@@ -150,17 +153,20 @@ def train_policy(steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
     return model
 
 
-def warm_start():
-    """A Hugging Face folder with the small policy; made in minutes the first time, then cached."""
+def warm_start(seed=0):
+    """A Hugging Face folder with the small policy; made in minutes the first time, then cached.
+
+    seed: of its making (train_policy). Policies of other seeds can as much, and learn otherwise.
+    """
     makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy,
               imitation_loss, train_policy)
     constants = repr((NAMES, THINGS, sorted(OPERATIONS), CARELESS))
     sources = constants + "".join(inspect.getsource(maker) for maker in makers)
     digest = hashlib.sha256(sources.encode()).hexdigest()
-    folder = os.path.join(CACHE, f"warm-start-{digest[:12]}")
+    folder = os.path.join(CACHE, f"warm-start-{digest[:12]}-seed{seed}")
     if usable(folder):
         return folder
-    model = train_policy()
+    model = train_policy(seed)
     os.makedirs(CACHE, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=CACHE)
     transformers.utils.logging.disable_progress_bar()

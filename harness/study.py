@@ -36,9 +36,12 @@ class Run(NamedTuple):
     model: str | None              # a Hugging Face name or folder; None: the small policy
     lr: float
     seed: int
+    own_start: bool = False        # whether the seed has a warm start of the small policy to itself
 
     @property
     def model_name(self):
+        if self.own_start:
+            return "small-own-starts"
         return os.path.basename(os.path.normpath(self.model)) if self.model else "small"
 
     @property
@@ -50,13 +53,18 @@ class Run(NamedTuple):
         """The process of this run: `flags` are the arm's, `more` those of all runs.
 
         pass@1 is the mean of four answers to each question. Before the training only seed 0 is
-        measured: the other seeds start from the same policy. All formats round to the nearest code.
+        measured where the other seeds start from the same policy. All formats round to the nearest
+        code.
         """
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
         resume = ["--resume"] if os.path.isdir(folder) else []
         own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder, "--quantizer", "rtn"]
-        measured = ["--eval-samples", "4", *(["--skip-eval-before"] if self.seed else [])]
+        if self.own_start:
+            own += ["--start-seed", str(self.seed)]
+        measured = ["--eval-samples", "4"]
+        if self.seed and not self.own_start:
+            measured.append("--skip-eval-before")
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
 
 
@@ -107,6 +115,7 @@ def row_of(run, folder):
         "algo": settings["algo"],
         "lr": settings["lr"],
         "seed": run.seed,
+        "start_seed": settings["start_seed"],
         "steps": summary["steps"],
         **accuracies,
         "training_accuracy": mean([m["accuracy"] for m in metrics[-10:]]),
@@ -212,7 +221,7 @@ def run_missing(flags, args):
     """
     done = {row["name"]: row for row in finished_runs(args.out)}
     wanted = [
-        Run(arm, model, lr, seed)
+        Run(arm, model, lr, seed, args.own_starts)
         for lr in args.lrs
         for model in args.model
         for seed in args.seeds
@@ -229,8 +238,9 @@ def run_missing(flags, args):
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
     with creating(args.runs):
         os.makedirs(args.runs, exist_ok=True)
-    if None in args.model:
-        warm_start()                   # once, before several runs ask for it at the same time
+    if None in args.model:             # once, before several runs ask for it at the same time
+        for start in args.seeds if args.own_starts else [0]:
+            warm_start(start)
     failed = []
     devices = visible_devices() * args.jobs
     with ThreadPoolExecutor(len(devices)) as pool:
@@ -249,6 +259,7 @@ def run_missing(flags, args):
 OWN_FLAGS = {
     "--lr": "use --lrs",
     "--seed": "use --seeds",
+    "--start-seed": "use --own-starts",
     "--resume": "what was stopped is resumed by itself",
     "--eval-only": "leave it out",
     "--save-quantized": "leave it out",
@@ -281,6 +292,8 @@ def arguments(argv, description, arms, default_arms, seeds, out):
                    help="learning rates (default 5e-5; small policy 3e-3)")
     p.add_argument("--seeds", nargs="+", type=int,
                    help=f"default 0 to {seeds[1] - 1}; small policy 0 to {seeds[0] - 1}")
+    p.add_argument("--own-starts", action="store_true",
+                   help="small policy: each seed begins with a policy of its own making")
     p.add_argument("--jobs", type=int, default=1,
                    help="processes on each GPU, or on the CPU (default 1)")
     p.add_argument("--out", default=out, help=f"results (default {out})")
@@ -293,6 +306,8 @@ def arguments(argv, description, arms, default_arms, seeds, out):
         require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
     for seed in args.seeds or []:
         require_flag(seed >= 0, "seeds", seed, "must not be negative")
+    if args.own_starts and args.model != [None]:
+        raise UserError("--own-starts: is for the small policy; leave it out with --model")
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
         if getattr(args, name):
             setattr(args, name, list(dict.fromkeys(getattr(args, name))))
