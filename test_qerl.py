@@ -42,7 +42,7 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import branches, calibration, checkpoint, checks, claims, compare, cross_compile
+from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
 from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
 from harness.answers import answered_number, final_number, parse_number, stated_number
@@ -2162,8 +2162,8 @@ def test_a_full_disk_is_called_so(qwen, data, tmp_path, monkeypatch, capsys):
 def test_a_broken_warm_start_is_made_again(qwen, tmp_path, monkeypatch, capsys):
     made = []
 
-    def train_policy():
-        made.append(1)
+    def train_policy(seed):
+        made.append(seed)
         return qwen[1]
     monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
     monkeypatch.setattr(small_policy, "train_policy", train_policy)
@@ -3031,6 +3031,66 @@ def test_claims_tables():
     assert claims.ablation_table(unmeasured)[2].endswith("| 0.0 ± 0.0 | - |")
 
 
+def drawn(axis, marker):
+    """The x of the points with this marker, in the order in which they were drawn."""
+    return [round(float(x), 6) for line in axis.lines if line.get_marker() == marker for x in line.get_xdata()]
+
+
+def test_the_picture_of_differences():
+    """Noise gives 3 and 5 points: two dots; with a third seed of 4 also their mean and Student's interval."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = list(made_up_rows())
+    _, noise, both = claims_pictures.plot_differences(rows, plt).axes
+    assert drawn(noise, "o") == [3, 5] and drawn(noise, "D") == []
+    assert not claims_pictures.compared_settings(rows[:4])   # of one seed there is no picture
+    rows += [{**row, "seed": 2, "accuracy_after": row["accuracy_after"] + 0.01 * row["arm"].endswith("aqn")} for row in rows[:4]]
+    rows = [{**row, "accuracy_before": 0.2 - 0.05 * row["arm"].startswith("nvfp4")} for row in rows]
+    _, noise, both = claims_pictures.plot_differences(rows, plt).axes
+    assert drawn(noise, "o") == [3, 5, 4] and drawn(noise, "D") == [4] and drawn(noise, "|")[0] == 0
+    assert drawn(both, "|")[0] == -5                         # what NVFP4 begins with
+    assert claims_pictures.interval([3, 5, 4]) == pytest.approx(4.303 * 1 / 3 ** 0.5, rel=2e-3)
+    plt.close("all")
+
+
+def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
+    """Each has its own policy before the training, measured by each run, and rows of their own name."""
+    run = study.Run("bf16", None, 1e-3, 3, own_start=True)
+    command = run.command("folder", None, [], [])
+    assert command[command.index("--start-seed") + 1] == "3" and "--skip-eval-before" not in command
+    assert run.name == "small-own-starts-bf16-lr0.001-seed3"
+    common = study.Run("bf16", None, 1e-3, 3).command("folder", None, [], [])
+    assert "--start-seed" not in common and "--skip-eval-before" in common
+    rows = [{**row, "start_seed": row["seed"], "accuracy_before": 0.2 + 0.1 * row["seed"], "greedy_before": 0.1} for row in made_up_rows()]
+    assert [round(row["gained"], 6) for row in claims.with_gains(rows)][3::4] == [0.3, 0.2]              # bf16: 0.5 of both
+    assert "| 25.0 ± 5.0, 10.0 ± 0.0 |" in claims.arms_table(rows)[2]
+    made = []
+    monkeypatch.setattr(study, "warm_start", lambda seed=0: made.append(seed))
+    monkeypatch.setattr(study, "run_one", lambda *arguments: None)
+    options = ["--seeds", "4", "2", "--arms", "bf16", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"]
+    claims.main([*options, "--own-starts"])
+    assert made == [4, 2]
+    claims.main(options)
+    assert made == [4, 2, 0]
+    with pytest.raises(qerl.UserError, match="--own-starts: is for the small policy"):
+        claims.main([*options, "--own-starts", "--model", "folder"])
+
+
+def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
+    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    train_policy = small_policy.train_policy
+    monkeypatch.setattr(small_policy, "train_policy", lambda seed: train_policy(seed, steps=1, batch=2))
+    monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
+    first, second = (qerl.load_model(small_policy.warm_start(seed), "bf16") for seed in (0, 1))
+    assert not torch.equal(first.embedding, second.embedding) and len(os.listdir(tmp_path)) == 2
+    assert torch.equal(qerl.load_model(small_policy.warm_start(0), "bf16").embedding, first.embedding)
+    command = train_gsm8k.arguments(["--start-seed", "1"])
+    assert command.start_seed == 1
+    with pytest.raises(qerl.UserError, match="--start-seed 1: is for the small built-in policy"):
+        train_gsm8k.arguments(["--start-seed", "1", "--model", "folder"])
+
+
 def test_what_a_larger_rate_changes():
     """By seed and arm; beside it NVFP4 + AQN at the larger rate over BF16 at the smaller, as the paper compares them."""
     faster = [{**row, "lr": 3e-4, "accuracy_after": row["accuracy_after"] + 0.1 * (1 + row["seed"])} for row in made_up_rows()]
@@ -3080,16 +3140,16 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     assert claims.best_rates(of_two) == {("m", "nf4"): 3e-4}
     apart = [{**row, "seed": row["seed"] + 5 * (row["lr"] == 1e-4)} for row in of_two if row["lr"] < 1e-3]
     assert claims.best_rates(apart) == {}                                                 # no seed that both rates have
-    assert claims.shown_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}                  # 3e-4 has a single seed
+    assert claims_pictures.shown_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}                  # 3e-4 has a single seed
     again = [{**row, "seed": 1, "training_accuracy": row["training_accuracy"] - 0.4} for row in rows if row["lr"] == 3e-4]
     of_both = rows + again
-    assert claims.shown_rates(of_both) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}               # both at one rate, of several seeds
+    assert claims_pictures.shown_rates(of_both) == {"nvfp4+aqn": 1e-4, "bf16": 1e-4}               # both at one rate, of several seeds
     without = [row for row in of_both if (row["arm"], row["lr"]) != ("bf16", 1e-4)]
-    assert claims.shown_rates(without) == {"nvfp4+aqn": 3e-4, "bf16": 3e-4}               # the rate that both have
+    assert claims_pictures.shown_rates(without) == {"nvfp4+aqn": 3e-4, "bf16": 3e-4}               # the rate that both have
     lone = [row for row in without if (row["arm"], row["lr"]) != ("nvfp4+aqn", 3e-4)]
-    assert claims.shown_rates(lone) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
+    assert claims_pictures.shown_rates(lone) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
     full = [{**row, "arm": "full"} for row in of_both if row["arm"] == "bf16"]
-    assert claims.shown_rates(of_both + full)["full"] == 3e-4                             # its rates are not LoRA's
+    assert claims_pictures.shown_rates(of_both + full)["full"] == 3e-4                             # its rates are not LoRA's
     write_jsonl(tmp_path / "runs.jsonl", rows)
     (tmp_path / "metrics").mkdir()
     for row in rows:
@@ -3099,7 +3159,7 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     claims.make_tables(str(tmp_path), rows)
     phases = (tmp_path / "phases.md").read_text()
     assert phases.count("| m | 0.0001 | nvfp4+aqn | 2 |") == 2 and "0.200 ± 0.000" in phases and "10.00 ± 0.00" in phases
-    for picture in ("curves.png", "rates.png"):
+    for picture in ("curves.png", "differences.png", "rates.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -5095,6 +5155,28 @@ def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache
     rounding = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--save-every", 1, "--out", tmp_path / "rtn")
     run_main(monkeypatch, *rounding)
     assert without_times(tmp_path / "rtn" / "metrics.jsonl") != without_times(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
+def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, data, quantizer):
+    """They are those of a model that is there whole; it keeps its weights."""
+    text = train_gsm8k.ChatText(qwen[0], "")
+    sequences = worked.worked_sequences(read_questions(data, "train*.jsonl")[:20], text, 4000)
+    module = quantizers.module_of(quantizer)
+    whole = qerl.load_model(qwen[0], "bf16")
+    before = [layer.weight for layer in whole.quantized_layers()]
+    expected = module.choose_codes(whole, sequences)
+    assert all(layer.weight is weight for layer, weight in zip(whole.quantized_layers(), before))
+    model = qerl.load_model(qwen[0], "bf16", checkpoint_class=calibration.LeftInFiles)
+    layers = model.quantized_layers()
+    most = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda *_: most.append(sum(isinstance(layer.weight, qerl.PackedWeight) for layer in layers)))
+    found = module.choose_codes(model, sequences)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in found)
+    assert all(isinstance(layer.weight, calibration.Unread) for layer in layers)
+    assert max(most, default=4) == 4 and len(layers) == 8
 
 
 @pytest.mark.parametrize("options,message", [

@@ -1,4 +1,11 @@
-"""What the linear layers of a model get to read, block by block."""
+"""What the linear layers of a 16-bit model get to read, block by block.
+
+Its weights may stay in their files (LeftInFiles): a block's are on the device while it is its turn,
+so that a GPU calibrates models that it could not hold.
+"""
+import contextlib
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -6,6 +13,40 @@ from tqdm import tqdm
 import qerl
 from harness.ranks import Ranks
 from harness.worked import batches_of
+
+
+class Unread:
+    """A 16-bit weight in its file; read() -> qerl.PackedWeight. In place of one until it is read."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def dequantize(self, dtype):
+        """The whole weight [out, in], a temporary."""
+        return self.read().dequantize(dtype)
+
+
+class LeftInFiles(qerl.Checkpoint):
+    """Hands out layers whose weights stay in their files; refuses those that NVFP4 does not fit."""
+
+    def stacked(self, names, sizes, in_features):
+        qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
+                                            "divisible by nvfp4's block of 16; use other --weights")
+        return Unread(partial(super().stacked, names, sizes, in_features))
+
+
+@contextlib.contextmanager
+def in_memory(layers):
+    """Inside, the weights of these layers are on the device; afterwards they are what they were."""
+    before = [layer.weight for layer in layers]
+    for layer in layers:
+        if isinstance(layer.weight, Unread):
+            layer.weight = layer.weight.read()
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, before):
+            layer.weight = weight
 
 
 class Inputs:
@@ -31,23 +72,25 @@ class Inputs:
 def calibrate(model, sequences, visit, batch=8):
     """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of harness.worked.
 
-    A block reads what the blocks before it give as `visit` left them. What takes longer than two
-    seconds shows a bar on stderr.
+    A block reads what the blocks before it give as `visit` left them; in the end all have the
+    weights that they came with. What takes longer than two seconds shows a bar on stderr.
     """
     batches = batches_of(sequences, batch, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
         layers = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
-        inputs = {layer: Inputs(layer) for layer in layers}
-        for rows, x, rope in zip(batches, hidden, ropes):
-            for seen in inputs.values():
-                seen.mask = rows.mask
-            block(x, rope)
-        for layer, seen in inputs.items():
-            seen.hook.remove()
-            qerl.require(torch.isfinite(seen.gram).all(),
-                         f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so that no "
-                         "codes can be fitted to it; use --quantizer rtn")
-        visit(block, inputs)
-        hidden = [block(x, rope) for x, rope in zip(hidden, ropes)]
+        with in_memory(layers):
+            inputs = {layer: Inputs(layer) for layer in layers}
+            for rows, x, rope in zip(batches, hidden, ropes):
+                for seen in inputs.values():
+                    seen.mask = rows.mask
+                block(x, rope)
+            for layer, seen in inputs.items():
+                seen.hook.remove()
+                qerl.require(torch.isfinite(seen.gram).all(),
+                             f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so "
+                             "that no codes can be fitted to it; use --quantizer rtn")
+            visit(block, inputs)
+            for i, rope in enumerate(ropes):           # in place: there is never a second copy
+                hidden[i] = block(hidden[i], rope)

@@ -54,7 +54,9 @@ def named_parts(name, packed, block_scale, global_scale):
 
 
 def stacked_parts(names, sizes, packed, block_scale, global_scale):
-    """The same of layers that were quantised as one, stacked along out: they share a global scale.
+    """The same, on the CPU, of layers that were quantised as one, stacked along out.
+
+    They share a global scale.
 
     vLLM multiplies q, k, v and gate, up as one weight and keeps the largest of their global scales
     for all, so different ones would decode to other weights than those stored.
@@ -62,7 +64,7 @@ def stacked_parts(names, sizes, packed, block_scale, global_scale):
     rows = zip(names, packed.split(sizes), block_scale.split(sizes))
     found = {}
     for name, codes, scales in rows:
-        found.update(named_parts(name, codes, scales, global_scale.clone()))
+        found.update(named_parts(name, codes.cpu(), scales.cpu(), global_scale.cpu().clone()))
     return found
 
 

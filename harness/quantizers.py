@@ -2,9 +2,9 @@
 
 Each of them has choose_codes(model, sequences), which finds the tensors that replace a 16-bit
 model's. Here they are found once, written to the cache as a compressed-tensors folder and read from
-there; the whole 16-bit model has to fit the device meanwhile. In it q, k and v share a global
-scale, and so do gate and up, as vLLM wants it; of layers that are rounded to nearest while loading
-each has its own.
+there; meanwhile the device holds one block of the 16-bit model. In that folder q, k and v share a
+global scale, and so do gate and up, as vLLM wants it; of layers that are rounded to nearest while
+loading each has its own.
 """
 import importlib
 import inspect
@@ -14,6 +14,7 @@ import time
 import torch
 
 import qerl
+from harness.calibration import LeftInFiles
 from harness.demonstration import accuracy, distance, worked_problems
 from harness.loading import load_with_progress
 from harness.packed_folder import cached_folder, is_packed, write_packed_folder
@@ -58,8 +59,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
 
     def make(path):
         print(f"finding NVFP4 codes by {quantizer}, once")
-        model = load_with_progress(folder, "bf16", device=device)
-        check_blocks(model)
+        model = load_with_progress(folder, "bf16", device=device, checkpoint_class=LeftInFiles)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
     key = [quantizer, sequences, torch.device(device).type, inspect.getsource(module)]
@@ -68,14 +68,6 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()             # a run's log is of its steps
     return stored
-
-
-def check_blocks(model):
-    """Refuse a 16-bit model whose layers NVFP4's blocks do not fit."""
-    for layer in model.quantized_layers():
-        in_features = layer.weight.dequantize(model.embedding.dtype).shape[1]
-        qerl.require(in_features % 16 == 0, f"layer {layer.names[0]} has {in_features} input features, "
-                                            "not divisible by nvfp4's block of 16; use other --weights")
 
 
 class OtherCodes(Method):

@@ -35,6 +35,18 @@ from harness.packed_folder import stacked_parts
 from harness.quantizers import OtherCodes, example_layer, round_e2m1, show_layer, show_quantizers
 
 
+def inverse_factor(gram, damping):
+    """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹.
+
+    In float64, of which two matrices exist at a time: of a large model's they fill the GPU.
+    """
+    H = gram.double()
+    H.diagonal().add_(damping * H.diag().mean() + 1e-12)
+    H = torch.linalg.cholesky(H)
+    H = torch.cholesky_inverse(H)
+    return torch.linalg.cholesky(H, upper=True).float()
+
+
 def quantize_gptq(weight, gram, damping=0.01, group=128):
     """weight [out, in], gram [in, in] = Σ x xᵀ -> packed, block_scale, global_scale; GPTQ's codes.
 
@@ -45,10 +57,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
     order = gram.diag().argsort(descending=True, stable=True)
     W = weight.float()[:, order]
     column_scale = scale.repeat_interleave(16, 1)[:, order]
-    H = gram[order][:, order].double()
-    H.diagonal().add_(damping * H.diag().mean() + 1e-12)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))
-    U = torch.linalg.cholesky(inverse, upper=True).float()
+    U = inverse_factor(gram[order][:, order], damping)
     rounded = torch.empty_like(W)
     columns = W.shape[1]
     for start in range(0, columns, group):

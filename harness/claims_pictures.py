@@ -1,0 +1,177 @@
+"""The pictures of the claims study: differences, curves over the steps, learning rates."""
+from collections import Counter
+from statistics import fmean as mean
+from statistics import mode
+
+from harness.factorial import ARMS, QUESTIONS, best_rates, by_arm_and_seed, differences_by_seed
+from harness.factorial import with_gains
+from harness.study import standard_error
+
+# Of metrics.jsonl: what curves.png shows, a row of panels each.
+CURVES = {
+    "accuracy": "training accuracy (temperature 1)",
+    "entropy": "entropy, nats a token",
+    "mismatch_kl": "KL(rollout || trained), nats a token",
+}
+
+
+def running_mean(values, width=5):
+    """The mean of each value and those before it, `width` in all."""
+    return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
+
+
+def shown_rates(rows):
+    """{arm: learning rate} of a model: one for all arms, as far as they have several seeds of it.
+
+    An arm's own is its best if that has several seeds, else the one with most. The one for all is
+    the own of most arms, and of those the one that most arms have. Full fine-tuning, for which
+    LoRA's rates are too large, keeps its own.
+    """
+    own = {}
+    seeds = {arm: Counter(r["lr"] for r in rows if r["arm"] == arm) for arm in ARMS}
+    best = {arm: lr for (_, arm), lr in best_rates(rows).items()}
+    for arm in ARMS:
+        if seeds[arm]:
+            most = mode(sorted(seeds[arm].elements()))
+            lr = best.get(arm, most)
+            own[arm] = lr if seeds[arm][lr] > 1 else most
+    rates = sorted(own.values())
+    common = max(rates, key=lambda lr: (rates.count(lr), sum(seeds[arm][lr] > 1 for arm in own)))
+    return {arm: common if seeds[arm][common] > 1 and arm != "full" else lr
+            for arm, lr in own.items()}
+
+
+def plot_band(axis, curves, label):
+    """The mean of curves of several seeds (lists of numbers), in a band of its standard error."""
+    curves = [running_mean(curve) for curve in curves]
+    steps = range(1, min(map(len, curves)) + 1)
+    columns = [[curve[i - 1] for curve in curves] for i in steps]
+    middle = [mean(column) for column in columns]
+    errors = [standard_error(column) or 0 for column in columns]
+    line, = axis.plot(steps, middle, label=label, linewidth=1.2)
+    low = [m - e for m, e in zip(middle, errors)]
+    high = [m + e for m, e in zip(middle, errors)]
+    axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+
+
+def plot_curves(runs, plt):
+    """CURVES over the steps, a column a model, a line an arm of ARMS.
+
+    runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone. An arm's learning rate is
+    that of shown_rates; most arms' is in the title. A curve is a running mean of five steps.
+    """
+    models = sorted({row["model"] for row, _ in runs})
+    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(7 * len(models), 9),
+                                layout="constrained", squeeze=False, sharex="col")
+    for column, model in zip(axes.T, models):
+        shown = shown_rates([row for row, _ in runs if row["model"] == model])
+        usual = mode(shown.values())
+        for axis, (measure, label) in zip(column, CURVES.items()):
+            for arm, lr in shown.items():
+                curves = [[m[measure] for m in metrics] for row, metrics in runs
+                          if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
+                other = "" if lr == usual else f", rate {lr:g}"
+                plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
+            axis.set(ylabel=label)
+            axis.grid(alpha=0.3)
+        column[0].set(title=f"{model}, learning rate {usual:g}")
+        column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
+                         bbox_to_anchor=(1, 1))
+        mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
+        column[-1].set(xlabel="step", yscale="log" if mismatched else "linear")
+    return figure
+
+
+def compared_rates(rows):
+    """The models of which two arms or more were tried at several learning rates."""
+    models = [model for model, _ in best_rates(rows)]
+    return sorted({model for model in models if models.count(model) > 1})
+
+
+def plot_rates(rows, plt):
+    """pass@1 after the training by learning rate, a panel a model, a line an arm of ARMS.
+
+    Arms stand 3 % of a rate apart, so that their error bars can be told from each other.
+    """
+    models = compared_rates(rows)
+    figure, axes = plt.subplots(1, len(models), figsize=(8 * len(models), 4.5),
+                                layout="constrained", squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for i, arm in enumerate(ARMS):
+            own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+            rates = sorted({r["lr"] for r in own})
+            reached = [[100 * r["accuracy_after"] for r in own if r["lr"] == lr] for lr in rates]
+            errors = [standard_error(values) or 0 for values in reached]
+            seeds = ", ".join(str(len(values)) for values in reached)
+            if rates:
+                places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
+                axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
+                              markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})")
+        tried = sorted({r["lr"] for r in rows if r["model"] == model})
+        axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
+                 xscale="log")
+        axis.set_xticks(tried, [f"{lr:g}" for lr in tried], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8, title="arm (seeds at each rate)",
+                    loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+# What differences.png asks: a question of QUESTIONS, its title, and what is on either side of 0.
+ASKED = {
+    "4 bits": ("NVFP4 minus BF16", "16 bits", "4 bits"),
+    "noise": ("with AQN minus without", "without noise", "with"),
+    "both": ("NVFP4 + AQN minus BF16", "BF16", "NVFP4 + AQN"),
+}
+# Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
+T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,
+       2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]
+
+
+def interval(values):
+    """Half the width of the 95 % interval of the mean of two values or more."""
+    return T95[min(len(values), 31) - 2] * standard_error(values)
+
+
+def points(by, what, measure):
+    """The differences by seed that answer the question `what`, in points."""
+    return [100 * d for d in differences_by_seed(by, QUESTIONS[what], measure).values()]
+
+
+def compared_settings(rows):
+    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED."""
+    found = []
+    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
+        by = by_arm_and_seed(with_gains(rows), model, lr)
+        if any(len(points(by, what, "accuracy_after")) > 1 for what in ASKED):
+            found.append((f"{model}, {lr:g}", by))
+    return found
+
+
+def plot_differences(rows, plt):
+    """ASKED of pass@1, in points: a line a model and learning rate of compared_settings.
+
+    Each seed is a dot, the mean difference before the training a black bar. Three seeds or more have
+    their mean and its 95 % interval, too.
+    """
+    settings = compared_settings(rows)
+    figure, axes = plt.subplots(1, len(ASKED), figsize=(15, 1.8 + 0.45 * len(settings)),
+                                layout="constrained", sharex=True, sharey=True)
+    for axis, (what, (title, left, right)) in zip(axes, ASKED.items()):
+        for place, (_, by) in enumerate(settings):
+            after = points(by, what, "accuracy_after")
+            gained = points(by, what, "gained")
+            if after:
+                axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
+            axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.3,
+                      markeredgewidth=0)
+            if len(after) > 2:
+                axis.errorbar(mean(after), place, xerr=interval(after), fmt="D", markersize=5,
+                              capsize=4, color="tab:red")
+        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+        axis.set(title=title, xlabel=f"points of pass@1: {left} < > {right}")
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(range(len(settings)), [name for name, _ in settings])
+    axes[0].set_ylim(len(settings) - 0.5, -0.5)
+    return figure

@@ -1,0 +1,102 @@
+"""The arms of the claims study, and the questions that pairs of them answer.
+
+A row is a finished run's line of runs.jsonl; see harness/study.py.
+"""
+import math
+from statistics import fmean as mean
+
+from harness.study import NO_NOISE
+
+ARMS = {
+    "nvfp4+aqn": ["--weights", "nvfp4"],
+    "nvfp4": ["--weights", "nvfp4", *NO_NOISE],
+    "bf16+aqn": ["--weights", "bf16"],
+    "bf16": ["--weights", "bf16", *NO_NOISE],
+    "nf4": ["--weights", "nf4", *NO_NOISE],
+    "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
+    # Without LoRA there is no reference policy to stay near.
+    "full": ["--weights", "bf16", "--lora-rank", "0", "--beta", "0", *NO_NOISE],
+}
+# One change each to NVFP4 with AQN; the figures named are the paper's.
+ABLATIONS = {
+    "linear": ["--schedule", "linear"],                                          # Fig. 9
+    "cosine": ["--schedule", "cosine"],
+    "logarithmic": ["--schedule", "logarithmic"],
+    "sigma x4": ["--sigma-start", "4e-2", "--sigma-end", "2e-3"],
+    "sigma / 4": ["--sigma-start", "2.5e-3", "--sigma-end", "1.25e-4"],
+    "four draws": ["--method", "pooled_noise"],       # of noise a group instead of one a batch
+    "rank 16": ["--lora-rank", "16"],                                            # Fig. 10
+    "rank 64": ["--lora-rank", "64"],
+    "rank 128": ["--lora-rank", "128"],
+    "dapo": ["--algo", "dapo"],
+    "tis": ["--tis", "2"],
+    "gptq": ["--quantizer", "gptq"],                  # instead of rounding to nearest
+    "awq": ["--quantizer", "awq"],                                     # as the paper, section 4.1
+    "random reward": ["--reward", "random"],
+}
+FLAGS = {**ARMS, **ABLATIONS}
+# Each question of the factorial: the arms with what is asked about, and the arms without, in
+# pairs.
+QUESTIONS = {
+    "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
+    "noise in NVFP4": [("nvfp4+aqn", "nvfp4")],
+    "noise in BF16": [("bf16+aqn", "bf16")],
+    "4 bits": [("nvfp4+aqn", "bf16+aqn"), ("nvfp4", "bf16")],
+    "4 bits without noise": [("nvfp4", "bf16")],
+    "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
+    "both": [("nvfp4+aqn", "bf16")],
+    "NF4 for NVFP4": [("nf4", "nvfp4")],
+    "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
+    "all weights for LoRA": [("full", "bf16")],
+}
+CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
+
+
+def best_rates(rows):
+    """{(model, arm): the learning rate with the highest mean training accuracy at the end}.
+
+    Only of arms that were tried at two rates or more. Training questions decide, never those of the
+    test. Two rates are compared by the seeds that both have, beginning with those of most seeds.
+    """
+    best = {}
+    for key in sorted({(r["model"], r["arm"]) for r in rows}):
+        reached = {}                                           # {lr: {seed: training accuracy}}
+        for r in rows:
+            if (r["model"], r["arm"]) == key:
+                reached.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
+        first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
+        for lr in others:
+            leader = best.get(key, first)
+            common = reached[lr].keys() & reached[leader].keys()
+            lead = [reached[lr][seed] - reached[leader][seed] for seed in common]
+            if lead:
+                best[key] = lr if mean(lead) > 0 else leader
+    return best
+
+
+def with_gains(rows):
+    """The rows with "gained": pass@1 after minus before.
+
+    Before is measured by one seed of those that begin with the same policy.
+    """
+    def start(row):
+        return row["model"], row["arm"], row.get("start_seed", 0)
+    before = {start(r): r["accuracy_before"] for r in rows if "accuracy_before" in r}
+    return [{**r, "gained": r["accuracy_after"] - before.get(start(r), math.nan)} for r in rows]
+
+
+def by_arm_and_seed(rows, model, lr):
+    """{(arm, seed): row} of a model at a learning rate."""
+    return {(r["arm"], r["seed"]): r for r in rows if (r["model"], r["lr"]) == (model, lr)}
+
+
+def differences_by_seed(by, pairs, measure):
+    """{seed: the mean over pairs (arm, other) of arm minus other}, of the seeds that all arms have.
+
+    by: {(arm, seed): {measure: value}}.
+    """
+    found = {}
+    for seed in sorted({seed for _, seed in by}):
+        if all((arm, seed) in by for pair in pairs for arm in pair):
+            found[seed] = mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
+    return found
