@@ -20,6 +20,7 @@ V vocabulary, d model width, P prompts, G samples per prompt, N = P * G completi
 the longest completion.
 """
 import contextlib
+import functools
 import json
 import math
 import os
@@ -53,8 +54,8 @@ E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code;
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 # Halfway points between neighbouring magnitudes, point i between codes i and i + 1. bucketize gives
-# a value on point i the lower code, i. A tie must go to the even code, so the points 1, 3 and 5 are
-# moved down by the smallest possible step: a tie there then goes up.
+# a value on point i the lower code, i. A tie must go to the even code: at the points of odd index
+# (0.75, 1.75, 3.5) that is the upper one, so they are moved down by the smallest possible step.
 E2M1_BOUNDS = (E2M1_MAGNITUDES[1:] + E2M1_MAGNITUDES[:-1]) / 2
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
@@ -99,17 +100,18 @@ def quantize_nvfp4(weight):
 
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
     float8_e4m3fn [out, in/16] and global_scale float32 [1], which by that format's convention is
-    the reciprocal of Eq. 6's S_FP32.
+    the reciprocal of Eq. 6's S_FP32. As there, the scales are computed in the weight's own dtype.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
     amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                          # [out, in/16]
     # The largest block scale becomes 448, and the largest of each block 6.
     global_scale = (E4M3_MAX * E2M1_MAX / amax.max()).float()
-    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)       # if all are zeros
+    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)       # inf: all are zeros
     scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float()
-    scale = torch.where(scale == 0, 0.125, scale)          # by that format, for (nearly) empty blocks
+    # By that format (nearly) empty blocks get E4M3's epsilon, 0.125.
+    scale = torch.where(scale == 0, torch.finfo(torch.float8_e4m3fn).eps, scale)
     packed = encode_e2m1(weight, scale / global_scale)
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
@@ -222,9 +224,9 @@ class PackedWeight:
 
     On a GPU fp4_kernels.TiledWeight takes its place, which multiplies the codes without that detour.
     """
-    # A product may sum over x's columns in any order, if the weight's lie in the same one. TiledWeight
-    # stores them in the order in which the GPU's threads take them, and is interleaved: what comes
-    # before it in decoding (norm, attention, silu_mul) then writes x so. Here they are as they were.
+    # TiledWeight stores its columns in the order in which the GPU's threads take them. What it is
+    # multiplied with must have its columns in that order, too, so in decoding norm, attention and
+    # silu_mul write x "interleaved" for it. Here columns stay where they are.
     interleaved = False
 
     def __init__(self, format, *parts):
@@ -272,7 +274,8 @@ class FrozenLinear(torch.autograd.Function):
         weight = layer.weight.dequantize(x.dtype)
         ctx.layer = layer
         ctx.save_for_backward(h, B, weight if layer.keep_dequantized else None)
-        # In the second forward of recompute_in_backward nobody reads what a block ends with.
+        # In the second forward of recompute_in_backward (the first has no gradients) the block's
+        # result is not needed again: its backward starts from the result's gradient.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
         y = F.linear(x, weight, layer.bias)
@@ -296,8 +299,8 @@ class QuantLinear(nn.Module):
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: of all, stacked
     along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A [layers * r, in]
-    and lora_B [out, r] are float32 and move with .to(), weight and bias do not; lora_alpha defaults
-    to the rank.
+    and lora_B [out, r] are float32 and move with .to(); weight and bias, no buffers, stay on the
+    device that they were made on. lora_alpha defaults to the rank.
     """
 
     # Both are set by Transformer.recompute_in_backward.
@@ -314,7 +317,9 @@ class QuantLinear(nn.Module):
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
         self.use_adapter = lora_rank > 0
         if lora_rank:
-            bound = in_features ** -0.5                # kaiming_uniform(a=√5), as PEFT starts A
+            # As PEFT starts A: kaiming_uniform(a=√5). Drawn on the CPU, so that a seed gives the same
+            # A on any device.
+            bound = in_features ** -0.5
             A = torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound)
             self.lora_A = nn.Parameter(A)
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank))
@@ -360,8 +365,8 @@ class QuantLinear(nn.Module):
 #
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
-# noise, for one addition per rollout. As in the paper's code every RMSNorm of the model is noisy,
-# so the final norm and Qwen3's norms of q and k are, too.
+# noise, for one addition per rollout. The paper's text names the two norms of a block, its code
+# takes every RMSNorm. So does ours: the final norm and Qwen3's norms of q and k are noisy, too.
 
 class RMSNorm(nn.Module):
     """x [..., size] -> normalised x, same dtype; computed in float32.
@@ -373,7 +378,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.use_adapter = True                        # False, as QuantLinear's, in adapters_off
+        self.use_adapter = True                        # False in adapters_off: the scale as loaded
         self.noisy_weight = None
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
         self.register_buffer("reference_weight", self.weight.detach().clone())
@@ -391,8 +396,9 @@ class RMSNorm(nn.Module):
 def adaptive_quantization_noise(model, sigma, generator=None):
     """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²).
 
-    Eq. 7 and 10; Algorithm 1, line 9. Wrap one rollout in it; log-probabilities and updates run
-    outside. generator: on the CPU.
+    Eq. 10. Wrap one rollout in it, as Algorithm 1 does in line 9 (the text before Eq. 7 draws anew
+    for each forward pass); log-probabilities and updates run outside. Not to be nested. generator:
+    on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
@@ -405,17 +411,19 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-SCHEDULES = "exponential linear cosine logarithmic".split()                      # Figure 9
+SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")                   # Figure 9
 
 
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, of which the first has no noise.
 
-    The others fall from start to end, exponentially by Eq. 8 with K = stages - 1, so that the
-    last stage has `end` (for stages > 2 and steps >= stages). "exponential" needs start and end
-    positive, or both 0.
+    The others fall from start to end, exponentially by Eq. 8, whose K is here the number of noisy
+    stages, stages - 1: so the last one has `end`, as appendix F says (Algorithm 1's line 7 takes all
+    stages for K, and would stop short of it). For stages > 2 and steps >= stages. "exponential"
+    needs start and end positive, or both 0.
     """
-    stage = step * stages // steps
+    assert schedule in SCHEDULES, schedule
+    stage = step * stages // steps                     # Algorithm 1's k, 0-based
     if stage == 0:
         return 0.0
     if start == end:
@@ -447,9 +455,9 @@ def adapters_off(model):
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
-# `forward` and `hidden` are for training and for prompts, with gradient; `decode` is for one new
-# token of every slot of the sampler, without. Both compute the same, from the same packed
-# weights.
+# A module's `forward` (the whole model's: `hidden`) takes whole sequences, to train on and as
+# prompts. `decode` takes one new token of every slot of the sampler, without gradient. Both
+# compute the same, from the same packed weights.
 
 # cuDNN's attention prepares 0.1 s for each new shape [B, T], and hardly two batches have the same one.
 # PyTorch takes another of its attention kernels instead.
@@ -495,17 +503,18 @@ class Attention(nn.Module):
         """
         qkv = self.qkv(x)
         if packing is not None:
-            qkv = gather_rows(qkv, packing.place)                              # (B, T, q + k + v)
+            qkv = gather_rows(qkv, packing.place)                              # [B, T, q + k + v]
         q, k, v = self.heads(qkv)
-        q = fp4_kernels.rotary(self.q_norm(q), *rope).transpose(1, 2)    # (B, heads, T, head_dim)
+        q = fp4_kernels.rotary(self.q_norm(q), *rope).transpose(1, 2)    # [B, heads, T, head_dim]
         k = fp4_kernels.rotary(self.k_norm(k), *rope).transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is not None:
             cache.store_prompts(self.index, slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        y = y.transpose(1, 2).flatten(2)                                         # (B, T, q)
+        y = y.transpose(1, 2).flatten(2)                                         # [B, T, q]
         if packing is not None:
-            y = y.flatten(0, 1).index_select(0, packing.origin)                  # (S, q)
+            # No place stands in origin twice, so that this gradient adds nothing up (gather_rows).
+            y = y.flatten(0, 1).index_select(0, packing.origin)                  # [S, q]
         return self.o(y)
 
     def decode(self, x, rope, cache, residual):
@@ -606,8 +615,9 @@ class Transformer(nn.Module):
         With a packing (see pack): tokens [S] -> [S, d].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
-        # Reentrant recomputation gives a gradient only if its input asks for one.
-        x = F.embedding(tokens, self.embedding).requires_grad_(recomputing)
+        x = F.embedding(tokens, self.embedding)
+        if recomputing:
+            x.requires_grad_()     # reentrant recomputation gives a gradient only if its input asks
         T = tokens.shape[1] if packing is None else packing.place.shape[1]
         rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
         for block in self.blocks:
@@ -634,7 +644,7 @@ class Transformer(nn.Module):
         weights live from this second forward to the end of its backward, so that each is
         dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
         autograd.grad. What the second forward ends with, down's product, nobody reads: no gradient
-        depends on it, so that it is left out.
+        depends on it, so that it is left out. There is no way back: the flags below go together.
         """
         self.recompute_blocks = True
         for block in self.blocks:
@@ -669,14 +679,15 @@ def trainable(model):
 # goes on alone (from 32 slots on).
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
+PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
 
 
 class KVCache:
-    """Keys and values of every slot; filled int64 [slots]: how many it has, at most max_len.
+    """Keys and values of every slot; filled int64 [slots]: the positions that each holds, to max_len.
 
-    A layer's lie in pieces [2 (keys, values), slots, kv_heads, CACHE_PIECE positions (the last: the
-    rest), head_dim], made when the first slot gets there. Kernels find them by their addresses, so
-    that a recorded CUDA graph goes on with new ones.
+    A layer's lie in pieces [2, slots, kv_heads, positions, head_dim], keys then values. A piece has
+    CACHE_PIECE positions, the last one the rest, and is made when the first slot gets there. Kernels
+    find pieces by their addresses, so that a recorded CUDA graph goes on with new ones.
     """
 
     def __init__(self, model, slots, max_len):
@@ -707,7 +718,7 @@ class KVCache:
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
         self.reserve(k.shape[2])
-        for_each_slot = torch.stack([k, v])[:, :, None]        # (2, P, 1, kv_heads, T, head_dim)
+        for_each_slot = torch.stack([k, v])[:, :, None]        # [2, P, 1, kv_heads, T, head_dim]
         for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
             piece[:, slots.view(len(k), -1), :, :part.shape[4]] = part
 
@@ -752,8 +763,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
     Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
     temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
-    the Gumbel-max trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p, and
-    nothing waits for the device.
+    the Gumbel-max trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p. Unlike
+    torch.multinomial it does not make the host wait for the GPU. The kernel draws other numbers.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
@@ -771,7 +782,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 def to_device(numbers, device):
     """(Lists of) ints as an int64 tensor, without waiting for the GPU as torch.tensor(.., device)."""
-    tensor = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    tensor = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
 
@@ -808,11 +819,11 @@ class Sampler:
         self.record()
 
     def record(self):
-        """On a GPU with kernels: `replay` is a CUDA graph of `step`, or for top-p of `forward` alone.
+        """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
 
-        Else it is None, and not self.step: what refers to itself keeps its cache until Python's
-        garbage collector comes by. Without kernels the twins run, and some wait for the GPU, which a
-        graph cannot. top-p's sort stays outside, as a graph keeps the memory of its temporaries.
+        With top-p the graph is of `forward` alone: it would keep the memory of the sort's temporaries.
+        Without kernels the twins run, and some wait for the GPU, which a graph cannot. (None, not
+        self.step: a sampler that refers to itself would keep its cache after the call.)
         """
         self.cache.reserve(int(self.cache.filled.max()) + 1)          # the warm-up is a step
         self.replay = None
@@ -820,10 +831,10 @@ class Sampler:
             recorded = self.step if self.top_p == 1 else self.forward
             self.replay = fp4_kernels.record_graph(recorded, self.generator)
 
-    def admit(self, prompts, slots, completions, prefill_tokens=32768):
+    def admit(self, prompts, slots, completions):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
 
-        All but the last token of a prompt are prefilled, about prefill_tokens at a time; the last
+        All but the last token of a prompt are prefilled, about PREFILL_TOKENS at a time; the last
         is the slot's first decode input.
         """
         device = self.model.device
@@ -831,7 +842,7 @@ class Sampler:
         longest = max(map(len, prompts))
         padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
         last = to_device([len(p) - 1 for p in prompts], device)
-        at_once = max(1, prefill_tokens // longest)
+        at_once = max(1, PREFILL_TOKENS // longest)
         for i in range(0, len(prompts), at_once):
             if longest > 1:                            # a single token needs no prefill
                 chosen = slots[i * group:(i + at_once) * group]
@@ -846,9 +857,12 @@ class Sampler:
         """`count` tokens for every slot; once the cache has room, nothing waits for the device."""
         self.cache.reserve(int(self.cache.filled.max()) + count)
         for _ in range(count):
-            (self.replay or self.step)()
-            if self.replay and self.top_p != 1:
-                self.pick()
+            if self.replay is None:
+                self.step()
+            else:
+                self.replay()
+                if self.top_p != 1:
+                    self.pick()                        # not in the graph, see record
 
     def step(self):
         """One token for every slot."""
@@ -902,12 +916,13 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
              slots=256, generator=None, sampler_class=Sampler):
     """Sample group_size completions for each prompt -> Rollout of N = P * group_size, on model.device.
 
-    prompts: P lists of token ids, of any lengths but 0; eos: token ids that end a completion;
+    prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
-    model.device. temperature 0 is greedy; 0 < top_p <= 1.
+    model.device. max_new_tokens and group_size are at least 1. temperature 0 is greedy; top_p 1
+    keeps all tokens. Raises ValueError for a negative temperature, or a top_p that keeps none.
     """
-    if top_p <= 0:
-        raise ValueError("top_p must be above 0")
+    if top_p <= 0 or temperature < 0:
+        raise ValueError("top_p must be above 0, and the temperature not below it")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
@@ -939,8 +954,11 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    J   = E[ min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) - β KL(π_θ || π_ref) ],
 #    ρ   = π_θ / π_old per token                                                           (Eq. 3)
 #
+# E is the mean over the tokens of a completion, then over completions; in DAPO over all tokens.
+#
 # Four policies: π_θ is trained; π_old is π_θ before this batch's updates; π_rollout sampled the
-# batch: π_old with AQN, in the decoding kernels' arithmetic; π_ref is π_θ without adapters.
+# batch: π_old with AQN, in the decoding kernels' arithmetic; π_ref is π_θ without adapters, the
+# policy that training began with (Algorithm 1 with a single iteration of its outer loop).
 # Algorithm 1 names the noisy π_rollout π_old; as in the paper's code, ρ divides by the π_old
 # without noise. How far π_old is from π_rollout is logged (`mismatch`), and may be corrected by
 # `truncated_importance`. ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too;
@@ -964,7 +982,8 @@ def group_advantages(rewards, eps=1e-4):
 def token_weights(mask, algorithm="grpo"):
     """The weight of each token in the loss: mask bool [N, C] of a (mini)batch -> float32 [N, C].
 
-    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: over all tokens.
+    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: over all tokens,
+    of a mask without the samples that were cut off at their longest.
     """
     assert algorithm in ("grpo", "dapo"), algorithm
     mask = mask.float()
@@ -977,18 +996,18 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
                 ref_logprobs=None, beta=0.0, importance=None):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
-    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: numbers or
-    [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole minibatch, so
+    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
+    or both [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole minibatch, so
     that the losses of its pieces add up to the minibatch's, and the KLs to its mean. KL is
     Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
     multiplies the gain, not the KL: see truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
-    A = advantages[:, None]
-    # Where the advantage is 0, so is the gain; an infinite ratio would make it NaN.
-    ratio = log_ratio.masked_fill(A == 0, 0).exp()
+    advantage = advantages[:, None]
+    # Where the advantage is 0 the ratio is taken as 1: an infinite one, times 0, would be NaN.
+    ratio = log_ratio.masked_fill(advantage == 0, 0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain = torch.minimum(ratio * A, clipped * A)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
     if importance is not None:
         gain = gain * importance
     x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
@@ -1040,9 +1059,9 @@ def pack(prompts, length):
     end = start + length
     first_row = to_device([prompts.index(p) for p in prompts], device)           # of each prompt
     t = torch.arange(end.max(), device=device)
-    in_prompt = t < start[:, None]                                               # (B, T)
+    in_prompt = t < start[:, None]                                               # [B, T]
     in_row = t < end[:, None]
-    is_first = first_row == torch.arange(len(prompts), device=device)            # (B,)
+    is_first = first_row == torch.arange(len(prompts), device=device)            # [B,]
     # A token enters the line if it is in the first row of its prompt, or in a completion. Its place
     # is the number of tokens that entered before it. Other rows of a prompt point to the first's.
     enters = torch.where(in_prompt, is_first[:, None], in_row)
@@ -1071,14 +1090,14 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     packing = pack(prompts, length)
     longest = completions.shape[1]
     T = packing.place.shape[1]
-    padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                 # (B, T)
+    padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                 # [B, T]
     position = torch.arange(T, device=device) - packing.start[:, None]    # 0: completion's first
     completed = completions.gather(1, position.clamp(0, longest - 1))
     tokens = torch.where(position < 0, padded, completed)
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)              # (S, d)
+    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)              # [S, d]
     # The hidden state at a position predicts the next token, so the prompt's last, at -1, counts.
     predicts = (position >= -1) & (position + 1 < length[:, None])
-    hidden = gather_rows(hidden, packing.place[predicts])               # (sum of the lengths, d)
+    hidden = gather_rows(hidden, packing.place[predicts])               # [sum of the lengths, d]
 
     def output(h, t):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
@@ -1147,6 +1166,11 @@ class Checkpoint:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
+    @functools.cached_property
+    def is_packed(self):
+        """Whether the folder has layers in 4 bits."""
+        return any(name.endswith(".weight_packed") for name in self.files)
+
     def has(self, name):
         return name in self.files
 
@@ -1194,8 +1218,7 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        packed_folder = any(name.endswith(".weight_packed") for name in self.files)
-        if packed_folder and not any(self.has(f"{name}.weight_packed") for name in names):
+        if self.is_packed and not any(self.has(f"{name}.weight_packed") for name in names):
             weights = "bf16"                           # the folder leaves these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]
@@ -1267,4 +1290,4 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
         raise
     except Exception as e:
         raise UserError(f"model {path}: config.json cannot be used ({reason(e)}); give the folder of "
-                        "a Qwen2.5, Qwen3 or Llama 3 model")
+                        "a Qwen2.5, Qwen3 or Llama 3 model") from e

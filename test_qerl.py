@@ -2486,7 +2486,7 @@ def test_every_setting_is_a_flag_and_its_help_tells_remark_and_defaults(monkeypa
     (["--model", "a/b", "--method", "awq"], dict(quantizer="awq")),
     (["--model", "a/b", "--preset", "paper"], dict(quantizer="awq", lr=1e-5)),
     (["--model", "a/b", "--preset", "small"], dict(prompts=16, lr=3e-3)),
-    (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.04, prompts=128, quantizer="rtn")),
+    (["--model", "a/b", "--preset", "paper", "--weights", "bf16"], dict(lr=5e-6, beta=0.0, prompts=128, quantizer="rtn")),
     (["--model", "a/b", "--preset", "paper", "--weights", "bf16", "--lr", "1e-3"], dict(lr=1e-3, prompts=128)),
     (["--model", "a/b", "--preset", "paper", "--method", "fp16", "--weights", "bf16"], dict(lr=5e-6)),
     (["--model", "a/b", "--preset", "paper", "--method", "flashrl"], dict(lr=5e-6, weights="bf16")),      # which chooses bf16

@@ -14,7 +14,7 @@
 from harness import interrupts
 
 if __name__ == "__main__":
-    interrupts.while_importing()
+    interrupts.while_importing()       # before torch, whose import takes seconds: Ctrl-C is one line
 
 import json
 import math
@@ -58,7 +58,8 @@ class Settings:
 
     The defaults are for a real model; the presets small and paper have others (PRESETS). Brackets
     tell where a default comes from, if it is not our own choice. T4: Table 4 of the paper (GSM8K);
-    Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv 2503.14476.
+    §, E (its appendix), Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv
+    2503.14476.
     """
     model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
     data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's name or file; "
@@ -73,7 +74,7 @@ class Settings:
                                      "load the 16-bit model once; rtn: the nearest, a layer at a time; "
                                      "the default with --shard and other formats, too",
                              ["rtn", "four-over-six", "awq", "gptq"])
-    lora_rank: int = setting(32, "rank of LoRA [T4]; 0 with bf16: all weights are trained instead")
+    lora_rank: int = setting(32, "rank of LoRA [§4.1]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
     train_norms: bool = setting(False, "train the RMSNorm scales, too [code]")
 
@@ -84,9 +85,9 @@ class Settings:
     slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4]; with both 0: no noise")
+    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1 has 5e-2]; both 0: none")
     sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
-    stages: int = setting(10, "stages of the noise, the first without any [T4]")
+    stages: int = setting(10, "stages of the noise, the first without any [§3.3]")
     schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
 
     # The objective
@@ -94,7 +95,7 @@ class Settings:
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
     reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format; random: a coin's",
                           ["answer", "paper", "random"])
-    beta: float = setting(0.0, "weight of the KL to the reference policy; with dapo 0")
+    beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
     tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2; 0: no weights")
@@ -134,9 +135,8 @@ PRESETS = {
     # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
                   lr=3e-3, steps=50, eval_questions=256, save_every=5, quantizer="rtn"),
-    # Table 4, and what it leaves open (beta) as in the authors' code; AWQ: section 4.1.
-    "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", beta=0.04, lr=1e-5,
-                  quantizer="awq"),
+    # Table 4; AWQ: section 4.1. Appendix E has no KL loss, the authors' code --beta 0.04.
+    "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", lr=1e-5, quantizer="awq"),
 }
 DAPO = dict(beta=0.0)                           # DAPO has no KL term
 PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rate for 16-bit weights
@@ -199,12 +199,12 @@ def train(settings):
             samples = method.explore(samples, complete, noise_rng)      # may add groups; QeRL does not
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
-        advantages = method.advantages(samples)        # qerl.group_advantages           (P, G)
+        advantages = method.advantages(samples)        # qerl.group_advantages           [P, G]
         batch = make_batch(samples, advantages.flatten(), settings.algo)
 
         # Log-probabilities under the policy before its update, and the reference: without LoRA.
         with clock("logprobs"):
-            batch.old_logprobs = method.old_logprobs(model, batch)                    # (N, C)
+            batch.old_logprobs = method.old_logprobs(model, batch)                    # [N, C]
             if settings.beta:
                 with method.reference(model):          # qerl.adapters_off
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
@@ -218,7 +218,7 @@ def train(settings):
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
-                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 of 1 process
+                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1.0 of one process
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
@@ -428,7 +428,10 @@ def fraction_here(minibatch, algo, ranks):
 
 
 def make_optimizer(model, lr, weight_decay):
-    """AdamW on what is trained; norm scales do not decay. The betas are the authors' code's."""
+    """AdamW on what is trained; norm scales do not decay. The betas are the authors' code's.
+
+    Table 4 keeps AdamW's moments in 8 bits, for memory; here they are float32.
+    """
     parameters = qerl.trainable(model).values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
@@ -447,7 +450,7 @@ def make_scaler(model, dtype, growth_interval):
 
 
 def learning_rate(step, steps, peak, warm_up):
-    """Linear warm-up over the first fraction `warm_up` of the steps, then cosine to zero."""
+    """Linear warm-up over the first fraction `warm_up` of the steps, then a cosine towards zero."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return peak * (step + 1) / rising
@@ -484,6 +487,7 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
         finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
         places = [i * samples + k for i in own for k in range(samples)]
         ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
+        # All processes' answers, in the order of the questions.
         _, texts, lengths = zip(*sorted(ranks.collect(list(ours))))
         right = [is_right(text, questions[i // samples]["right"], anywhere=True)
                  for i, text in enumerate(texts)]
@@ -507,7 +511,11 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
 
 
 def describe(samples, batch, clock):
-    """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws."""
+    """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
+
+    The accuracy is of noisy samples at temperature 1, and of answers in a box or the tags alone:
+    lower than what `evaluate` finds.
+    """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)

@@ -24,6 +24,7 @@ ABLATIONS = {
     "logarithmic": ["--schedule", "logarithmic"],
     "sigma x4": ["--sigma-start", "4e-2", "--sigma-end", "2e-3"],
     "sigma / 4": ["--sigma-start", "2.5e-3", "--sigma-end", "1.25e-4"],
+    "sigma 5e-2": ["--sigma-start", "5e-2"],          # section 4.1's, where Table 4 has 1e-2
     "four draws": ["--method", "pooled_noise"],       # of noise a group instead of one a batch
     "rank 16": ["--lora-rank", "16"],                                            # Fig. 10
     "rank 64": ["--lora-rank", "64"],

@@ -48,7 +48,7 @@ def rows_of(sequences, device):
     longest = max(len(s.prompt) + len(s.answer) for s in sequences)
     padded = [s.prompt + s.answer for s in sequences]
     padded = [row + [0] * (longest - len(row)) for row in padded]
-    prompt = torch.tensor([[len(s.prompt)] for s in sequences], device=device)          # (B, 1)
+    prompt = torch.tensor([[len(s.prompt)] for s in sequences], device=device)          # [B, 1]
     end = prompt + torch.tensor([[len(s.answer)] for s in sequences], device=device)
     t = torch.arange(longest, device=device)
     return Rows(torch.tensor(padded, device=device), t < end, (t >= prompt - 1) & (t < end - 1))

@@ -68,7 +68,7 @@ def correction(log_ratio, mask, kind, cap=2.0):
     log_ratio = log_ratio.masked_fill(~mask, 0)
     length = mask.sum(1, keepdim=True).clamp_min(1)
     if kind.startswith("sequence"):
-        log_ratio = log_ratio.sum(1, keepdim=True)                                 # (B, 1)
+        log_ratio = log_ratio.sum(1, keepdim=True)                                 # [B, 1]
     if kind == "geometric":
         log_ratio = log_ratio.sum(1, keepdim=True) / length
     log_ratio = log_ratio.clamp(-LARGEST, LARGEST)
@@ -76,7 +76,7 @@ def correction(log_ratio, mask, kind, cap=2.0):
     if kind == "k3":
         value = (value - 1 - log_ratio).sum(1, keepdim=True) / length
     low, high = KEPT[kind]
-    kept = (value >= low) & (value <= high) & mask                                 # (B, C)
+    kept = (value >= low) & (value <= high) & mask                                 # [B, C]
     if kind in CAPPED:
         value = value.clamp(max=cap)
     weight = torch.ones_like(value) if kind in ("geometric", "k3") else value
