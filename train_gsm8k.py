@@ -70,9 +70,8 @@ class Settings:
 
     # The policy: frozen weights, trained LoRA.
     weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, which "
-                                     "load the 16-bit model once; rtn: the nearest, a layer at a time; "
-                                     "the default with --shard and other formats, too",
+    quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, once; "
+                                     "rtn: the nearest, the default with --shard and other formats",
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [§4.1]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")

@@ -18,8 +18,8 @@ from qerl import UserError
 # A function that runs in one phase only, the phase, and what lowers its memory. The first counts
 # that was running; `train` also runs around the others.
 PHASES = [
-    ("quantized_folder", "while choosing the 4-bit codes, for which the 16-bit model is loaded",
-     "in a new run, use --quantizer rtn, which takes a layer at a time"),
+    ("quantized_folder", "while choosing the 4-bit codes, for which 16-bit blocks and text are loaded",
+     "in a new run, use --quantizer rtn, which takes a layer at a time and no text"),
     ("load_all", "while loading the model",
      "choose a smaller --model or 4-bit --weights, or cut it over several GPUs by --shard"),
     ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),
