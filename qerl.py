@@ -100,7 +100,8 @@ def quantize_nvfp4(weight):
 
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
     float8_e4m3fn [out, in/16] and global_scale float32 [1], which by that format's convention is
-    the reciprocal of Eq. 6's S_FP32. As there, the scales are computed in the weight's own dtype.
+    the reciprocal of Eq. 6's S_FP32. As in compressed-tensors, what the scales are made of is
+    computed in the weight's own dtype.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
@@ -299,8 +300,8 @@ class QuantLinear(nn.Module):
 
     names: the layers' names in the checkpoint; sizes: their out_features; weight: of all, stacked
     along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A [layers * r, in]
-    and lora_B [out, r] are float32 and move with .to(); weight and bias, no buffers, stay on the
-    device that they were made on. lora_alpha defaults to the rank.
+    and lora_B [out, r] are float32 and move with .to(); weight and bias are no buffers and stay on
+    the device that they were made on. lora_alpha defaults to the rank.
     """
 
     # Both are set by Transformer.recompute_in_backward.
@@ -513,7 +514,7 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y = y.transpose(1, 2).flatten(2)                                         # [B, T, q]
         if packing is not None:
-            # No place stands in origin twice, so that this gradient adds nothing up (gather_rows).
+            # origin names no position twice: here indexing's gradient has no sums (see gather_rows).
             y = y.flatten(0, 1).index_select(0, packing.origin)                  # [S, q]
         return self.o(y)
 
@@ -644,7 +645,7 @@ class Transformer(nn.Module):
         weights live from this second forward to the end of its backward, so that each is
         dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
         autograd.grad. What the second forward ends with, down's product, nobody reads: no gradient
-        depends on it, so that it is left out. There is no way back: the flags below go together.
+        depends on it, so that it is left out. It cannot be undone.
         """
         self.recompute_blocks = True
         for block in self.blocks:
@@ -683,7 +684,7 @@ PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
 
 
 class KVCache:
-    """Keys and values of every slot; filled int64 [slots]: the positions that each holds, to max_len.
+    """Keys and values of every slot; filled int64 [slots]: how many positions each holds.
 
     A layer's lie in pieces [2, slots, kv_heads, positions, head_dim], keys then values. A piece has
     CACHE_PIECE positions, the last one the rest, and is made when the first slot gets there. Kernels
@@ -764,7 +765,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
     temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
     the Gumbel-max trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p. Unlike
-    torch.multinomial it does not make the host wait for the GPU. The kernel draws other numbers.
+    torch.multinomial it does not make the host wait for the GPU. The kernel draws so, too, from a
+    random stream of its own.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
@@ -922,7 +924,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     keeps all tokens. Raises ValueError for a negative temperature, or a top_p that keeps none.
     """
     if top_p <= 0 or temperature < 0:
-        raise ValueError("top_p must be above 0, and the temperature not below it")
+        raise ValueError("top_p must be above 0, and the temperature at least 0")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
@@ -982,8 +984,8 @@ def group_advantages(rewards, eps=1e-4):
 def token_weights(mask, algorithm="grpo"):
     """The weight of each token in the loss: mask bool [N, C] of a (mini)batch -> float32 [N, C].
 
-    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: over all tokens,
-    of a mask without the samples that were cut off at their longest.
+    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: over all tokens, and
+    the caller leaves samples that were cut off out of the mask.
     """
     assert algorithm in ("grpo", "dapo"), algorithm
     mask = mask.float()
@@ -997,9 +999,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
-    or both [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole minibatch, so
-    that the losses of its pieces add up to the minibatch's, and the KLs to its mean. KL is
-    Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
+    or both [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole
+    minibatch, so that the losses of its pieces add up to the minibatch's, and the KLs to its mean.
+    KL is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
     multiplies the gain, not the KL: see truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
@@ -1061,7 +1063,7 @@ def pack(prompts, length):
     t = torch.arange(end.max(), device=device)
     in_prompt = t < start[:, None]                                               # [B, T]
     in_row = t < end[:, None]
-    is_first = first_row == torch.arange(len(prompts), device=device)            # [B,]
+    is_first = first_row == torch.arange(len(prompts), device=device)            # [B]
     # A token enters the line if it is in the first row of its prompt, or in a completion. Its place
     # is the number of tokens that entered before it. Other rows of a prompt point to the first's.
     enters = torch.where(in_prompt, is_first[:, None], in_row)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from decimal import Decimal
@@ -499,6 +500,8 @@ def test_noise_schedules_by_hand(schedule, expected):
     """Five noisy stages from 16 to 1, two steps each, after one without noise (Figure 9)."""
     sigma = [qerl.noise_sigma(step, 12, 6, 16, 1, schedule) for step in range(12)]
     assert sigma[::2] == sigma[1::2] == pytest.approx([0, *expected])
+    with pytest.raises(AssertionError):
+        qerl.noise_sigma(0, 12, schedule="quadratic")
 
 
 # ------------------------------------------------------------------------------------------------------ 4. transformer
@@ -854,10 +857,10 @@ def test_an_advantage_of_zero_is_no_loss_whatever_the_ratio():
     assert loss.item() == pytest.approx(-(1.28 + 1) / 4) and logprobs.grad.tolist() == [[0, 0], [0, -0.25]]
 
 
-@pytest.mark.parametrize("top_p", [0.0, -1.0])
-def test_top_p_of_nothing_is_refused(qwen, top_p):
-    with pytest.raises(ValueError, match="top_p"):
-        qerl.generate(qerl.load_model(qwen[0]), [[1]], 2, top_p=top_p)
+@pytest.mark.parametrize("options", [dict(top_p=0.0), dict(top_p=-1.0), dict(temperature=-0.1)])
+def test_what_nothing_can_be_drawn_by_is_refused(qwen, options):
+    with pytest.raises(ValueError, match="top_p must be above 0, and the temperature at least 0"):
+        qerl.generate(qerl.load_model(qwen[0]), [[1]], 2, **options)
 
 
 def test_advantages_are_group_relative():
@@ -2043,6 +2046,26 @@ def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypa
     assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
 
+def test_a_checkpoint_from_before_start_seeds_goes_on(finished, tmp_path, monkeypatch, capsys):
+    """It began with the policy of seed 0; a checkpoint of another seed is refused, also where it is only measured."""
+    options, out = copied(finished, tmp_path)
+    path = out / "checkpoint.safetensors"
+    tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
+    settings = json.loads(metadata["settings"])
+
+    def store(settings):
+        metadata["settings"] = json.dumps(settings)
+        metadata["sha256"] = checkpoint.content_hash({k: metadata[k] for k in ("state", "settings")}, tensors)
+        save_file(tensors, path, metadata)
+
+    del settings["start_seed"]
+    store(settings)
+    run_main(monkeypatch, *options)
+    store({**settings, "start_seed": 3})
+    for more in ((), ("--eval-only",)):
+        assert "was started with start_seed = 3, now it is 0" in refused(monkeypatch, capsys, *options, *more)
+
+
 def logged_steps(*numbers):
     """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
     figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
@@ -3068,11 +3091,17 @@ def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(study, "warm_start", lambda seed=0: made.append(seed))
     monkeypatch.setattr(study, "run_one", lambda *arguments: None)
-    options = ["--seeds", "4", "2", "--arms", "bf16", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"]
+    options = ["--seeds", "4", "2", "--arms", "bf16", "--lrs", "1e-4", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"]
     claims.main([*options, "--own-starts"])
     assert made == [4, 2]
     claims.main(options)
     assert made == [4, 2, 0]
+    done = {**next(made_up_rows()), "name": "small-own-starts-bf16-lr0.0001-seed4", "hardware": "CPU"}
+    write_jsonl(tmp_path / "out" / "runs.jsonl", [{**dict.fromkeys(study.NUMBERS, 0), **done, "arm": "linear"}])
+    claims.main([*options, "--own-starts"])
+    assert made == [4, 2, 0, 2]                              # what is finished needs no policy
+    qerls = [{**row, "arm": "qerl", "peak_memory_gb": 1, "seconds_a_step": 1, "mismatch_kl": 0} for row in rows if row["arm"] == "bf16"]
+    assert "| 25.0 ± 5.0 | 50.0 ± 0.0 |" in compare.table(qerls)[2]
     with pytest.raises(qerl.UserError, match="--own-starts: is for the small policy"):
         claims.main([*options, "--own-starts", "--model", "folder"])
 
@@ -5169,14 +5198,26 @@ def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, data, quantizer)
     assert all(layer.weight is weight for layer, weight in zip(whole.quantized_layers(), before))
     model = qerl.load_model(qwen[0], "bf16", checkpoint_class=calibration.LeftInFiles)
     layers = model.quantized_layers()
-    most = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(
-            lambda *_: most.append(sum(isinstance(layer.weight, qerl.PackedWeight) for layer in layers)))
+    alive, most = weakref.WeakSet(), []
+    for layer in layers:
+        def read(layer=layer, unread=layer.weight.read):
+            weight = unread()
+            alive.add(weight)
+            most.append(len(alive))
+            return weight
+        layer.weight.read = read
     found = module.choose_codes(model, sequences)
     assert found.keys() == expected.keys() and all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in found)
-    assert all(isinstance(layer.weight, calibration.Unread) for layer in layers)
-    assert max(most, default=4) == 4 and len(layers) == 8
+    assert len(most) == len(layers) == 8                           # each is read once
+    assert max(most) == (1 if quantizer == "four-over-six" else 4) and not alive
+
+
+def test_codes_of_a_damaged_model_are_not_begun(qwen, data, tmp_path, cache, monkeypatch, capsys):
+    shutil.copytree(qwen[0], tmp_path / "damaged")
+    break_tensor(qwen[0], tmp_path / "damaged", lambda s: s.pop("model.layers.1.mlp.down_proj.weight"))
+    monkeypatch.setattr(gptq, "quantize_gptq", lambda *_: pytest.fail("begun"))
+    error = refused(monkeypatch, capsys, "--data", data, *QUICK, "--quantizer", "gptq", "--out", tmp_path / "out", "--model", tmp_path / "damaged")
+    assert "tensor model.layers.1.mlp.down_proj.weight is missing" in error
 
 
 @pytest.mark.parametrize("options,message", [

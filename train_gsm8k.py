@@ -65,7 +65,7 @@ class Settings:
     data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's name or file; "
                               "with --model GSM8K is fetched")
     eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
-    start_seed: int = setting(0, "seeds the making of the small built-in policy: another one to start from")
+    start_seed: int = setting(0, "seed that makes the small built-in policy; another makes another")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -84,7 +84,7 @@ class Settings:
     slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1 has 5e-2]; both 0: none")
+    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: no noise")
     sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
     stages: int = setting(10, "stages of the noise, the first without any [§3.3]")
     schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
@@ -217,7 +217,7 @@ def train(settings):
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
-                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1.0 of one process
+                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1.0 with one process
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
@@ -512,8 +512,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
 def describe(samples, batch, clock):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
-    The accuracy is of noisy samples at temperature 1, and of answers in a box or the tags alone:
-    lower than what `evaluate` finds.
+    The accuracy is of noisy samples at temperature 1, and counts answers in a box or the tags alone:
+    usually lower than what `evaluate` finds.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
@@ -588,7 +588,7 @@ def arguments(argv=None):
     if preset == "paper" and weights == "bf16":
         values.update(PAPER_BF16)
     if weights != "nvfp4" or given.get("shard"):
-        values["quantizer"] = "rtn"             # the others are for NVFP4, and need whole weights
+        values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)

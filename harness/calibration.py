@@ -16,7 +16,7 @@ from harness.worked import batches_of
 
 
 class Unread:
-    """A 16-bit weight in its file; read() -> qerl.PackedWeight. In place of one until it is read."""
+    """Stands in for a 16-bit qerl.PackedWeight, which is in its file until read() makes it."""
 
     def __init__(self, read):
         self.read = read
@@ -27,12 +27,17 @@ class Unread:
 
 
 class LeftInFiles(qerl.Checkpoint):
-    """Hands out layers whose weights stay in their files; refuses those that NVFP4 does not fit."""
+    """Hands out layers whose weights stay in their files; refuses those that do not fit NVFP4's blocks.
+
+    Each is read once beforehand, so that a damaged model is refused at once, not after an hour.
+    """
 
     def stacked(self, names, sizes, in_features):
         qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
                                             "divisible by nvfp4's block of 16; use other --weights")
-        return Unread(partial(super().stacked, names, sizes, in_features))
+        read = partial(super().stacked, names, sizes, in_features)
+        read()
+        return Unread(read)
 
 
 @contextlib.contextmanager
@@ -68,6 +73,24 @@ class Inputs:
         self.count += len(x)
 
 
+def inputs_of(layers, block, batches, hidden, ropes):
+    """{layer: Inputs} of a block's layers, from all that the block reads; lists with one of each batch.
+
+    batches: Rows; hidden [B, T, d]; ropes: (cos, sin).
+    """
+    inputs = {layer: Inputs(layer) for layer in layers}
+    for rows, x, rope in zip(batches, hidden, ropes):
+        for seen in inputs.values():
+            seen.mask = rows.mask
+        block(x, rope)
+    for layer, seen in inputs.items():
+        seen.hook.remove()
+        qerl.require(torch.isfinite(seen.gram).all(),
+                     f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so that no "
+                     "codes can be fitted to it; use --quantizer rtn")
+    return inputs
+
+
 @torch.no_grad()
 def calibrate(model, sequences, visit, batch=8):
     """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of harness.worked.
@@ -81,16 +104,6 @@ def calibrate(model, sequences, visit, batch=8):
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
         layers = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
         with in_memory(layers):
-            inputs = {layer: Inputs(layer) for layer in layers}
-            for rows, x, rope in zip(batches, hidden, ropes):
-                for seen in inputs.values():
-                    seen.mask = rows.mask
-                block(x, rope)
-            for layer, seen in inputs.items():
-                seen.hook.remove()
-                qerl.require(torch.isfinite(seen.gram).all(),
-                             f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so "
-                             "that no codes can be fitted to it; use --quantizer rtn")
-            visit(block, inputs)
+            visit(block, inputs_of(layers, block, batches, hidden, ropes))
             for i, rope in enumerate(ropes):           # in place: there is never a second copy
                 hidden[i] = block(hidden[i], rope)

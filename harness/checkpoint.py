@@ -149,6 +149,10 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
     atomic_write(f"{folder}/checkpoint.safetensors", stored)
 
 
+# Settings that older checkpoints do not name, and what they were.
+ADDED_LATER = {"start_seed": 0}
+
+
 def read_checkpoint(folder, settings, must_agree=None):
     """(state, tensors) of the last checkpoint, or None where there is none.
 
@@ -170,10 +174,10 @@ def read_checkpoint(folder, settings, must_agree=None):
         raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     try:
         state = json.loads(metadata["state"])
-        then = json.loads(metadata["settings"])
+        then = ADDED_LATER | json.loads(metadata["settings"])
         counted = must_agree or sorted(settings.keys() | then.keys())
         check_state(state)
-    except (ValueError, AttributeError, RecursionError) as e:
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{path}: its settings or its state are broken ({qerl.reason(e)}); {NEW_RUN}")
     for name in counted:
         if settings.get(name) != then.get(name):

@@ -1,8 +1,9 @@
 """The paper's claims, tested with seeds: which runs there are, which are missing, what came of it.
 
     python bench.py claims                                       the small policy, on this machine
+    python bench.py claims --own-starts                          each seed trains a policy of its own
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
-    python bench.py claims --tables                              only the tables and the picture
+    python bench.py claims --tables                              only the tables and the pictures
 
 How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md, differences.png,
 curves.png and rates.png are made from runs.jsonl and the metrics beside it; flags that are not

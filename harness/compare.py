@@ -84,7 +84,7 @@ def table(rows):
             same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             if not same:
                 continue
-            before = [f"{100 * r['accuracy_before']:.1f}" for r in same if "accuracy_before" in r]
+            before = [r["accuracy_before"] for r in same if "accuracy_before" in r]
             gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
             cells = [
                 row.rollout,
@@ -92,7 +92,7 @@ def table(rows):
                 f"{max(r['peak_memory_gb'] for r in same):.1f}",
                 f"{mean(r['seconds_a_step'] for r in same):.2f}",
                 f"{max(0.0, mean(r['mismatch_kl'] for r in same)):.1e}",      # 0 but for rounding
-                before[0] if before else "-",
+                with_error(before) if before else "-",
                 with_error([r["accuracy_after"] for r in same]),
                 f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
                 with_error([r["greedy_after"] for r in same]),
@@ -119,7 +119,8 @@ def plot_accuracy(rows, plt):
             color = "tab:orange" if arm in WITHOUT_FILE else "tab:blue"
             accuracy.errorbar(mean(reached), place, xerr=standard_error(reached), fmt="o", capsize=3,
                               markersize=5, elinewidth=1, color=color)
-            accuracy.plot(before[:1], [place] * len(before[:1]), "|", color="gray", markersize=9)
+            if before:
+                accuracy.plot(mean(before), place, "|", color="gray", markersize=9)
             time.plot(mean(r["seconds_a_step"] for r in same), place, "s", markersize=5, color=color)
         # Seconds mean little without it; runs may share a GPU.
         hardware = sorted({r["hardware"] for r in rows if r["model"] == model})

@@ -78,7 +78,7 @@ def best_rates(rows):
 def with_gains(rows):
     """The rows with "gained": pass@1 after minus before.
 
-    Before is measured by one seed of those that begin with the same policy.
+    Before is measured by one run of those that begin with the same policy.
     """
     def start(row):
         return row["model"], row["arm"], row.get("start_seed", 0)

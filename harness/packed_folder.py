@@ -56,10 +56,8 @@ def named_parts(name, packed, block_scale, global_scale):
 def stacked_parts(names, sizes, packed, block_scale, global_scale):
     """The same, on the CPU, of layers that were quantised as one, stacked along out.
 
-    They share a global scale.
-
-    vLLM multiplies q, k, v and gate, up as one weight and keeps the largest of their global scales
-    for all, so different ones would decode to other weights than those stored.
+    They share a global scale: vLLM multiplies q, k, v and gate, up as one weight and keeps the largest
+    of their global scales for all, so different ones would decode to other weights than those stored.
     """
     rows = zip(names, packed.split(sizes), block_scale.split(sizes))
     found = {}

@@ -156,7 +156,7 @@ def train_policy(seed=0, steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_l
 def warm_start(seed=0):
     """A Hugging Face folder with the small policy; made in minutes the first time, then cached.
 
-    seed: of its making (train_policy). Policies of other seeds can as much, and learn otherwise.
+    seed: of its making (train_policy). Policies of other seeds learn differently, by far.
     """
     makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy,
               imitation_loss, train_policy)

@@ -36,7 +36,7 @@ class Run(NamedTuple):
     model: str | None              # a Hugging Face name or folder; None: the small policy
     lr: float
     seed: int
-    own_start: bool = False        # whether the seed has a warm start of the small policy to itself
+    own_start: bool = False        # whether each seed begins with a small policy of its own making
 
     @property
     def model_name(self):
@@ -115,7 +115,7 @@ def row_of(run, folder):
         "algo": settings["algo"],
         "lr": settings["lr"],
         "seed": run.seed,
-        "start_seed": settings["start_seed"],
+        "start_seed": settings.get("start_seed", 0),
         "steps": summary["steps"],
         **accuracies,
         "training_accuracy": mean([m["accuracy"] for m in metrics[-10:]]),
@@ -133,7 +133,7 @@ def row_of(run, folder):
 TEXTS = {"name", "model", "arm", "hardware"}
 NUMBERS = {"lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy", "training_accuracy",
            "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
-NOT_OF_EVERY_RUN = {"accuracy_before", "greedy_before"}        # numbers, too
+NOT_OF_EVERY_RUN = {"accuracy_before", "greedy_before", "start_seed"}        # numbers, too
 
 
 def is_number(value):
@@ -228,9 +228,13 @@ def run_missing(flags, args):
         for arm in args.arms
     ]
     missing = queue.Queue()
+    starts = []                        # seeds of the small policy's making
     for run in wanted:
         if run.name not in done:
             missing.put(run)
+            start = run.seed if run.own_start else 0
+            if run.model is None and start not in starts:
+                starts.append(start)
         elif args.steps is not None and done[run.name]["steps"] != args.steps:
             steps = done[run.name]["steps"]
             raise UserError(f"{args.out}/runs.jsonl has {run.name} with {steps} steps, not "
@@ -238,9 +242,8 @@ def run_missing(flags, args):
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
     with creating(args.runs):
         os.makedirs(args.runs, exist_ok=True)
-    if None in args.model:             # once, before several runs ask for it at the same time
-        for start in args.seeds if args.own_starts else [0]:
-            warm_start(start)
+    for start in starts:               # before several runs ask for it at the same time
+        warm_start(start)
     failed = []
     devices = visible_devices() * args.jobs
     with ThreadPoolExecutor(len(devices)) as pool:
@@ -264,7 +267,7 @@ OWN_FLAGS = {
     "--eval-only": "leave it out",
     "--save-quantized": "leave it out",
     "--eval-samples": "pass@1 is the mean of four",
-    "--skip-eval-before": "seed 0 alone is measured before",
+    "--skip-eval-before": "the study decides which seeds are measured before",
 }
 
 

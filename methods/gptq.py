@@ -35,12 +35,12 @@ from harness.packed_folder import stacked_parts
 from harness.quantizers import OtherCodes, example_layer, round_e2m1, show_layer, show_quantizers
 
 
-def inverse_factor(gram, damping):
-    """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹.
+def inverse_factor(gram, order, damping):
+    """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹; H is the gram in another order.
 
-    In float64, of which two matrices exist at a time: of a large model's they fill the GPU.
+    In float64; a few such matrices of a large model's widest layer take most of the memory.
     """
-    H = gram.double()
+    H = gram[order][:, order].double()
     H.diagonal().add_(damping * H.diag().mean() + 1e-12)
     H = torch.linalg.cholesky(H)
     H = torch.cholesky_inverse(H)
@@ -57,7 +57,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
     order = gram.diag().argsort(descending=True, stable=True)
     W = weight.float()[:, order]
     column_scale = scale.repeat_interleave(16, 1)[:, order]
-    U = inverse_factor(gram[order][:, order], damping)
+    U = inverse_factor(gram, order, damping)
     rounded = torch.empty_like(W)
     columns = W.shape[1]
     for start in range(0, columns, group):
