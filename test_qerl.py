@@ -3065,12 +3065,13 @@ def test_the_picture_of_differences():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows = list(made_up_rows())
-    _, noise, both = claims_pictures.plot_differences(rows, plt).axes
+    _, noise, both, _ = claims_pictures.plot_differences(rows, plt).axes
     assert drawn(noise, "o") == [3, 5] and drawn(noise, "D") == []
     assert not claims_pictures.compared_settings(rows[:4])   # of one seed there is no picture
     rows += [{**row, "seed": 2, "accuracy_after": row["accuracy_after"] + 0.01 * row["arm"].endswith("aqn")} for row in rows[:4]]
     rows = [{**row, "accuracy_before": 0.2 - 0.05 * row["arm"].startswith("nvfp4")} for row in rows]
-    _, noise, both = claims_pictures.plot_differences(rows, plt).axes
+    _, noise, both, by_gptq = claims_pictures.plot_differences(rows, plt).axes
+    assert drawn(by_gptq, "o") == []                         # which these rows do not answer
     assert drawn(noise, "o") == [3, 5, 4] and drawn(noise, "D") == [4] and drawn(noise, "|")[0] == 0
     assert drawn(both, "|")[0] == -5                         # what NVFP4 begins with
     assert claims_pictures.interval([3, 5, 4]) == pytest.approx(4.303 * 1 / 3 ** 0.5, rel=2e-3)

@@ -205,8 +205,8 @@ def make_tables(out, rows):
                       *phase_table(runs, measure, scale, digits)]
         write_lines(f"{out}/phases.md", lines)
         save_figure(f"{out}/curves.png", plot_curves, runs)
-    if compared_settings(factorial):
-        save_figure(f"{out}/differences.png", plot_differences, factorial)
+    if compared_settings(rows):
+        save_figure(f"{out}/differences.png", plot_differences, rows)
     if compared_rates(factorial):
         save_figure(f"{out}/rates.png", plot_rates, factorial)
 

@@ -46,6 +46,8 @@ QUESTIONS = {
     "4 bits without noise": [("nvfp4", "bf16")],
     "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
+    "4 bits by GPTQ under noise": [("gptq", "bf16+aqn")],
+    "both, 4 bits by GPTQ": [("gptq", "bf16")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
