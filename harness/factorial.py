@@ -12,6 +12,8 @@ ARMS = {
     "nvfp4": ["--weights", "nvfp4", *NO_NOISE],
     "bf16+aqn": ["--weights", "bf16"],
     "bf16": ["--weights", "bf16", *NO_NOISE],
+    # With AQN. Its codes are calibrated, where the other arms round to the nearest.
+    "gptq": ["--weights", "nvfp4", "--quantizer", "gptq"],
     "nf4": ["--weights", "nf4", *NO_NOISE],
     "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
     # Without LoRA there is no reference policy to stay near.
@@ -31,8 +33,7 @@ ABLATIONS = {
     "rank 128": ["--lora-rank", "128"],
     "dapo": ["--algo", "dapo"],
     "tis": ["--tis", "2"],
-    "gptq": ["--quantizer", "gptq"],                  # instead of rounding to nearest
-    "awq": ["--quantizer", "awq"],                                     # as the paper, section 4.1
+    "awq": ["--quantizer", "awq"],                    # as the paper, section 4.1
     "random reward": ["--reward", "random"],
 }
 FLAGS = {**ARMS, **ABLATIONS}
@@ -48,6 +49,7 @@ QUESTIONS = {
     "both": [("nvfp4+aqn", "bf16")],
     "4 bits by GPTQ under noise": [("gptq", "bf16+aqn")],
     "both, 4 bits by GPTQ": [("gptq", "bf16")],
+    "GPTQ for rounding, under noise": [("gptq", "nvfp4+aqn")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
