@@ -423,8 +423,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     stages for K, and would stop short of it). For stages > 2 and steps >= stages. "exponential"
     needs start and end positive, or both 0.
     """
+    stage = step * stages // steps
     assert schedule in SCHEDULES, schedule
-    stage = step * stages // steps                     # Algorithm 1's k, 0-based
     if stage == 0:
         return 0.0
     if start == end:
