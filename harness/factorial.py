@@ -12,8 +12,9 @@ ARMS = {
     "nvfp4": ["--weights", "nvfp4", *NO_NOISE],
     "bf16+aqn": ["--weights", "bf16"],
     "bf16": ["--weights", "bf16", *NO_NOISE],
-    # With AQN. Its codes are calibrated, where the other arms round to the nearest.
-    "gptq": ["--weights", "nvfp4", "--quantizer", "gptq"],
+    # NVFP4 again, by calibrated codes; the other arms round to the nearest.
+    "gptq+aqn": ["--weights", "nvfp4", "--quantizer", "gptq"],
+    "gptq": ["--weights", "nvfp4", "--quantizer", "gptq", *NO_NOISE],
     "nf4": ["--weights", "nf4", *NO_NOISE],
     "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
     # Without LoRA there is no reference policy to stay near.
@@ -47,9 +48,10 @@ QUESTIONS = {
     "4 bits without noise": [("nvfp4", "bf16")],
     "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
-    "4 bits by GPTQ under noise": [("gptq", "bf16+aqn")],
-    "both, 4 bits by GPTQ": [("gptq", "bf16")],
-    "GPTQ for rounding, under noise": [("gptq", "nvfp4+aqn")],
+    "4 bits by GPTQ, under noise": [("gptq+aqn", "bf16+aqn")],
+    "4 bits by GPTQ, without noise": [("gptq", "bf16")],
+    "both, 4 bits by GPTQ": [("gptq+aqn", "bf16")],
+    "GPTQ for rounding, under noise": [("gptq+aqn", "nvfp4+aqn")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
