@@ -41,17 +41,22 @@ def shown_rates(rows):
             for arm, lr in own.items()}
 
 
-def plot_band(axis, curves, label):
+def color_of(arm):
+    """The same in all pictures."""
+    return f"C{list(ARMS).index(arm)}"
+
+
+def plot_band(axis, curves, label, color):
     """The mean of curves of several seeds (lists of numbers), in a band of its standard error."""
     curves = [running_mean(curve) for curve in curves]
     steps = range(1, min(map(len, curves)) + 1)
     columns = [[curve[i - 1] for curve in curves] for i in steps]
     middle = [mean(column) for column in columns]
     errors = [standard_error(column) or 0 for column in columns]
-    line, = axis.plot(steps, middle, label=label, linewidth=1.2)
+    axis.plot(steps, middle, label=label, color=color, linewidth=1.2)
     low = [m - e for m, e in zip(middle, errors)]
     high = [m + e for m, e in zip(middle, errors)]
-    axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+    axis.fill_between(steps, low, high, color=color, alpha=0.15)
 
 
 def plot_curves(runs, plt):
@@ -71,7 +76,7 @@ def plot_curves(runs, plt):
                 curves = [[m[measure] for m in metrics] for row, metrics in runs
                           if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
                 other = "" if lr == usual else f", rate {lr:g}"
-                plot_band(axis, curves, f"{arm} ({len(curves)}{other})")
+                plot_band(axis, curves, f"{arm} ({len(curves)}{other})", color_of(arm))
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
         column[0].set(title=f"{model}, learning rate {usual:g}")
@@ -106,7 +111,8 @@ def plot_rates(rows, plt):
             if rates:
                 places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
                 axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
-                              markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})")
+                              markersize=4, capsize=3, linewidth=1, color=color_of(arm),
+                              label=f"{arm} ({seeds})")
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
