@@ -1125,6 +1125,13 @@ def require(ok, message):
         raise UserError(message)
 
 
+def require_blocks(layer, in_features, weights):
+    """Refuse a layer whose input features do not fill the blocks of a format, a name in FORMATS."""
+    block = FORMATS[weights].block
+    require(in_features % block == 0, f"layer {layer} has {in_features} input features, not divisible "
+                                      f"by {weights}'s block of {block}; use other --weights")
+
+
 def reason(error):
     """Another exception's text as one short line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
@@ -1196,10 +1203,8 @@ class Checkpoint:
 
     def quantized(self, name, out_features, in_features, weights):
         """(packed, block_scale, global_scale [out, 1]) of a layer, read as NVFP4 or quantised here."""
+        require_blocks(name, in_features, weights)
         format = FORMATS[weights]
-        require(in_features % format.block == 0,
-                f"layer {name} has {in_features} input features, not divisible by {weights}'s block of "
-                f"{format.block}; use other --weights")
         if not self.has(f"{name}.weight_packed"):
             weight = self.read(f"{name}.weight", (out_features, in_features))
             # A weight is quantised in the dtype that it has.

@@ -217,7 +217,7 @@ def train(settings):
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
-                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1.0 with one process
+                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 if alone
                 for piece in minibatch.pieces(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
                     loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
@@ -275,9 +275,10 @@ def load_all(settings, method, ranks=Ranks()):
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     if settings.model:
         folder = qerl.model_folder(settings.model)
+        tokenizer = ChatText(folder, SYSTEM[settings.reward])
     else:
         folder = warm_start(settings.start_seed)
-    tokenizer = ChatText(folder, SYSTEM[settings.reward]) if settings.model else ByteText()
+        tokenizer = ByteText()
     device = use_device(settings.device)
     stored = method.stored_model(folder, questions, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random

@@ -33,8 +33,7 @@ class LeftInFiles(qerl.Checkpoint):
     """
 
     def stacked(self, names, sizes, in_features):
-        qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
-                                            "divisible by nvfp4's block of 16; use other --weights")
+        qerl.require_blocks(names[0], in_features, "nvfp4")
         read = partial(super().stacked, names, sizes, in_features)
         read()
         return Unread(read)

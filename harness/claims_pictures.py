@@ -148,9 +148,10 @@ def points(by, what, measure):
 
 def compared_settings(rows):
     """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED."""
+    rows = with_gains(rows)
     found = []
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
-        by = by_arm_and_seed(with_gains(rows), model, lr)
+        by = by_arm_and_seed(rows, model, lr)
         if any(len(points(by, what, "accuracy_after")) > 1 for what in ASKED):
             found.append((f"{model}, {lr:g}", by))
     return found

@@ -35,7 +35,7 @@ NVFP4A16 = {
 
 def is_packed(folder):
     """Whether a layer of this folder is in 4 bits."""
-    return any(name.endswith(".weight_packed") for name in qerl.open_tensors(folder, "cpu"))
+    return qerl.Checkpoint(qerl.open_tensors(folder, "cpu")).is_packed
 
 
 def require_16_bit(folder, flag):
