@@ -53,6 +53,17 @@ def in_memory(layers):
             layer.weight = weight
 
 
+@contextlib.contextmanager
+def tensor_cores():
+    """Inside, a GPU multiplies float32 in TF32, whose ten bits hold 16-bit values without loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class Inputs:
     """Sums over all tokens x [in] that a layer reads."""
 
@@ -78,10 +89,11 @@ def inputs_of(layers, block, batches, hidden, ropes):
     batches: Rows; hidden [B, T, d]; ropes: (cos, sin).
     """
     inputs = {layer: Inputs(layer) for layer in layers}
-    for rows, x, rope in zip(batches, hidden, ropes):
-        for seen in inputs.values():
-            seen.mask = rows.mask
-        block(x, rope)
+    with tensor_cores():
+        for rows, x, rope in zip(batches, hidden, ropes):
+            for seen in inputs.values():
+                seen.mask = rows.mask
+            block(x, rope)
     for layer, seen in inputs.items():
         seen.hook.remove()
         qerl.require(torch.isfinite(seen.gram).all(),
