@@ -30,6 +30,7 @@ from harness import interrupts
 if __name__ == "__main__":
     interrupts.while_importing()
 
+import argparse
 import copy
 import glob
 import importlib.metadata
@@ -61,6 +62,8 @@ from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
+from harness.memory import is_out_of_memory
+from harness.memory_bench import release_memory
 from harness.random_models import SHAPES, RandomWeights, ShardedRandomWeights
 from harness.random_models import config_of, random_model, random_prompts
 from harness.ranks import Ranks
@@ -185,12 +188,6 @@ def bench_formats(args):
 def wait(device):
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def release_memory(device):
-    """Give back what deleted tensors leave in PyTorch's cache, which may not fit the next ones."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,28 +339,28 @@ def multiply(weight, x):
     return F.linear(x, weight.dequantize(x.dtype))
 
 
+def copies(nbytes, device):
+    """How many weights of so many bytes lie together well beyond a GPU's L2 cache; two on a CPU."""
+    return max(2, math.ceil(2e8 / nbytes)) if device == "cuda" else 2
+
+
 def bench_layer(model, layer, rows, device, bandwidth, flops):
     """One line of the table for each number of rows."""
     out, columns = layers_of(model)[layer]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     packed_bytes = out * columns * 9 / 16
-
-    def copies(nbytes):
-        """How many weights of so many bytes lie together well beyond the L2 cache."""
-        return max(2, math.ceil(2e8 / nbytes)) if device == "cuda" else 2
-
     dense = [
         torch.randn(out, columns, device=device, dtype=dtype) * 0.02
-        for _ in range(copies(2 * out * columns))
+        for _ in range(copies(2 * out * columns, device))
     ]
     linears = {"bf16": [partial(F.linear, weight=weight) for weight in dense]}
     for name in ("nvfp4", "nf4"):
-        tiled = tiled_copies(name, dense[0], copies(packed_bytes))
+        tiled = tiled_copies(name, dense[0], copies(packed_bytes, device))
         linears[name] = [partial(multiply, weight) for weight in tiled]
     # In NF4 a weight takes a quarter of the memory, so that four times as many exceed the cache.
     linears["bitsandbytes"] = bitsandbytes_linears(dense * 4)
     if device == "cuda":
-        linears["marlin"] = marlin_linears(dense[0], copies(packed_bytes))
+        linears["marlin"] = marlin_linears(dense[0], copies(packed_bytes, device))
     for M in rows:
         x = torch.randn(M, columns, device=device, dtype=dtype)
         contenders = {}
@@ -490,9 +487,8 @@ def mma_rows(model, layer):
     """One line of the table for each number of rows that linear_kernel takes without wgmma."""
     out, columns = layers_of(model)[layer]
     weight = torch.randn(out, columns, device="cuda", dtype=torch.bfloat16) * 0.02
-    copies = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))     # together well beyond the L2 cache
-    tiled = tiled_copies("nvfp4", weight, copies)
-    dense = [weight.clone() for _ in range(max(2, math.ceil(copies / 3)))]
+    tiled = tiled_copies("nvfp4", weight, copies(out * columns * 9 / 16, "cuda"))
+    dense = [weight.clone() for _ in range(copies(2 * out * columns, "cuda"))]
     for M in (1, 8, 16, 32, 64):
         x = torch.randn(M, columns, device="cuda", dtype=torch.bfloat16)
         right = fp4_kernels.linear_torch(x, tiled[0])
@@ -512,12 +508,9 @@ def decode_and_multiply(weight, x):
 # --------------------------------------------------------------------------------------------------
 # Rollout
 
-RANKS = {"Qwen2.5-7B": 32, "Qwen2.5-14B": 16, "Qwen2.5-32B": 16}
-
-
 def rank_of(name):
-    """The LoRA rank with which a model's rollout is measured."""
-    return RANKS.get(name, 32)
+    """The LoRA rank with which a model's rollout is measured; 14B's and 32B's are the paper's."""
+    return 16 if name in ("Qwen2.5-14B", "Qwen2.5-32B") else 32
 
 
 @torch.no_grad()
@@ -885,15 +878,16 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
 
     with clock("logprobs"):
         batch.old_logprobs = method.old_logprobs(model, batch)
-    measured = method.measure(batch)
+    measured = method.before_updates(batch)
 
     total_loss = 0.0
     with clock("update"):
         batch.weights = qerl.token_weights(batch.mask, settings.algo) / ranks.count
-        for piece in batch.pieces(settings.micro_tokens):
-            logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
+        for micro_batch in batch.micro_batches(settings.micro_tokens):
+            logprobs = qerl.token_logprobs(
+                model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
             loss, _ = qerl.policy_loss(
-                logprobs, piece.old_logprobs, piece.advantages, piece.weights,
+                logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.weights,
                 settings.clip_low, settings.clip_high)
             loss.backward()
             total_loss += loss.item()
@@ -907,7 +901,7 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
         assert math.isfinite(total_loss) and math.isfinite(norm)
         optimizer.step()
         optimizer.zero_grad()
-    method.measure_updates()
+    method.after_updates()
 
     whole = sum(clock.seconds.values())
     length = rollout.length.float().mean().item()
@@ -999,8 +993,9 @@ def print_steps(rows, models, sizes, weights):
 
 
 def plot_step(result, plt):
-    # A random reward takes no time.
-    phases = {"rollout": "tab:purple", "logprobs": "tab:cyan", "update": "tab:gray"}
+    # A random reward takes no time; nor do the last two with one process.
+    phases = {"rollout": "tab:purple", "logprobs": "tab:cyan", "update": "tab:gray",
+              "waiting": "lightgray", "exchange": "tab:olive"}
     sizes = list(dict.fromkeys((r["prompts"], r["group"]) for r in result["rows"]))[-2:]
     figure, axes = panels(plt, len(sizes), 5.5, sharey=False)
     for axis, (prompts, group) in zip(axes, sizes):
@@ -1010,7 +1005,8 @@ def plot_step(result, plt):
         bottom = [0.0] * len(rows)
         for phase, color in phases.items():
             seconds = [r[phase] for r in rows]
-            axis.bar(places, seconds, bottom=bottom, label=phase, color=color)
+            if any(seconds):
+                axis.bar(places, seconds, bottom=bottom, label=phase, color=color)
             bottom = [b + s for b, s in zip(bottom, seconds)]
         names = [f"{r['model'].split('-')[-1]}\n{STEP_LABELS[r['weights']]}" for r in rows]
         axis.set_xticks(places, names)
@@ -1161,10 +1157,10 @@ COMMANDS = {
 
 def size(text):
     """"32x8" -> (32, 8): prompts and completions of each."""
-    prompts, group = map(int, text.split("x"))
-    if prompts < 1 or group < 2:
-        raise ValueError("prompts and at least two completions of each")
-    return prompts, group
+    prompts, _, group = text.partition("x")
+    if not (prompts.isdecimal() and group.isdecimal() and int(prompts) >= 1 and int(group) >= 2):
+        raise argparse.ArgumentTypeError(f"{text}: give prompts x completions, at least 1x2")
+    return int(prompts), int(group)
 
 
 def arguments():
@@ -1203,11 +1199,12 @@ def arguments():
     args = p.parse_args()
     check_arguments(args)
     args.weights = args.weights or ["nvfp4", "bf16", "nf4"][:1 if args.what == "scaling" else 3]
-    args.ranks = [16, 128] if args.ranks is None else args.ranks
+    if args.ranks is None:
+        args.ranks = [16, 128] if "nvfp4" in args.weights else []
     return args
 
 
-# The commands that take an option, of those that not all take.
+# Options that only some commands take: {option: those commands}.
 TAKERS = {
     "weights": ["rollout", "step", "scaling"],
     "ranks": ["rollout"],
@@ -1236,6 +1233,9 @@ def check_arguments(args):
         known = ", ".join(SHAPES)
         for name in args.model or []:
             require_flag(name in SHAPES, "model", name, f"no such shape; choose from {known}")
+    if args.what == "formats":
+        require_flag(len(args.model or []) < 2, "model", " ".join(args.model or []),
+                     "formats takes one; call it once for each")
     if args.what == "rollout" and "nvfp4-fp8" in (args.weights or []):
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     for rank in args.ranks or []:
@@ -1245,6 +1245,8 @@ def check_arguments(args):
     require_flag(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
                  "must be at least 1")
     require_flag(args.cap is None or args.cap > 0, "cap", args.cap, "must be above 0")
+    require_flag(args.cap is None or args.device == "cuda", "cap", args.cap,
+                 "only a GPU's memory has a cap")
     processes = Ranks().count
     if args.shard and processes == 1:
         raise qerl.UserError("--shard: start by torchrun with --nproc_per_node=2 or more")
@@ -1278,15 +1280,18 @@ TABLES = {"rows", "means", "vllm", "busy", "long"}
 
 
 def read_earlier(path):
-    """{table: rows} of what an earlier call measured, empty without one; raises UserError."""
+    """{table: rows} of what an earlier call measured, empty without one; raises UserError.
+
+    Each row names the command and the date of that call, as the file will name those of this one.
+    """
     if not os.path.exists(path):
         return {}
     try:
         with open(path, encoding="utf-8") as f:
             earlier = json.load(f)
-        tables = {key: list(earlier[key]) for key in TABLES & earlier.keys()}
-        assert all(isinstance(row, dict) for rows in tables.values() for row in rows)
-    except (ValueError, TypeError, AttributeError, AssertionError):
+        origin = {key: earlier[key] for key in ("command", "date") if key in earlier}
+        tables = {key: [{**origin, **row} for row in earlier[key]] for key in TABLES & earlier.keys()}
+    except (ValueError, TypeError, AttributeError):
         raise qerl.UserError(f"{path}: not what bench.py writes; remove it, or give another --out")
     return tables
 
@@ -1329,10 +1334,14 @@ def main():
         studies = {"claims": claims, "entropy": entropy, "methods": compare}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))
+        args = arguments()
         try:
-            run(arguments())
-        except torch.OutOfMemoryError as e:
-            end(f"{qerl.reason(e)} Choose a smaller --model, fewer --sizes or a larger --cap")
+            run(args)
+        except RuntimeError as e:
+            if not is_out_of_memory(e):
+                raise
+            fewer = ", smaller --sizes or a larger --cap" if args.what == "step" else ""
+            end(f"{qerl.reason(e)} Choose a smaller --model{fewer}")
 
 
 if __name__ == "__main__":

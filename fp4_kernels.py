@@ -2,8 +2,8 @@
 
 The twin is the specification. It runs anywhere, it steps in a debugger, it serves where Triton does
 not run, and the tests hold the kernel to it, on a GPU and in Triton's interpreter
-(TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, its twin, and what bounds
-its speed: memory, instructions or latency.
+(TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, its twin (encode_e2m1's and
+sample's are in qerl.py), and what bounds its speed: memory, instructions or latency.
 
     1. quantising     weights rounded to E2M1                         encode_e2m1
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
@@ -86,8 +86,11 @@ def default_dtype(device):
     return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
 
 
-def take(device, dtype, in_features, sizes):
-    """Whether weights [size, in_features] are to lie in tiles: the kernels run here and take them."""
+def tiles_fit(device, dtype, in_features, sizes):
+    """Whether weights [size, in_features] are to lie in tiles: the kernels run here and take them.
+
+    They do on a GPU that computes in bfloat16, if in_features and all sizes are divisible by 128.
+    """
     if triton is None or device.type != "cuda" or dtype != torch.bfloat16:
         return False
     whole_tiles = all(n % 128 == 0 for n in (in_features, *sizes))
@@ -117,6 +120,7 @@ def tma_descriptor(x, block):
 
 if triton is not None:
     # The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
+    # What Triton compiles knows no other global values than a constexpr.
     PLAIN = tl.constexpr(INTERPRETED)
 
     @triton.jit
@@ -147,15 +151,9 @@ if triton is not None:
 # --------------------------------------------------------------------------------------------------
 # 1. Quantising to E2M1                                  code = the E2M1 number nearest to w / scale
 #
-# The twin is qerl.encode_e2m1. Its lines in PyTorch, where `halfway` has the points between
-# neighbouring magnitudes:
-#
-#     x = (weight.unflatten(1, (scale.shape[1], -1)) / scale[..., None]).flatten(1)
-#     codes = torch.bucketize(x.abs(), halfway) + 8 * (x < 0)
-#     packed = codes[:, ::2] | codes[:, 1::2] << 4
-#
-# The kernel is bound by memory: it reads the weight once and writes a quarter as many bytes, where
-# the twin's operations together pass it through memory about ten times.
+# The twin is what qerl.encode_e2m1 does without Triton. The kernel is bound by memory: it reads the
+# weight once and writes a quarter as many bytes, where the twin's operations together pass it
+# through memory about ten times.
 
 def encode_e2m1(weight, scale):
     """weight [out, in] / scale float32 [out, in/block] -> packed uint8 [out, in/2].
@@ -254,7 +252,8 @@ class TiledWeight:
     scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]; NF4's are
                                 # bfloat16 and the same for all t, so t has 1 place
     out_scale: torch.Tensor     # float32 [out]
-    table: torch.Tensor         # float32 [16], the value of each code
+    table: torch.Tensor         # float32 [16], the value of each code; for the twins, as the kernels
+                                # have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
 
@@ -296,29 +295,31 @@ class TiledWeight:
         bounds = sum(sizes[:1]), sum(sizes[:2])
         return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
 
-    def multiply(self, x, bias=None, residual=None, lora=None, shape=None):
+    def multiply(self, x, bias=None, residual=None, lora=None, config=None):
         """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
 
-        x [rows, in], interleaved; bias [out]; residual [rows, out]; lora from prepare_lora; x and
-        residual contiguous. The kernel takes x in bfloat16, and out and in divisible by 128, else
-        ValueError. shape: a Shape of its tiles instead of the one that it would choose, for tests.
+        x [rows, in], interleaved, on a GPU bfloat16; bias [out]; residual [rows, out]; lora from
+        prepare_lora; x and residual contiguous. ValueError if linear_kernel gets a weight whose out
+        or in is not divisible by 128. config: a Config of its tiles instead of the one that it would
+        choose, for tests.
         """
         if not use_triton(x):
             return linear_torch(x, self, bias, residual, lora)
 
-        # Decode first where linear_kernel does not pay. Without wgmma that is with more rows than a
-        # tile has, and with NF4, whose values pass through shared memory on their way to mma.sync.
+        # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
+        # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
+        # and with NF4, whose values pass through shared memory on their way to mma.sync.
         if is_hopper(x.device):
-            pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25
+            pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
             pays = len(x) <= 64 and not self.nf4
-        if shape is None and not pays:
+        if config is None and not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
             return dense_linear(x, weight, self, bias, residual, lora)
 
         if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(self.multiply(x, bias, residual, shape=shape), x, self, lora)
-        return launch_linear(x, self, bias, residual, lora, shape)
+            return add_lora(self.multiply(x, bias, residual, config=config), x, self, lora)
+        return launch_linear(x, self, bias, residual, lora, config)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
@@ -463,10 +464,12 @@ if triton is not None:
         bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
         """
         if PLAIN:
-            a = word & -0x7E3F7E40                                  # 0x81C081C0 as a signed number
-            b = word << 3 & -0x7E3F7E40
-            c = word << 6 & -0x7E3F7E40
-            d = word << 1 & -0x7FFF8000 | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
+            FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
+            SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
+            a = word & FIELDS
+            b = word << 3 & FIELDS
+            c = word << 6 & FIELDS
+            d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
             s = low_half(scale)
             return (low_half(a) * s, high_half(a) * s,
                     low_half(b) * s, high_half(b) * s,
@@ -555,15 +558,15 @@ if triton is not None:
             dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
 
     @triton.jit
-    def decode_tiles(words, scales, table, chunks,
+    def decode_tiles(words, scales, table, column_tiles,
                      R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
         """R x C tiles, without out_scale, from the pointers to the first one's words and scales.
 
-        chunks: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4, g 8,
-        t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
+        column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
+        g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
         """
         T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
-        r = tl.arange(0, R)[:, None] * chunks
+        r = tl.arange(0, R)[:, None] * column_tiles
         word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
         word = word.reshape(R, C, 4, 8, 4, 2, 2)
         scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
@@ -573,7 +576,7 @@ if triton is not None:
             pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
         else:
             pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
-            pair = pair + 0x6F806F80                                # times 2^96
+            pair = pair + 0x6F806F80            # times 2^96; with the codes' 2^-126 unpack_scales' 2^-30
         pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
 
         if NF4:
@@ -585,7 +588,7 @@ if triton is not None:
         return tl.join(even, odd)
 
     @triton.jit
-    def untile_kernel(words, scales, out_scale, table, weight, chunks,
+    def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
                       NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
         """Each program decodes two tiles that lie side by side.
 
@@ -593,9 +596,9 @@ if triton is not None:
         """
         row = tl.program_id(0)
         c = tl.program_id(1) * 2
-        at = (row * chunks + c).to(tl.int64)
+        at = (row * column_tiles + c).to(tl.int64)
         scales += at * (64 if NF4 else 256)
-        v = decode_tiles(words + at * 512, scales, table, chunks, 1, 2, NF4)
+        v = decode_tiles(words + at * 512, scales, table, column_tiles, 1, 2, NF4)
 
         # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
         # interleaved, (C, word, step, column half, t, i).
@@ -610,7 +613,7 @@ if triton is not None:
         else:
             n = row * 64 + tl.arange(0, 64)[:, None]
             k = c * 64 + tl.arange(0, 128)[None]
-            at_w = weight + n.to(tl.int64) * (chunks * 64) + k
+            at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
             tl.store(at_w, w.to(weight.dtype.element_ty))
 
 
@@ -670,7 +673,7 @@ def add_lora(y, x, tiled, lora):
 # instructions that decode; from about 128 rows on the tensor cores and the L2 cache. Figures, and
 # what was tried without gain, stand in results/kernels.md.
 
-class Shape(NamedTuple):
+class Config(NamedTuple):
     """How large a tile of linear_kernel is and what a program gets to compute it."""
     rows: int            # rows of x in a tile of y
     R: int               # 64R rows of W in it
@@ -682,63 +685,63 @@ class Shape(NamedTuple):
 
 
 # Found by searches on an H200. A group is for layers with up to so many rows of x; in it the first
-# shape is for small layers and the last for large ones.
-SHAPES = [
-    (Shape(rows=16, R=1, C=2, warps=4, stages=4, programs=3, registers=168),
-     Shape(rows=16, R=2, C=2, warps=4, stages=4, programs=3, registers=168),
-     Shape(rows=16, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
-    (Shape(rows=32, R=1, C=2, warps=4, stages=4, programs=3, registers=160),
-     Shape(rows=32, R=2, C=2, warps=4, stages=3, programs=2, registers=255),
-     Shape(rows=32, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
-    (Shape(rows=64, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
-     Shape(rows=64, R=2, C=2, warps=4, stages=4, programs=2, registers=255)),
-    (Shape(rows=128, R=1, C=4, warps=4, stages=3, programs=1, registers=255),
-     Shape(rows=128, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
-     Shape(rows=128, R=2, C=1, warps=4, stages=5, programs=2, registers=255)),
-    (Shape(rows=256, R=1, C=2, warps=4, stages=3, programs=1, registers=255),
-     Shape(rows=256, R=2, C=2, warps=8, stages=3, programs=1, registers=255)),
+# config is for small layers and the last for large ones.
+CONFIGS = [
+    (Config(rows=16, R=1, C=2, warps=4, stages=4, programs=3, registers=168),
+     Config(rows=16, R=2, C=2, warps=4, stages=4, programs=3, registers=168),
+     Config(rows=16, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
+    (Config(rows=32, R=1, C=2, warps=4, stages=4, programs=3, registers=160),
+     Config(rows=32, R=2, C=2, warps=4, stages=3, programs=2, registers=255),
+     Config(rows=32, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
+    (Config(rows=64, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
+     Config(rows=64, R=2, C=2, warps=4, stages=4, programs=2, registers=255)),
+    (Config(rows=128, R=1, C=4, warps=4, stages=3, programs=1, registers=255),
+     Config(rows=128, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
+     Config(rows=128, R=2, C=1, warps=4, stages=5, programs=2, registers=255)),
+    (Config(rows=256, R=1, C=2, warps=4, stages=3, programs=1, registers=255),
+     Config(rows=256, R=2, C=2, warps=8, stages=3, programs=1, registers=255)),
 ]
 # Without wgmma, tiles of more than 64 rows take more registers than there are. GPUs for games and
 # inference have 100 kB of shared memory an SM instead of 164 or more, in which two programs of these
-# shapes have room.
-SHAPES_WITHOUT_WGMMA = SHAPES[:3]
-SHAPES_IN_100_KB = [
-    tuple(shape._replace(programs=2) for shape in shapes)
-    for shapes in (SHAPES[0], SHAPES[1][:2], SHAPES[2][:1])
+# configs have room.
+CONFIGS_WITHOUT_WGMMA = CONFIGS[:3]
+CONFIGS_IN_100_KB = [
+    tuple(config._replace(programs=2) for config in configs)
+    for configs in (CONFIGS[0], CONFIGS[1][:2], CONFIGS[2][:1])
 ]
 LARGE = 1e8                      # weights of a large layer, from these searches, too
 
 
-def shapes_on(device):
-    """The Shapes that a device has room for, in groups as SHAPES."""
+def configs_on(device):
+    """The Shapes that a device has room for, in groups as CONFIGS."""
     if is_hopper(device):
-        return SHAPES
+        return CONFIGS
     roomy = capability(device) in ((8, 0), (8, 7), (10, 0), (10, 3))
-    return SHAPES_WITHOUT_WGMMA if roomy else SHAPES_IN_100_KB
+    return CONFIGS_WITHOUT_WGMMA if roomy else CONFIGS_IN_100_KB
 
 
-def shape_for(rows, out, columns, bounds, rank, groups=None):
-    """The Shape for x [rows, columns] and W [out, columns] from these groups, SHAPES by default.
+def config_for(rows, out, columns, bounds, rank, groups=None):
+    """The Config for x [rows, columns] and W [out, columns] from these groups, CONFIGS by default.
 
     It is the first whose tiles and steps fit into W's pieces, which begin at `bounds`, a whole
     number of times, and which has room in its registers for a tile's part of LoRA's B. rank: of
     LoRA, 0 without. The thresholds are measured on an H200. ValueError if none fits.
     """
-    groups = groups or SHAPES
-    shapes = next((shapes for shapes in groups if shapes[0].rows >= rows), groups[-1])
+    groups = groups or CONFIGS
+    configs = next((configs for configs in groups if configs[0].rows >= rows), groups[-1])
     large = out * columns > LARGE or out * rows > 2.4e6
-    for shape in reversed(shapes) if large else shapes:
-        whole_tiles = math.gcd(out, *bounds) % (64 * shape.R) == 0
-        whole_steps = columns % (64 * shape.C) == 0
-        if whole_tiles and whole_steps and shape.R * rank <= 256:
-            return shape
+    for config in reversed(configs) if large else configs:
+        whole_tiles = math.gcd(out, *bounds) % (64 * config.R) == 0
+        whole_steps = columns % (64 * config.C) == 0
+        if whole_tiles and whole_steps and config.R * rank <= 256:
+            return config
     raise ValueError(f"linear_kernel: {out} x {columns}, cut at {bounds}, are not divisible by 128")
 
 
 @dataclass(frozen=True)
 class LinearPlan:
     """How linear_kernel's work is cut: all of its launch but the tensors and their sizes."""
-    shape: Shape
+    config: Config
     tiles: int             # of y
     programs: int          # that multiply by W; each gets an equal share of the steps of all tiles
     at_once: int           # parts of a tile that are loaded at once when they are added up
@@ -751,45 +754,46 @@ class LinearPlan:
     @property
     def warp_groups(self):
         """How often there are the four warps that hold 64 rows of W."""
-        return self.shape.warps // 4
+        return self.config.warps // 4
 
 
-def plan_linear(rows, out, columns, bounds, pieces, rank, sms, shape=None, groups=None):
+def plan_linear(rows, out, columns, bounds, pieces, rank, sms, config=None, groups=None):
     """The LinearPlan for x [rows, columns] and W [out, columns] on a GPU of `sms` SMs.
 
     bounds: where the second and third piece begin in out; pieces and rank: of LoRA, 0 without;
-    shape: instead of the one that shape_for takes from `groups`. ValueError if the layer is not
+    config: instead of the one that config_for takes from `groups`. ValueError if the layer is not
     whole steps.
     """
-    shape = shape or shape_for(rows, out, columns, bounds, rank, groups)
-    fits = out % (64 * max(2, shape.R)) == 0 and columns % (64 * max(2, shape.C)) == 0
+    config = config or config_for(rows, out, columns, bounds, rank, groups)
+    fits = out % (64 * max(2, config.R)) == 0 and columns % (64 * max(2, config.C)) == 0
     if not fits:
-        raise ValueError(f"linear_kernel: {out} x {columns} are not whole steps of {shape}")
-    assert shape.R % (shape.warps // 4) == 0, f"{shape} leaves warps without rows"
-    running = shape.programs * sms                          # programs that the GPU runs at once
+        raise ValueError(f"linear_kernel: {out} x {columns} are not whole steps of {config}")
+    assert config.R % (config.warps // 4) == 0, f"{config} leaves warps without rows"
+    running = config.programs * sms                          # programs that the GPU runs at once
 
-    # h is multiplied by the instruction mma.sync, in tiles of at most 32 rows: in Triton 3.6 wgmma
-    # may read shared memory before such loads have come. If possible, h gets at most a sixth of the
-    # programs.
-    lora_rows = min(shape.rows, 32)
+    # h is multiplied in tiles of at most 32 rows, too few for wgmma, so that Triton takes mma.sync:
+    # in Triton 3.6 wgmma may read shared memory before such loads have come. Where a tile of y has
+    # more rows, each of its tiles of h is cut into fewer parts. If possible, h gets at most a sixth
+    # of the programs.
+    lora_rows = min(config.rows, 32)
     lora_tiles = triton.cdiv(pieces * rank, 64) * triton.cdiv(rows, lora_rows)
     part_columns = 1024 if out * columns > LARGE else 256
-    lora_parts = min(16, columns // part_columns) * lora_rows // shape.rows
+    lora_parts = min(16, columns // part_columns) * lora_rows // config.rows
     lora_parts = max(1, min(lora_parts, running // (6 * lora_tiles + 1)))
     lora_programs = lora_tiles * lora_parts if rows <= 128 else 0
 
     # As many programs as run at once, but no more than there are steps. If it does not cost many of
     # them, their number is such that each gets a whole tile or an equal part of one: fewer programs
     # with whole tiles are faster.
-    tiles = out // (64 * shape.R) * triton.cdiv(rows, shape.rows)
+    tiles = out // (64 * config.R) * triton.cdiv(rows, config.rows)
     programs = max(1, running - lora_programs)
     whole = programs // tiles * tiles
-    if whole > programs * (0.8 if shape.rows <= 64 else 0.5):
+    if whole > programs * (0.8 if config.rows <= 64 else 0.5):
         programs = whole
-    programs = min(programs, tiles * (columns // (64 * shape.C)))
+    programs = min(programs, tiles * (columns // (64 * config.C)))
 
-    at_once = min(8, max(1, 64 * shape.warps // (shape.R * shape.rows)))
-    return LinearPlan(shape=shape, tiles=tiles, programs=programs, at_once=at_once,
+    at_once = min(8, max(1, 64 * config.warps // (config.R * config.rows)))
+    return LinearPlan(config=config, tiles=tiles, programs=programs, at_once=at_once,
                       rank=rank, ranks=pieces * rank, lora_rows=lora_rows, lora_parts=lora_parts,
                       lora_programs=lora_programs)
 
@@ -808,14 +812,14 @@ def scratch(device):
     sms = 3                        # in the interpreter, so that tiles are cut there, too
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    sums = max(shape.programs * 64 * shape.R * shape.rows for shapes in SHAPES for shape in shapes)
+    sums = max(c.programs * 64 * c.R * c.rows for configs in CONFIGS for c in configs)
     partial = torch.empty(2 * sms * sums, device=device)
     lora_partial = torch.empty(2 ** 22, device=device)
     counters = torch.zeros(2 ** 16, dtype=torch.int32, device=device)
     return Scratch(sms, partial, lora_partial, counters)
 
 
-def launch_linear(x, tiled, bias, residual, lora, shape=None):
+def launch_linear(x, tiled, bias, residual, lora, config=None):
     """TiledWeight.multiply by linear_kernel, in one launch."""
     rows, columns = x.shape
     out = len(tiled.out_scale)
@@ -824,11 +828,11 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
     pieces = 0 if lora is None else len(A) // rank
     shared = scratch(x.device)
     wgmma = is_hopper(x.device)
-    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, shape,
-                       shapes_on(x.device))
-    shape = plan.shape
-    sums = 2 * plan.programs * 64 * shape.R * shape.rows
-    assert sums <= len(shared.partial), f"{shape} is not made for this kernel"
+    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, config,
+                       configs_on(x.device))
+    config = plan.config
+    sums = 2 * plan.programs * 64 * config.R * config.rows
+    assert sums <= len(shared.partial), f"{config} is not made for this kernel"
     counted = 1024 + plan.tiles <= len(shared.counters)
     assert counted, f"{rows} rows are more than the counters of this kernel"
 
@@ -842,9 +846,9 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
     # instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
-    if wgmma and shape.rows > 32:
-        tile_of_y = [shape.rows, 64 * shape.R]
-        x_tma = tma_descriptor(x, [shape.rows, 64 * shape.C])
+    if wgmma and config.rows > 32:
+        tile_of_y = [config.rows, 64 * config.R]
+        x_tma = tma_descriptor(x, [config.rows, 64 * config.C])
         y_there = tma_descriptor(y, tile_of_y)
         if residual is not None:
             residual = tma_descriptor(residual, tile_of_y)
@@ -854,9 +858,9 @@ def launch_linear(x, tiled, bias, residual, lora, shape=None):
         bias, residual, A, B, h, y_there,
         shared.partial, shared.lora_partial, shared.counters,
         rows, out, columns // 64, plan.ranks, *bounds, plan.lora_parts, plan.lora_programs,
-        RANK=rank, NF4=tiled.nf4, ROWS=shape.rows, LORA_ROWS=plan.lora_rows, R=shape.R, C=shape.C,
-        W=plan.warp_groups, STAGES=shape.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
-        num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=wgmma)
+        RANK=rank, NF4=tiled.nf4, ROWS=config.rows, LORA_ROWS=plan.lora_rows, R=config.R, C=config.C,
+        WARP_GROUPS=plan.warp_groups, STAGES=config.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
+        num_warps=config.warps, maxnreg=config.registers, launch_pdl=wgmma)
     return y
 
 
@@ -873,22 +877,22 @@ if triton is not None:
     # same order adds them up, so each thread stores what it has: no sum moves between threads.
 
     @triton.jit
-    def by_thread(acc, R: tl.constexpr, W: tl.constexpr):
-        """Sums [64R, ROWS] -> [R / W * ROWS / 8, 512W], whose rows have four sums of each thread.
+    def by_thread(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
+        """Sums [64R, ROWS] -> [R / groups * ROWS / 8, 512 groups], four sums of each thread a row.
 
-        The program has 4W warps. The dimensions are (64W rows, warp, row half, g, 8 columns, t, i),
-        and then (64W rows, 8 columns, warp, g, t, row half, i).
+        The program has WARP_GROUPS groups of four warps. The dimensions are (64 rows a group, warp,
+        row half, g, 8 columns, t, i), and then (64 rows a group, 8 columns, warp, g, t, row half, i).
         """
         n: tl.constexpr = acc.shape[1] // 8
-        acc = acc.reshape(R // W, 4 * W, 2, 8, n, 4, 2)
+        acc = acc.reshape(R // WARP_GROUPS, 4 * WARP_GROUPS, 2, 8, n, 4, 2)
         acc = acc.permute(0, 4, 1, 3, 5, 2, 6)
-        return acc.reshape(R // W * n, 512 * W)
+        return acc.reshape(R // WARP_GROUPS * n, 512 * WARP_GROUPS)
 
     @triton.jit
-    def by_row(acc, R: tl.constexpr, W: tl.constexpr):
+    def by_row(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
         """The inverse of by_thread."""
-        n: tl.constexpr = acc.shape[0] // (R // W)
-        acc = acc.reshape(R // W, n, 4 * W, 8, 4, 2, 2)
+        n: tl.constexpr = acc.shape[0] // (R // WARP_GROUPS)
+        acc = acc.reshape(R // WARP_GROUPS, n, 4 * WARP_GROUPS, 8, 4, 2, 2)
         acc = acc.permute(0, 2, 5, 3, 1, 4, 6)
         return acc.reshape(64 * R, 8 * n)
 
@@ -941,7 +945,7 @@ if triton is not None:
         return last
 
     @triton.jit
-    def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks,
+    def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles,
                       R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
         """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
 
@@ -950,14 +954,14 @@ if triton is not None:
         SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
         BYTES: tl.constexpr = 128 if NF4 else 256            # their size
         tile_row = at // steps // m_tiles * R
-        start = (tile_row * chunks + at % steps * C).to(tl.int64)
+        start = (tile_row * column_tiles + at % steps * C).to(tl.int64)
         there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
-        prefetch(words + start * 512, chunks * 2048, there * 2048, R, 8192 // R)
-        prefetch(scales + start * SCALES, chunks * BYTES, there * BYTES, R, 4 * BYTES // R)
+        prefetch(words + start * 512, column_tiles * 2048, there * 2048, R, 8192 // R)
+        prefetch(scales + start * SCALES, column_tiles * BYTES, there * BYTES, R, 4 * BYTES // R)
         prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
 
     @triton.jit
-    def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
+    def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
                   NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                   STAGES: tl.constexpr, WGMMA: tl.constexpr):
         """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
@@ -973,7 +977,7 @@ if triton is not None:
         acc = tl.zeros([64 * R, ROWS], tl.float32)
         for step in tl.range(first, last, num_stages=STAGES):
             at = row + step * C
-            w = decode_tiles(words + at * 512, scales + at * SCALES, table, chunks, R, C, NF4)
+            w = decode_tiles(words + at * 512, scales + at * SCALES, table, column_tiles, R, C, NF4)
             if WGMMA:
                 w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
             else:
@@ -985,7 +989,7 @@ if triton is not None:
                 m = m0 + tl.arange(0, ROWS)
                 k = step * C * 64 + tl.arange(0, 64 * C)
                 there = m[:, None] < M
-                b = tl.load(x + m[:, None] * (chunks * 64) + k[None], mask=there, other=0.0)
+                b = tl.load(x + m[:, None] * (column_tiles * 64) + k[None], mask=there, other=0.0)
             if not WGMMA:
                 b = b.reshape(ROWS, C, 2, 2, 2, 4, 2)
                 b = b.permute(0, 1, 2, 5, 3, 4, 6)
@@ -995,17 +999,17 @@ if triton is not None:
 
     @triton.jit
     def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
-                   R: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr):
+                   R: tl.constexpr, WARP_GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
         """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
 
         If it is the last, the returned acc has the sums of the whole tile. A program has part of at
         most two tiles: one whose start other programs have, for which slot 2p of `partial` is, and
         one whose start it has itself (`starts`), for which slot 2p + 1 is.
         """
-        LINE: tl.constexpr = 512 * W
+        LINE: tl.constexpr = 512 * WARP_GROUPS
         SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
         here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
-        tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, W))
+        tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, WARP_GROUPS))
         tl.debug_barrier()                                   # all threads store before one counts
 
         # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
@@ -1016,7 +1020,7 @@ if triton is not None:
         if finishes:
             tl.store(arrived + tile, 0)
             parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-            acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, W)
+            acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
         return finishes, acc
 
     @triton.jit
@@ -1059,11 +1063,13 @@ if triton is not None:
     def linear_kernel(x_tma, x, words, scales, out_scale, table,
                       bias, residual, lora_A, lora_B, h, y,
                       partial, lora_partial, counters,
-                      M, N, chunks, ranks, bound1, bound2, lora_parts, lora_programs,
+                      M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
                       RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
-                      LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-                      STAGES: tl.constexpr, AT_ONCE: tl.constexpr, WGMMA: tl.constexpr):
-        """y [M, N], where W has `chunks` tiles along the input; LinearPlan explains the other numbers.
+                      LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                      WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
+                      WGMMA: tl.constexpr):
+        """y [M, N], where W has `column_tiles` tiles along the input; LinearPlan explains the other
+        numbers.
 
         If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
         """
@@ -1073,7 +1079,7 @@ if triton is not None:
         arrived = counters + 1024                            # how many parts of each tile of y
         p = tl.program_id(0) - lora_programs                 # p < 0: a program of h = x Aᵀ
         P = tl.num_programs(0) - lora_programs
-        steps = chunks // C                                  # of a tile of y
+        steps = column_tiles // C                            # of a tile of y
         m_tiles = tl.cdiv(M, ROWS)
         tiles = N // (64 * R) * m_tiles
         total = tiles * steps
@@ -1083,12 +1089,12 @@ if triton is not None:
         if ROWS > 64:                                        # with fewer rows, after the last product
             let_next_start()
         if p >= 0:
-            prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, chunks, R, C, NF4)
+            prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C, NF4)
         wait_for_previous()
         if RANK > 0:
             if p < 0:
-                done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, chunks * 64, ranks,
-                                 lora_parts, LORA_ROWS, 64, 64 * max(2, C))
+                done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
+                                 ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
                 tl.atomic_add(ready, done)
                 at = end
 
@@ -1098,8 +1104,8 @@ if triton is not None:
             last = tl.minimum(steps, first + end - at)
             at += last - first
             m0 = tile % m_tiles * ROWS
-            row = (tile // m_tiles * R * chunks).to(tl.int64)
-            acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, chunks,
+            row = (tile // m_tiles * R * column_tiles).to(tl.int64)
+            acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
                             NF4, ROWS, R, C, STAGES, WGMMA)
 
             # If the next kernel were let start sooner, its few short programs would lie unevenly on
@@ -1110,7 +1116,7 @@ if triton is not None:
             finishes = last - first == steps
             if not finishes:
                 finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
-                                           total, R, W, AT_ONCE)
+                                           total, R, WARP_GROUPS, AT_ONCE)
             if finishes:
                 n0 = tile // m_tiles * (64 * R)
                 finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
@@ -1121,10 +1127,10 @@ if triton is not None:
 # --------------------------------------------------------------------------------------------------
 # 4. Between the linear layers
 #
-# In a decode step each of these kernels is bound by latency: its launch takes longer than its work.
-# In training they are bound by memory. Each reads and writes everything once, where PyTorch would
-# launch a kernel for each operation and keep what lies between them for backward. They compute in
-# float32.
+# RMSNorm, SwiGLU and the rotary embedding are bound by latency in a decode step, where a launch takes
+# longer than the work, and by memory in training. Each reads and writes everything once, where
+# PyTorch would launch a kernel for each operation and keep what lies between them for backward. They
+# compute in float32. The last, decode_attention, is for decoding alone, and bound by memory.
 #
 # interleaved=True has the columns written in the order of the tiles, in which the next layer's
 # TiledWeight takes them. It is for decoding, without gradient.
@@ -1394,10 +1400,11 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interlea
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
-    `filled`; the caller counts on. The cache has max_len places, CACHE_PIECE in each of `pieces` [2
-    (k, v), B, kv_heads, CACHE_PIECE, D], the rest in the last. Pieces that no row has reached need
-    not exist yet. addresses int64: where each piece lies. For tests: a program has `split` tokens of
-    the cache, divisible by 64, or more where `parts` programs a row would not be enough.
+    `filled`; the caller then adds 1 to it. The cache has max_len places, CACHE_PIECE in each of
+    `pieces` [2 (k, v), B, kv_heads, CACHE_PIECE, D], the rest in the last. Pieces that no row has
+    reached need not exist yet. addresses int64: where each piece lies. For tests: a program has
+    `split` tokens of the cache, divisible by 64, or more where `parts` programs a row would not be
+    enough.
     """
     if not use_triton(qkv):
         return decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved)
@@ -1426,7 +1433,7 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interlea
 
 @functools.lru_cache(maxsize=4)
 def attention_scratch(rows, parts, heads, D, device):
-    """What the parts of a row leave: (out, (top, total) of each part, how many parts have left them).
+    """What the parts of a row leave: (out, (m, total) of each part, how many parts have left them).
 
     The counts are zero between calls.
     """
@@ -1436,8 +1443,8 @@ def attention_scratch(rows, parts, heads, D, device):
 
 
 # The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
-# (top), the sum of exp(score - top) (total), and the sum of exp(score - top) · v (out). When a
-# larger score comes, total and out shrink by exp(old top - new top). The same rule puts parts
+# (m), the sum of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a
+# larger score comes, total and out shrink by exp(old m - new m). The same rule puts parts
 # together. At the end y = out / total.
 
 if triton is not None:
@@ -1450,9 +1457,9 @@ if triton is not None:
         return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
     @triton.jit
-    def attend(Q, top, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
+    def attend(Q, m, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
                D: tl.constexpr, BLOCK: tl.constexpr):
-        """(top, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
+        """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
         The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
         """
@@ -1466,64 +1473,68 @@ if triton is not None:
             else:
                 score = tl.dot(Q, tl.trans(K), input_precision="ieee")
             score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))    # (HEADS, BLOCK)
-            new_top = tl.maximum(top, tl.max(score, 1))
-            w = tl.exp2(score - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
+            new_m = tl.maximum(m, tl.max(score, 1))
+            w = tl.exp2(score - new_m[:, None])
+            shrink = tl.exp2(m - new_m)
             total = total * shrink + tl.sum(w, 1)
             V = V.to(tl.float32) if PLAIN else V
             out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
-            top = new_top
-        return top, total, out
+            m = new_m
+        return m, total, out
 
     @triton.jit
     def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """(total, out) of all parts of a row, from the pointers to the first part's out and top.
+        """(total, out) of all parts of a row, from the pointers to the first part's out and m.
 
         They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
         """
-        top = tl.full([HEADS], -float("inf"), tl.float32)
+        m = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         out = tl.zeros([HEADS, D_PAD], tl.float32)
         for q in range(0, parts):
-            part_top = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
+            part_m = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
             part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
             part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
-            new_top = tl.maximum(top, part_top)
-            old = tl.exp2(top - new_top)
-            new = tl.exp2(part_top - new_top)
+            new_m = tl.maximum(m, part_m)
+            old = tl.exp2(m - new_m)
+            new = tl.exp2(part_m - new_m)
             total = total * old + part_total * new
             out = out * old[:, None] + part_out * new[:, None]
-            top = new_top
+            m = new_m
         return total, out
 
     @triton.jit
-    def leave_attention(top, total, out, outs, stats, arrived, part, parts, row, head, d,
+    def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, head, d,
                         HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """Leave a part of a row -> (whether it is the last to do so, total, out).
+        """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
 
-        If it is the last, the returned total and out are those of the whole row.
+        If it is the last, the returned total and out are those of all parts.
         """
-        slot = row.to(tl.int64) * tl.num_programs(0)
+        slot = b_head.to(tl.int64) * tl.num_programs(0)
         i = head[:, None] * D_PAD + d[None]
         tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
-        tl.store(stats + (slot + part) * (2 * HEADS) + head, top)
+        tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
         tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
         tl.debug_barrier()                                     # all threads store before one counts
-        done = tl.atomic_add(arrived + row, 1) == parts - 1
+        done = tl.atomic_add(arrived + b_head, 1) == parts - 1
         if done:
-            tl.store(arrived + row, 0)
+            tl.store(arrived + b_head, 0)
             total, out = combined(outs + slot * (HEADS * D_PAD) + i,
                                   stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
         return done, total, out
 
     @triton.jit
-    def piece_of(addresses, piece, row, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
-        """(k, v, offset): token t of a row is at k + offset + t * D, if it lies in this piece."""
+    def piece_of(addresses, piece, b_head, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
+        """(k, v, offset): token t of b_head is at k + offset + t * D, if it lies in this piece.
+
+        An address becomes a pointer of y's type. In a piece all keys come before all values; the
+        grid's second dimension counts the rows and kv heads that have some.
+        """
         places = tl.minimum(PIECE, max_len - piece * PIECE)
         # PyTorch aligns what it allocates for loads of 16 bytes.
         k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
         v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
-        return k_cache, v_cache, (row.to(tl.int64) * places - piece * PIECE) * D
+        return k_cache, v_cache, (b_head.to(tl.int64) * places - piece * PIECE) * D
 
     # Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
     @triton.jit(do_not_specialize=["max_len"])
@@ -1532,16 +1543,16 @@ if triton is not None:
                                 INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                                 HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                                 BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
-        """A program has a part, SPLIT tokens or more, of the cache of one row and kv head.
+        """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
 
         SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
         """
         let_next_start()
         wait_for_previous()
         part = tl.program_id(0)
-        row = tl.program_id(1)
-        b = (row // kv_heads).to(tl.int64)
-        g = row % kv_heads
+        b_head = tl.program_id(1)
+        b = (b_head // kv_heads).to(tl.int64)
+        g = b_head % kv_heads
         n = tl.load(filled + b).to(tl.int32)
         size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
         first = part * size
@@ -1554,32 +1565,33 @@ if triton is not None:
             at = b * (kv_heads * (SHARE + 2)) * D
             at_q = at + (g * SHARE + head[:, None]) * D
             Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
-            top = tl.full([HEADS], -float("inf"), tl.float32)
+            m = tl.full([HEADS], -float("inf"), tl.float32)
             total = tl.zeros([HEADS], tl.float32)
             out = tl.zeros([HEADS, D_PAD], tl.float32)
 
-            if n < first + size:                               # the new token is this part's: first
-                k_cache, v_cache, cached = piece_of(addresses, n // PIECE, row, max_len, y, D, PIECE)
+            # The new token is this part's: append it, and begin the softmax with it.
+            if n < first + size:
+                k_cache, v_cache, cached = piece_of(addresses, n // PIECE, b_head, max_len, y, D, PIECE)
                 k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
                 v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
                 tl.store(k_cache + cached + n * D + d, k, mask=d < D)
                 tl.store(v_cache + cached + n * D + d, v, mask=d < D)
-                top = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
+                m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
                 total += 1.0
                 out += v.to(tl.float32)[None]
             last = tl.minimum(n, first + size)
             for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
-                k_cache, v_cache, cached = piece_of(addresses, piece, row, max_len, y, D, PIECE)
+                k_cache, v_cache, cached = piece_of(addresses, piece, b_head, max_len, y, D, PIECE)
                 begin = tl.maximum(first, piece * PIECE)
                 end = tl.minimum(last, (piece + 1) * PIECE)
-                top, total, out = attend(Q, top, total, out, k_cache, v_cache, cached, begin, end, n, d,
+                m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, n, d,
                                          scale_log2e, D, BLOCK)
 
             parts = n // size + 1
             done = n < size
             if not done:
-                done, total, out = leave_attention(top, total, out, outs, stats, arrived, part,
-                                                   parts, row, head, d, HEADS, D_PAD)
+                done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
+                                                   parts, b_head, head, d, HEADS, D_PAD)
             if done:
                 place = (g * SHARE + head[:, None]) * D + d[None]
                 place = tile_place(place) if INTERLEAVED else place
@@ -1591,8 +1603,9 @@ if triton is not None:
 # --------------------------------------------------------------------------------------------------
 # 5. After the output layer
 #
-# All are bound by memory, that is by one pass over the logits, of which a token has as many as the
-# vocabulary has entries. Both kinds use the online softmax of decode_attention.
+# Log-probabilities and sampling are bound by memory: by one pass over the logits, of which a token
+# has as many as the vocabulary has entries (their gradient is as large again). Both use the online
+# softmax of decode_attention.
 #
 # A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). With g = dL/dlogprob:
 #
@@ -1651,9 +1664,9 @@ if triton is not None:
     def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V,
                                       SIZE: tl.constexpr):
         """A program has SIZE logits of a row."""
-        pieces = tl.cdiv(V, SIZE)
-        row = (tl.program_id(0) // pieces).to(tl.int64)
-        i = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+        blocks = tl.cdiv(V, SIZE)
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
         z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         p = tl.exp(z - tl.load(log_Z + row))
         g = tl.load(grad + row) * ((i == tl.load(tokens + row)).to(tl.float32) - p)
@@ -1726,9 +1739,9 @@ if triton is not None:
 
             E = -tl.log(uniform[quarter])                              # a draw from Exp(1)
             noisy = z - tl.log(E)
-            top, where = tl.max(noisy, 0, return_indices=True)
-            if top > best:
-                best = top
+            candidate, where = tl.max(noisy, 0, return_indices=True)
+            if candidate > best:
+                best = candidate
                 best_i = block * (4 * QUARTER) + quarter * QUARTER + where
                 best_z = tl.max(tl.where(tl.arange(0, QUARTER) == where, z, -float("inf")))
 
@@ -1752,10 +1765,10 @@ if triton is not None:
         noisy = tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf"))
         _, where = tl.max(noisy, 0, return_indices=True)
 
-        top = tl.max(m)
-        e = tl.exp(m - top)
+        largest = tl.max(m)
+        e = tl.exp(m - largest)
         Z = tl.sum(total * e)
-        log_Z = top + tl.log(Z)
+        log_Z = largest + tl.log(Z)
         tl.store(token + b, tl.load(index + b * PARTS + where))
         best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
         tl.store(logprob + b, best_z - log_Z)

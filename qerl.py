@@ -1000,9 +1000,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
     or both [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole
-    minibatch, so that the losses of its pieces add up to the minibatch's, and the KLs to its mean.
-    KL is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
-    multiplies the gain, not the KL: see truncated_importance.
+    minibatch, so that the losses of its micro-batches add up to the minibatch's, and the KLs to its
+    mean. KL is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance
+    [B, C] multiplies the gain, not the KL: see truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
     advantage = advantages[:, None]
@@ -1231,7 +1231,7 @@ class Checkpoint:
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        if format.tile and fp4_kernels.take(device, self.dtype, in_features, sizes):
+        if format.tile and fp4_kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 

@@ -3526,26 +3526,26 @@ def test_kernel_untile(name):
     assert torch.equal(tiled.dequantize(torch.float32, interleaved=True), fp4_kernels.interleave(weight))
 
 
-def shapes_here(group):
-    """A group of SHAPES, as far as the GPU here has room for them."""
-    groups = fp4_kernels.shapes_on(torch.device(KERNEL_DEVICE))
+def configs_here(group):
+    """A group of CONFIGS, as far as the GPU here has room for them."""
+    groups = fp4_kernels.configs_on(torch.device(KERNEL_DEVICE))
     if group >= len(groups):
         pytest.skip("only Hopper has room for tiles of more than 64 rows")
     return groups[group]
 
 
 @runs_kernels
-@pytest.mark.parametrize("name,rows,columns,shapes", [("nvfp4", 1, 1024, 0), ("nvfp4", 21, 256, 1), ("nvfp4", 70, 1024, 2), ("nvfp4", 70, 384, 2),
+@pytest.mark.parametrize("name,rows,columns,configs", [("nvfp4", 1, 1024, 0), ("nvfp4", 21, 256, 1), ("nvfp4", 70, 1024, 2), ("nvfp4", 70, 384, 2),
                                                       ("nvfp4", 130, 256, 3), ("nvfp4", 300, 256, 4), ("mxfp4", 21, 256, 0), ("nf4", 21, 256, 3)])
-def test_kernel_linear(name, rows, columns, shapes):
-    """Against float64 of the dequantised weight, in each shape for about so many rows; then with other inputs, counters back at zero.
+def test_kernel_linear(name, rows, columns, configs):
+    """Against float64 of the dequantised weight, in each config for about so many rows; then with other inputs, counters back at zero.
 
-    The interpreter, which is slow, takes half of 1024 columns, and the sign of x changes from shape to shape only.
+    The interpreter, which is slow, takes half of 1024 columns, and the sign of x changes from config to config only.
     """
-    group = shapes_here(shapes)
+    group = configs_here(configs)
     if not CUDA:
         columns = min(columns, 512)
-    piece = 64 * max(shape.R for shape in group)                             # a tile lies in one piece
+    piece = 64 * max(config.R for config in group)                             # a tile lies in one piece
     out = 3 * piece
     tiled, dense = tiled_weight(name, out, columns)
     x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, out).bfloat16() * 64
@@ -3555,11 +3555,11 @@ def test_kernel_linear(name, rows, columns, shapes):
     with_lora = plain + 2 * torch.cat([h_i @ B_i.double().T for h_i, B_i in zip(h, B.split(piece))], -1)
     x, bias_there, residual_there = (t.to(KERNEL_DEVICE) for t in (fp4_kernels.interleave(x).contiguous(), bias, residual))
     lora = tiled.prepare_lora(A.to(KERNEL_DEVICE), B.to(KERNEL_DEVICE), [piece] * 3, 2.0, torch.bfloat16)
-    for number, shape in enumerate((None, *group)):
-        if CUDA or shape is None:                                            # else test_kernel_linear_adds_parts does it
-            assert relative(tiled.multiply(x, shape=shape).cpu().double(), plain) < 5e-3
+    for number, config in enumerate((None, *group)):
+        if CUDA or config is None:                                            # else test_kernel_linear_adds_parts does it
+            assert relative(tiled.multiply(x, config=config).cpu().double(), plain) < 5e-3
         for sign in (1, -1) if CUDA else [(-1) ** number]:
-            y = tiled.multiply(sign * x, bias_there, residual_there, lora, shape)
+            y = tiled.multiply(sign * x, bias_there, residual_there, lora, config)
             assert relative(y.cpu().double(), sign * with_lora + bias + residual) < 5e-3
         assert not fp4_kernels.scratch(x.device).counters.any()
     twin = fp4_kernels.linear_torch(x, tiled, bias_there, residual_there, lora)
@@ -3567,39 +3567,39 @@ def test_kernel_linear(name, rows, columns, shapes):
 
 
 @pytest.mark.parametrize("R", [1, 2, 4])
-def test_kernel_shapes_fit(monkeypatch, R):
+def test_kernel_configs_fit(monkeypatch, R):
     """A layer is whole tiles of its pieces and whole steps of its columns, also where those are odd multiples of 128."""
-    monkeypatch.setattr(fp4_kernels, "SHAPES", [(*shapes[:-1], shapes[-1]._replace(R=R)) for shapes in fp4_kernels.SHAPES])
+    monkeypatch.setattr(fp4_kernels, "CONFIGS", [(*configs[:-1], configs[-1]._replace(R=R)) for configs in fp4_kernels.CONFIGS])
     layers = [(37888, 3584, (18944, 37888)), (37888 + 256, 3584, (18944 + 128, 37888 + 256)), (4608, 3584, (3584, 4096)), (3584, 18944, (3584, 3584)),
               (128 * 301, 128 * 27, (128 * 301,) * 2), (384, 384, (128, 256))]
     for M, (N, columns, bounds), rank in itertools.product((1, 16, 17, 32, 64, 65, 128, 129, 256, 257, 1024), layers, (0, 16, 128)):
-        shape = fp4_kernels.shape_for(M, N, columns, bounds, rank)
-        assert all(n % (64 * shape.R) == 0 for n in (N, *bounds)) and columns % (64 * shape.C) == 0
-        assert shape.rows >= min(M, 256)
+        config = fp4_kernels.config_for(M, N, columns, bounds, rank)
+        assert all(n % (64 * config.R) == 0 for n in (N, *bounds)) and columns % (64 * config.C) == 0
+        assert config.rows >= min(M, 256)
 
 
 @pytest.mark.skipif(fp4_kernels.triton is None, reason="needs Triton")
 def test_kernel_linear_plans_fit():
     """All programs of a plan run at once, have work, and leave no more sums than there is room for."""
     layers = [(37888, 3584, (18944, 37888), 2), (4608, 3584, (3584, 4096), 3), (3584, 18944, (3584, 3584), 1), (128, 128, (128, 128), 1)]
-    groups = fp4_kernels.SHAPES, fp4_kernels.SHAPES_WITHOUT_WGMMA, fp4_kernels.SHAPES_IN_100_KB
-    for M, (N, columns, bounds, pieces), rank, sms, shapes in itertools.product((1, 16, 17, 64, 128, 129, 1024), layers, (0, 16, 128), (3, 132), groups):
-        plan = fp4_kernels.plan_linear(M, N, columns, bounds, pieces, rank, sms, groups=shapes)
-        shape = plan.shape
-        assert plan.tiles * 64 * shape.R * shape.rows >= M * N > (plan.tiles - N // (64 * shape.R)) * 64 * shape.R * shape.rows
-        assert 1 <= plan.programs <= min(shape.programs * sms, plan.tiles * columns // (64 * shape.C))
+    groups = fp4_kernels.CONFIGS, fp4_kernels.CONFIGS_WITHOUT_WGMMA, fp4_kernels.CONFIGS_IN_100_KB
+    for M, (N, columns, bounds, pieces), rank, sms, configs in itertools.product((1, 16, 17, 64, 128, 129, 1024), layers, (0, 16, 128), (3, 132), groups):
+        plan = fp4_kernels.plan_linear(M, N, columns, bounds, pieces, rank, sms, groups=configs)
+        config = plan.config
+        assert plan.tiles * 64 * config.R * config.rows >= M * N > (plan.tiles - N // (64 * config.R)) * 64 * config.R * config.rows
+        assert 1 <= plan.programs <= min(config.programs * sms, plan.tiles * columns // (64 * config.C))
         assert plan.ranks == pieces * rank and (plan.lora_programs > 0) == (rank > 0 and M <= 128)
         if sms == 132:                                                                    # 3 SMs may have fewer programs than h has tiles
-            assert plan.lora_programs + plan.programs <= shape.programs * sms
+            assert plan.lora_programs + plan.programs <= config.programs * sms
 
 
 @pytest.mark.skipif(fp4_kernels.triton is None, reason="needs Triton")
 def test_kernel_linear_refuses_what_is_not_whole_tiles():
     with pytest.raises(ValueError, match="not divisible by 128"):
         fp4_kernels.plan_linear(1, 160, 256, (160, 160), 0, 0, 132)
-    for out, shape in ((192, None), (384, fp4_kernels.SHAPES[0][2])):
+    for out, config in ((192, None), (384, fp4_kernels.CONFIGS[0][2])):
         with pytest.raises(ValueError, match="not whole steps"):
-            fp4_kernels.plan_linear(1, out, 256, (out, out), 0, 0, 132, shape)
+            fp4_kernels.plan_linear(1, out, 256, (out, out), 0, 0, 132, config)
 
 
 def have_capability(monkeypatch, *version):
@@ -3641,16 +3641,16 @@ def test_kernels_run_where_they_can(monkeypatch):
     for version, in_bfloat16, in_float16, dtype in (((9, 0), True, True, torch.bfloat16), ((8, 6), True, True, torch.bfloat16),
                                                     ((7, 5), False, True, torch.float16), ((7, 0), False, False, torch.float16)):
         have_capability(monkeypatch, *version)
-        assert fp4_kernels.runs_on(gpu, torch.bfloat16) == fp4_kernels.take(gpu, torch.bfloat16, 256, [128]) == in_bfloat16
+        assert fp4_kernels.runs_on(gpu, torch.bfloat16) == fp4_kernels.tiles_fit(gpu, torch.bfloat16, 256, [128]) == in_bfloat16
         assert fp4_kernels.runs_on(gpu, torch.float16) == in_float16
-        assert not fp4_kernels.take(gpu, torch.float16, 256, [128]) and not fp4_kernels.take(gpu, torch.bfloat16, 256, [100])
+        assert not fp4_kernels.tiles_fit(gpu, torch.float16, 256, [128]) and not fp4_kernels.tiles_fit(gpu, torch.bfloat16, 256, [100])
         assert fp4_kernels.default_dtype(gpu) == dtype
     assert fp4_kernels.default_dtype(torch.device("cpu")) == torch.float32
 
 
 def test_kernels_are_left_out_on_amd():
     """There PyTorch calls GPUs "cuda", too; their capabilities are 9.x, as Hopper's."""
-    code = "import torch; torch.version.hip = '7.0'; import fp4_kernels as k; print(k.triton, k.take(torch.device('cuda'), torch.bfloat16, 128, [128]))"
+    code = "import torch; torch.version.hip = '7.0'; import fp4_kernels as k; print(k.triton, k.tiles_fit(torch.device('cuda'), torch.bfloat16, 128, [128]))"
     result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
     assert result.stdout.split() == ["None", "False"] and result.stderr.count("AMD GPU") == (fp4_kernels.triton is not None)
 
@@ -3672,26 +3672,26 @@ def test_kernels_compile_for(monkeypatch, target):
     assert not [kernel for kernel in kernels if "error" in kernel]
     assert len(kernels) - len(linear) == (12 if target == 75 else 14) and bool(linear) == (target > 75)
     have_capability(monkeypatch, *divmod(target, 10))
-    shapes = [shape for group in fp4_kernels.shapes_on(None) for shape in group]
+    configs = [config for group in fp4_kernels.configs_on(None) for config in group]
     for kernel in kernels:
         assert kernel["shared"] <= 1024 * (cross_compile.SHARED[target] - 1), kernel
-        assert kernel["spilled"] < 128 or target == 75 or kernel.get("shape", [0])[0] > 64, kernel
+        assert kernel["spilled"] < 128 or target == 75 or kernel.get("config", [0])[0] > 64, kernel
     for kernel in linear:
-        programs = max(shape.programs for shape in shapes if [shape.rows, shape.R, shape.C] == kernel["shape"])
+        programs = max(config.programs for config in configs if [config.rows, config.R, config.C] == kernel["config"])
         assert programs * (kernel["shared"] + 1024) <= 1024 * cross_compile.SHARED[target], kernel
         assert kernel["weights_moved"] == 0 or target == 100, kernel
         assert ("wgmma.mma_async" in kernel["instructions"]) == (target == 90)
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows,shapes", [(5, 0), (20, 1), (50, 2), (100, 3), (200, 4)])
-def test_kernel_linear_adds_parts(rows, shapes):
+@pytest.mark.parametrize("rows,configs", [(5, 0), (20, 1), (50, 2), (100, 3), (200, 4)])
+def test_kernel_linear_adds_parts(rows, configs):
     """One or two tiles of W, cut among three programs."""
     x = torch.randn(rows, 384).bfloat16()
-    for shape in shapes_here(shapes):
-        tiled, dense = tiled_weight("nvfp4", 64 * max(2, shape.R), 384)
-        shape = shape._replace(C=1, programs=1)
-        y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), shape=shape)
+    for config in configs_here(configs):
+        tiled, dense = tiled_weight("nvfp4", 64 * max(2, config.R), 384)
+        config = config._replace(C=1, programs=1)
+        y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), config=config)
         assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
         assert not fp4_kernels.scratch(y.device).counters.any()
 
@@ -3702,8 +3702,8 @@ def test_kernel_linear_cuts_its_work(out):
     """2 tiles: less work than programs; 70 on a GPU, 10 on the interpreter's three SMs: programs with parts of two tiles."""
     tiled, dense = tiled_weight("nvfp4", out, 256)
     x = torch.randn(5, 256).bfloat16()
-    shape = fp4_kernels.SHAPES[0][0]._replace(programs=1 if out > 128 else 3)
-    y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), shape=shape)
+    config = fp4_kernels.CONFIGS[0][0]._replace(programs=1 if out > 128 else 3)
+    y = tiled.multiply(fp4_kernels.interleave(x).contiguous().to(KERNEL_DEVICE), config=config)
     assert relative(y.cpu().double(), x.double() @ dense.T) < 5e-3
 
 
@@ -4373,7 +4373,7 @@ def test_rollout_correction_without_an_old_policy():
         expected = -(gain.sum(1) / batch.length / 4 * (batch.length > 0)).sum()          # at padding the ratio is 1 or w is 0
         expected = torch.autograd.grad(expected, z)[0] * batch.mask
         torch.testing.assert_close(gradient, expected)
-        seen = method.measure_updates()
+        seen = method.after_updates()
         assert seen["mismatch_kl"] == pytest.approx((ratio - 1 - ratio.log())[batch.mask].mean().item(), rel=1e-4)
 
 
@@ -4381,13 +4381,13 @@ def test_normalised_weights_have_mean_1_over_the_step():
     batch = mismatched_batch(spread=1.0)
     method, plain = neighbour("rollout_correction:normalised-token-tis"), neighbour("rollout_correction:token-tis")
     for m in (method, plain):
-        m.measure(batch)
-        for piece in batch.pieces(8):                                                    # one row each, weighted alike
+        m.before_updates(batch)
+        for piece in batch.micro_batches(8):                                                    # one row each, weighted alike
             m.loss(batch.old_logprobs[:1], piece)
     weights = [torch.cat([w[mask] for _, mask, w in m.seen]) for m in (method, plain)]
     assert len(method.seen) == 4
     torch.testing.assert_close(weights[0], weights[1] / weights[1].mean())
-    assert method.measure_updates()["importance_mean"] == pytest.approx(1) and abs(plain.measure_updates()["importance_mean"] - 1) > 0.1
+    assert method.after_updates()["importance_mean"] == pytest.approx(1) and abs(plain.after_updates()["importance_mean"] - 1) > 0.1
 
 
 def test_mismatch_by_hand():
@@ -4560,7 +4560,7 @@ def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
     ours, theirs = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, z)[0]
     torch.testing.assert_close(ours, theirs)
     capped = (rho > 2) & batch.mask
-    assert method.measure(batch)["capped_fraction"] == pytest.approx((capped.sum() / batch.mask.sum()).item()) and capped.any()
+    assert method.before_updates(batch)["capped_fraction"] == pytest.approx((capped.sum() / batch.mask.sum()).item()) and capped.any()
     tis, _ = methods.find("qerl", method.settings).loss(logprobs, batch)
     differs = torch.autograd.grad(tis, logprobs)[0] != ours
     assert differs.any() and not (differs & ~capped).any()
@@ -4661,7 +4661,7 @@ def steered(method, model, scheduled, log_ratios):
     """The sigma that a step had, whose completions had these log ratios."""
     with method.noise(model, scheduled, torch.Generator()):
         pass
-    return method.measure(batch_with_log_ratios(log_ratios))["sigma"]
+    return method.before_updates(batch_with_log_ratios(log_ratios))["sigma"]
 
 
 def test_noise_control_holds_a_divergence(qwen):
@@ -4690,10 +4690,10 @@ def test_noise_control_counts_tokens_that_give_no_gradient():
     method = small_neighbour("noise_control:divergence")
     method.scheduled, method.sigma = 0.01, 0.01
     batch = batch_with_log_ratios([[0.1, -0.1]])
-    expected = method.measure(batch), method.state["divergence"]
+    expected = method.before_updates(batch), method.state["divergence"]
     method.state["divergence"] = None
     batch.mask[:] = False                               # DAPO, and all completions were cut off
-    assert (method.measure(batch), method.state["divergence"]) == expected and expected[1] > 0
+    assert (method.before_updates(batch), method.state["divergence"]) == expected and expected[1] > 0
 
 
 def test_noise_control_by_plappert_and_by_entropy(qwen):
@@ -4706,7 +4706,7 @@ def test_noise_control_by_plappert_and_by_entropy(qwen):
     for nats, sigma in ((0.19, 0.054), (0.21, 0.05)):                                 # steps of a 50th of 0.2
         with method.noise(model, 0.01, torch.Generator()):
             method.entropy = nats
-        method.measure(batch_with_log_ratios([[0.0]]))
+        method.before_updates(batch_with_log_ratios([[0.0]]))
         assert method.state["sigma"] == pytest.approx(sigma)
 
 
@@ -4773,7 +4773,7 @@ def test_noise_control_drops_completions_far_from_the_policy():
     assert loss.item() == pytest.approx(-(1.5 - 2 * 2) / 4, abs=1e-5) and kl == 0
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.5, 0, 0, 4]).repeat(2, 1).T / 8)
     with method.noise(None, 0.01, None):
-        assert method.measure(batch)["kept_fraction"] == 0.5
+        assert method.before_updates(batch)["kept_fraction"] == 0.5
 
 
 def resumes_bit_for_bit(monkeypatch, tmp_path, options):
@@ -4832,7 +4832,7 @@ def test_fp16_rounds_more_finely_than_bfloat16(qwen):
 def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
     scored_by_letters(monkeypatch)
     options = ("--model", qwen[0], "--data", data, *QUICK, "--method", "fp16", "--skip-eval-before", "--eval-questions", 1)
-    assert methods.find("fp16", train_gsm8k.Settings()).loss_scale_growth == 400
+    assert methods.find("fp16", train_gsm8k.Settings(dtype="float16")).loss_scale_growth == 400
     monkeypatch.setattr(methods.fp16.Neighbour, "loss_scale_growth", 2)
     run_main(monkeypatch, *options, "--out", tmp_path / "run")
     metrics = without_times(tmp_path / "run" / "metrics.jsonl")
@@ -4845,7 +4845,7 @@ def test_fp16_trains(qwen, data, tmp_path, monkeypatch):
     (["One", ".", " Two", "!", " End", "."], [2, 4]),                                    # the end of all is no cut
     (["a", ".\n\n", "b", "\n", "c", "\n", "\n"], [2, 4]), (["pi", " is", " 3", ".", "5", "."], []),
     (["Why", "?\n", "So"], [2]), (["no", " end", ".", "\n"], []), (["amid. a", " token", ".", " x"], [3]), ([], []),
-    (["1+2=3", "\n", "3-2=1", "</think>", ""], [2]),
+    (["1+2=3", "\n", "3-2=1", "</think>", ""], [2]), (["a", "\n", "", "b"], [2]),
 ])
 def test_sentences_end_at_tokens(pieces, ends):
     assert branches.sentence_ends(pieces) == ends
@@ -4909,14 +4909,14 @@ def test_branches_join_the_samples_behind_their_question(qwen):
     assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
     assert [bytes(row[:n].tolist()).decode() for row, n in zip(both.rollout.tokens, both.rollout.length)] == both.texts
     assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
-    assert method.measure(None) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
+    assert method.before_updates(None) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
     advantages = method.advantages(both)
     torch.testing.assert_close(advantages, torch.tensor([[-1, 1], [math.sqrt(2), -math.sqrt(2)], [0, 0], [0, 0]]) / math.sqrt(2), rtol=1e-3, atol=0)
     batch = train_gsm8k.make_batch(both, advantages.flatten(), "grpo")
     weights = method.token_weights(batch)
-    assert weights.sum(1).tolist() == pytest.approx([0.25] * 8)                          # four main completions, four branches
-    assert method.token_weights(batch.rows([0, 1, 2, 3, 4])).sum(1).tolist() == pytest.approx([1 / 3, 1 / 3, 0.5, 0.5, 1 / 3])
-    assert method.token_weights(batch.rows([2, 3])).sum().item() == pytest.approx(1)
+    assert method.settings.updates == 4 and weights.sum(1).tolist() == pytest.approx([1] * 8)      # two of eight in each minibatch, on average
+    for chosen in ([0, 1, 2, 3, 4], [2, 3], [0], [1, 7]):                                # whatever else is in a completion's minibatch
+        assert method.token_weights(batch.rows(chosen)).sum(1).tolist() == pytest.approx([1] * len(chosen))
     scored = train_gsm8k.score([{"right": Decimal(6), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
     assert scored.correct.tolist() == [[0, 0]]
     scored = train_gsm8k.score([{"right": Decimal(16), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
@@ -5907,7 +5907,7 @@ def fp8_error_on_a_cpu(folder, variant, batch, **options):
     tokens, length, mask = batch.tokens.cpu(), batch.length.cpu(), batch.mask.cpu()
     here = Batch(batch.prompts, tokens, length, mask.float(), torch.ones(len(length)), mask)
     here.old_logprobs = method.old_logprobs(model, here)
-    return method.measure(here)["fp8_error"]
+    return method.before_updates(here)["fp8_error"]
 
 
 @gpu
@@ -5940,7 +5940,7 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
         batch = Batch(repeated, rollout.tokens, rollout.length, rollout.logprobs, torch.ones(120, device="cuda"), rollout.mask)
         batch.old_logprobs = method.old_logprobs(model, batch)
         assert (batch.old_logprobs - rollout.logprobs).abs()[rollout.mask].mean() < (0.05 if variant == "unified" else 0.15)
-        assert method.measure(batch)["fp8_error"] == pytest.approx(fp8_error_on_a_cpu(folder, variant, batch, **options), rel=0.2)
+        assert method.before_updates(batch)["fp8_error"] == pytest.approx(fp8_error_on_a_cpu(folder, variant, batch, **options), rel=0.2)
         logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         logprobs.sum().backward()
         assert all(p.grad.isfinite().all() and p.grad.any() for p in qerl.trainable(model).values())

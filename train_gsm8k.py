@@ -208,19 +208,20 @@ def train(settings):
                 with method.reference(model):          # qerl.adapters_off
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
 
-        measured = method.measure(batch)
+        measured = method.before_updates(batch)
 
-        # Update: an optimiser step a minibatch. Its gradient is summed over pieces that fit memory,
-        # in which a token has the weight that it has in the whole minibatch.
+        # Update: an optimiser step a minibatch. Its gradient is summed over micro-batches that fit
+        # memory, in which a token has the weight that it has in the whole minibatch.
         set_learning_rate(optimizer, step, settings)
         losses = []
         with clock("update"):
-            for minibatch in batch.minibatches(settings.updates):       # in order: groups stay whole
+            for minibatch in batch.minibatches(settings.updates):       # in order, so by question
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
                 minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 if alone
-                for piece in minibatch.pieces(settings.micro_tokens):
-                    logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
-                    loss, kl = method.loss(logprobs, piece)     # qerl.policy_loss (Eq. 3)
+                for micro_batch in minibatch.micro_batches(settings.micro_tokens):
+                    logprobs = qerl.token_logprobs(
+                        model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
+                    loss, kl = method.loss(logprobs, micro_batch)     # qerl.policy_loss (Eq. 3)
                     scaler.scale(loss).backward()
                     losses.append((loss.item(), kl.item()))
                 trained = qerl.trainable(model).values()
@@ -244,7 +245,7 @@ def train(settings):
         if scaler.is_enabled():
             learned["loss_scale"] = scaler.get_scale()
         seen = describe(samples, batch, clock)
-        measured |= method.measure_updates()           # a neighbour's own figures win
+        measured |= method.after_updates()           # a neighbour's own figures win
         logged = ranks.join({**learned, **seen, **measured})
         keeper.log({"step": step + 1, **logged})
         progress.set_postfix_str(PROGRESS.format(**logged))
@@ -311,11 +312,11 @@ def load_all(settings, method, ranks=Ranks()):
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
                         "raise --eval-questions, give more of them, or start fewer processes")
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
+    method.prepare(model, folder, questions, tokenizer)         # may take memory
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
     if settings.micro_tokens is None:
         settings.micro_tokens = micro_tokens_that_fit(model)
-    method.prepare(model, folder, questions, tokenizer)
     return model, tokenizer, questions, held_out
 
 

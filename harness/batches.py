@@ -1,7 +1,7 @@
 """The completions of a step as rows that can be cut.
 
-They are cut into minibatches, one for each optimiser step, and these into pieces as large as the
-memory allows. How they are cut into pieces changes the memory and the speed, not the gradient.
+They are cut into minibatches, one for each optimiser step, and these into micro-batches as large as
+the memory allows. How the latter are cut changes the memory and the speed, not the gradient.
 """
 from dataclasses import dataclass, fields, replace
 
@@ -43,7 +43,7 @@ class Batch:
         for chosen in torch.arange(len(self.prompts)).tensor_split(count):
             yield self.rows(chosen.tolist())
 
-    def pieces(self, budget):
+    def micro_batches(self, budget):
         """Batches of at most `budget` tokens each: see cut_rows."""
         for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
             yield self.rows(chosen)
@@ -60,9 +60,9 @@ class Batch:
 
 
 def cut_rows(prompts, lengths, budget):
-    """Rows (a prompt, its completion's length) cut into pieces, lists of row numbers.
+    """Rows (a prompt, its completion's length) cut into micro-batches, lists of row numbers.
 
-    A piece holds at most `budget` tokens, counting a prompt once that several of its rows share
+    One holds at most `budget` tokens, counting a prompt once that several of its rows share
     (qerl.pack), and at most four times as many where attention pads the rows to one length. A row
     that is longer goes alone. Prompts with the longest rows come first.
     """
@@ -70,22 +70,22 @@ def cut_rows(prompts, lengths, budget):
     for prompt, length in zip(map(tuple, prompts), lengths):
         longest[prompt] = max(longest.get(prompt, 0), len(prompt) + length)
     order = sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i]))
-    pieces = []
-    tokens = width = 0                  # of the last piece: its tokens, its longest row
+    micro_batches = []
+    tokens = width = 0                  # of the last one: its tokens, its longest row
     for i in order:
         size = len(prompts[i]) + lengths[i]
-        shares_prompt = bool(pieces) and prompts[i] == prompts[pieces[-1][-1]]
+        shares_prompt = bool(micro_batches) and prompts[i] == prompts[micro_batches[-1][-1]]
         added = lengths[i] if shares_prompt else size
         too_many = tokens + added > budget
-        padded = max(width, size) * (len(pieces[-1]) + 1) if pieces else 0
-        if not pieces or too_many or padded > 4 * budget:
-            pieces.append([])
+        padded = max(width, size) * (len(micro_batches[-1]) + 1) if micro_batches else 0
+        if not micro_batches or too_many or padded > 4 * budget:
+            micro_batches.append([])
             tokens = width = 0
             added = size
-        pieces[-1].append(i)
+        micro_batches[-1].append(i)
         tokens += added
         width = max(width, size)
-    return pieces
+    return micro_batches
 
 
 def pick_groups(parts, order):

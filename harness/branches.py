@@ -21,7 +21,8 @@ def sentence_ends(pieces):
     last = len(text.rstrip())
     ends = {match.end() for match in SENTENCE_END.finditer(text) if match.end() < last}
     lengths = itertools.accumulate(map(len, pieces))
-    return [i + 1 for i, length in enumerate(lengths) if length in ends]
+    # A token without text, such as a special one, would repeat the end before it.
+    return [i + 1 for i, length in enumerate(lengths) if length in ends and pieces[i]]
 
 
 def fit_success(outcomes):

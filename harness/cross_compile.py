@@ -96,7 +96,7 @@ def compile_for(target, launch):
         found = {"kernel": self.__name__}
         kernels.append(found)
         if "ROWS" in options:
-            found["shape"] = [options[name] for name in ("ROWS", "R", "C")]
+            found["config"] = [options[name] for name in ("ROWS", "R", "C")]
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 kernel = run(self, *args, grid=grid, warmup=True, **options)
@@ -145,8 +145,8 @@ def launch_others(dtype):
     fp4_kernels.sample(empty(16, 152064).detach(), 1.0, torch.zeros(1, dtype=torch.long))
 
 
-def launch_tiles(every_shape):
-    """untile_kernel, and linear_kernel in the GPU's Shapes or in the last one of each group."""
+def launch_tiles(every_config):
+    """untile_kernel, and linear_kernel in the GPU's Configs or in the last one of each group."""
     out = 3 * 512
     columns = 1024
     words = torch.empty(out // 64, columns // 64, 512, dtype=torch.int32)
@@ -157,12 +157,12 @@ def launch_tiles(every_shape):
         if weight.nf4 and not fp4_kernels.is_hopper(words.device):
             continue
         lora = weight.prepare_lora(torch.empty(96, columns), torch.empty(out, 32), [512] * 3, 1.0)
-        groups = fp4_kernels.shapes_on(words.device)
+        groups = fp4_kernels.configs_on(words.device)
         for group in groups[:1] if weight.nf4 else groups:
-            for shape in group if every_shape else group[-1:]:
-                x = torch.empty(shape.rows, columns, dtype=torch.bfloat16)
-                residual = torch.empty(shape.rows, out, dtype=torch.bfloat16)
-                weight.multiply(x, torch.empty(out), residual, lora, shape)
+            for config in group if every_config else group[-1:]:
+                x = torch.empty(config.rows, columns, dtype=torch.bfloat16)
+                residual = torch.empty(config.rows, out, dtype=torch.bfloat16)
+                weight.multiply(x, torch.empty(out), residual, lora, config)
 
 
 def launch_all(target):
@@ -170,7 +170,7 @@ def launch_all(target):
         launch_others(torch.float16)
     else:
         launch_others(torch.bfloat16)
-        launch_tiles(every_shape=target == 86)
+        launch_tiles(every_config=target == 86)
 
 
 def main():

@@ -182,9 +182,11 @@ def make_batch(model, prompt, rollout):
 
 def update(model, optimizer, batch, micro_tokens):
     """One optimiser step on all completions; returns the gradient's norm."""
-    for piece in batch.pieces(micro_tokens):
-        logprobs = qerl.token_logprobs(model, piece.prompts, piece.tokens, piece.length)
-        loss, _ = qerl.policy_loss(logprobs, piece.old_logprobs, piece.advantages, piece.weights)
+    for micro_batch in batch.micro_batches(micro_tokens):
+        logprobs = qerl.token_logprobs(
+            model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
+        loss, _ = qerl.policy_loss(
+            logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.weights)
         loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(qerl.trainable(model).values(), 0.2)
     optimizer.step()
@@ -390,7 +392,7 @@ def outcome(row):
     if "failed" in row:
         return row["failed"]
     if "out_of_memory" in row:
-        return f"out of memory under {row['cap_gb']:g} GB in phase {row['out_of_memory']}"
+        return f"out of memory {under(row['cap_gb'])} in phase {row['out_of_memory']}"
     return "fits" if row["cap_gb"] else "no cap"
 
 

@@ -53,7 +53,8 @@ class Ranks:
                      f"is not divisible by --updates {settings.updates} times {self.count} "
                      "processes")
         require_flag(settings.method == "qerl", "method", settings.method,
-                     "the neighbours run in one process; start without torchrun")
+                     "the neighbours run in one process; start without torchrun (--quantizer alone "
+                     "runs in several)")
         require_flag(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
                      "trains the weights themselves, which --shard cuts; leave one of the two out")
         if settings.shard and settings.keep_activations:

@@ -10,6 +10,7 @@ PHASES = ["rollout", "logprobs", "update", "waiting", "exchange"]
 HEAD = ["model", "size", "processes", "completions", "tokens each", "step, s",
         *(f"{phase}, s" for phase in PHASES), "completions/s", "times one", "efficiency",
         "tokens/s", "times one"]
+NEEDED = {"model", "weights", "processes", "prompts", "group", "length", "step", *PHASES}
 
 
 def read_rows(path):
@@ -17,8 +18,9 @@ def read_rows(path):
     try:
         with open(path, encoding="utf-8") as f:
             rows = json.load(f)["rows"]
-        assert rows and all(row["processes"] >= 1 and row["step"] > 0 for row in rows)
-    except (ValueError, KeyError, TypeError, AssertionError):
+        assert rows and all(NEEDED <= row.keys() for row in rows)
+        assert all(row["processes"] >= 1 and row["step"] > 0 for row in rows)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise qerl.UserError(f"{path}: not what bench.py scaling writes; name another or remove it")
     return rows
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.flags import Parser, require_flag
+from harness.flags import Parser, parse_flags, require_flag
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
@@ -272,15 +272,16 @@ OWN_FLAGS = {
 
 
 def read_more(args):
-    """Check the flags that go to train_gsm8k.py; args.steps: what they say of --steps, or None."""
-    args.steps = None
-    for i, text in enumerate(args.more):
-        flag, _, value = text.partition("=")
+    """Check the flags that go to train_gsm8k.py; args.steps: what they say of --steps, or None.
+
+    A flag that train_gsm8k.py does not know is refused here, not by one run after the other.
+    """
+    for text in args.more:
+        flag = text.partition("=")[0]
         if flag in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
-        if flag == "--steps":
-            value = value or "".join(args.more[i + 1:i + 2])
-            args.steps = int(value) if value.isdigit() else None
+    from train_gsm8k import Settings                          # which imports this module's users
+    args.steps = parse_flags(Settings, "", {}, args.more).get("steps")
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):

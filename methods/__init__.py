@@ -89,27 +89,27 @@ class Method:
         """Each token's share of the loss of a harness.batches.Batch, float32 [N, C]."""
         return qerl.token_weights(minibatch.mask, self.settings.algo)
 
-    def loss(self, logprobs, piece):
+    def loss(self, logprobs, micro_batch):
         """(loss with gradient, KL to the reference) of some completions of a minibatch (Eq. 3).
 
-        logprobs: log π_θ, float32 [B, C]; piece: a harness.batches.Batch of B completions.
+        logprobs: log π_θ, float32 [B, C]; micro_batch: a harness.batches.Batch of B completions.
         """
         importance = None
         if self.settings.tis:      # corrects for the policy that sampled
             importance = qerl.truncated_importance(
-                piece.old_logprobs, piece.rollout_logprobs, self.settings.tis)
+                micro_batch.old_logprobs, micro_batch.rollout_logprobs, self.settings.tis)
         return qerl.policy_loss(
-            logprobs, piece.old_logprobs, piece.advantages, piece.weights,
+            logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.weights,
             self.settings.clip_low, self.settings.clip_high,
-            piece.ref_logprobs, self.settings.beta, importance,
+            micro_batch.ref_logprobs, self.settings.beta, importance,
         )
 
-    def measure(self, batch):
-        """What metrics.jsonl should say of a step besides, {name: number}; before the updates."""
+    def before_updates(self, batch):
+        """Prepare a step's updates; -> what else metrics.jsonl should say of it, {name: number}."""
         return {}
 
-    def measure_updates(self):
-        """The same after the step's updates, of what `loss` saw in them."""
+    def after_updates(self):
+        """Put back what was prepared; -> the same, of what `loss` saw in the updates."""
         return {}
 
 

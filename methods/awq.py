@@ -23,9 +23,7 @@ afterwards; we measure each layer's own output, and do not clip. The norms' scal
 that the same σ of AQN is more noise where s is large.
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
-where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours,
-pass@1 beside QeRL's: small policy (five seeds) -7 ± 7 points, 0.5B (two) 0.6 ± 1.0
-(methods/README.md).
+where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
 
 When would you use it? Where your serving stack asks for it. In NVFP4, whose blocks have scales of
 their own already, GPTQ comes nearer.

@@ -18,17 +18,16 @@ drawn by
 so it is deep, but can still be mended. G branches go on from it (8 as in the paper, where G is 8),
 with their own baseline, A = reward - mean(reward) of the branches, not divided by their standard
 deviation [P]. The loss is that of the main completions plus that of the branches, each normalised
-by itself [P]. What was cut stays in a branch's prompt: only what follows is trained on. Ours [I]: a
-sentence ends at a line's end or at . ! ? before a space (theirs: at any token "."), and the
-question itself is no pivot (theirs counts as a first sentence). The authors' later versions ask a
-teacher instead; not here.
+by itself [P], over the step, so that a branch weighs the same in each minibatch [I]. What was cut
+stays in a branch's prompt: only what follows is trained on. Ours [I]: a sentence ends at a line's
+end or at . ! ? before a space (theirs: at any token "."), and the question itself is no pivot
+(theirs counts as a first sentence). The authors' later versions ask a teacher instead; not here.
 
 What differs from QeRL: groups are added after scoring (`explore`), and the two streams are weighed.
 AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
 The paper's result: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
-[S]. Ours, pass@1 beside QeRL's: small policy (five seeds) 11 ± 8 points, at 7.5 instead of 4.3
-seconds a step; 0.5B (two) 0.8 ± 1.0 (methods/README.md).
+[S]. Ours: methods/README.md.
 
 When would you use it? Where most completions fail late and sampling is cheap beside the rest: each
 failed completion costs G more (logged: seconds of "branches").
@@ -66,6 +65,7 @@ class Neighbour(Method):
         super().__init__(settings, variant)
         self.state = {"outcomes": []}
         self.branch_prompts = set()            # of the current step, as tuples of token ids
+        self.rows = {}                         # {is it a branch: completions of the step}
         self.measured = {}
 
     def prepare(self, model, folder, questions, tokenizer):
@@ -76,10 +76,12 @@ class Neighbour(Method):
         """Add a group of branches behind the group of each failed completion that has a pivot."""
         pivots = self.pivots(samples, generator)
         self.branch_prompts = {tuple(pivot.question["prompt"]) for pivot in pivots}
+        completions, group = samples.rewards.numel(), samples.rewards.shape[1]
+        self.rows = {False: completions, True: len(pivots) * group}
         self.measured = {"branches": len(pivots)}
         if not pivots:
             return samples
-        limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
+        limits = [pivot.room for pivot in pivots for _ in range(group)]
         branched = complete([pivot.question for pivot in pivots], "branches",
                             sampler_class=limited_sampler(limits))
         mended = branched.correct.amax(1)
@@ -117,15 +119,21 @@ class Neighbour(Method):
         return torch.where(is_branch, centered, super().advantages(samples))
 
     def token_weights(self, minibatch):
-        """Main completions and branches are two streams, and each has a mean of its own."""
+        """Main completions and branches are two streams, and each has a mean of its own.
+
+        A minibatch may have few branches, or none: it counts for as much of their stream as it has.
+        """
         is_branch = torch.tensor([tuple(p) in self.branch_prompts for p in minibatch.prompts])
         weights = torch.zeros_like(minibatch.mask, dtype=torch.float32)
-        for stream in (is_branch, ~is_branch):
-            stream = stream.to(weights.device)
-            weights[stream] = qerl.token_weights(minibatch.mask[stream], self.settings.algo)
+        for branches in (False, True):
+            stream = (is_branch == branches).to(weights.device)
+            if stream.any():
+                share = self.settings.updates * stream.sum() / self.rows[branches]
+                own = qerl.token_weights(minibatch.mask[stream], self.settings.algo)
+                weights[stream] = share * own
         return weights
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""
         return self.measured
 

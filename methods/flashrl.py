@@ -28,9 +28,7 @@ During a rollout the 16-bit and the 8-bit weights are both in memory. Held-out q
 answered by the 16-bit policy. --tis 0 shows the method without its correction.
 
 The paper's result: the README recommends it from 14B on, with long completions; users saw no
-gain at 32B and 70B (issues 28 and 37). Ours, points of pass@1 above QeRL's:
-small policy (five seeds) INT8 8 ± 5, FP8 2 ± 6, LoRA on 16-bit weights alone 9 ± 7; 0.5B (two)
-3.1, 3.2 and 2.9, each ± 1.0 (methods/README.md).
+gain at 32B and 70B (issues 28 and 37). Ours: methods/README.md.
 
 When would you use it? To train all weights, or LoRA on 16-bit weights, of a model whose decoding
 mostly reads weights. If LoRA on frozen weights is enough, 4 bits are half as much to read, and need

@@ -30,8 +30,7 @@ is decoded and then multiplied, so a step takes longer; compare accuracies at eq
 
 The paper's result (by secondary notes): a mismatch of 0.32 against 7.64 with bfloat16, in their
 units; training stays stable for longer, and float16 beats all bfloat16 baselines. Ours: on 0.5B
-a K3 of 5.5e-5 with noise, where bfloat16 has 4.6e-4; pass@1 beside QeRL's: small policy (five
-seeds) -7 ± 4 points, 0.5B (two) 1.2 ± 1.0 (methods/README.md).
+a K3 of 5.5e-5 with noise, where bfloat16 has 4.6e-4; accuracy: methods/README.md.
 
 When would you use it? Where mismatch_kl without noise is large, that is with long completions, deep
 models or 16-bit weights, and where the GPU has no bfloat16 anyway (T4). What QeRL's noise adds to
@@ -52,11 +51,14 @@ class Neighbour(Method):
     """QeRL in float16."""
     loss_scale_growth = 400
 
+    @classmethod
+    def defaults(cls, variant):
+        return dict(dtype="float16")
+
     def check(self):
         given = self.settings.dtype
-        require(given in ("auto", "float16"),
+        require(given == "float16",
                 f"--method fp16: computes in float16, not in {given}; leave --dtype {given} out")
-        self.settings.dtype = "float16"
 
 
 # --------------------------------------------------------------------------------------------------

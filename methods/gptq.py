@@ -13,16 +13,15 @@ other; what a column j loses is made up by those not yet rounded:
 
     W[:, k] -= (W - Q)[:, j] / U_jj · U_jk,    UᵀU = (H + λI)⁻¹, U upper triangular,
 
-λ 1 % of H's mean diagonal. Columns with large inputs go first. Block scales are those of RTN.
-[Algorithm 1 of the paper]
+λ 1 % of H's mean diagonal [Algorithm 1 of the paper]. Columns with large inputs go first [the
+authors' --act-order]. Block scales are those of RTN.
 
 What differs from QeRL. Only the bytes that are loaded: they are found once, from 256 x 2,048 tokens
 of the training questions and answers, and kept in the cache (harness/quantizers.py).
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
-where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours,
-pass@1 beside QeRL's: small policy (five seeds) -3 ± 4 points; 0.5B (two) 1.8 ± 1.0, after a start
-that wins back half of what rounding costs (methods/README.md).
+where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md,
+and of longer runs results/claims/README.md.
 
 When would you use it? Where the quantised policy starts visibly below the 16-bit one, or before
 qat.py. Its codes are fitted to the text that they were calibrated on.

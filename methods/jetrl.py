@@ -38,9 +38,8 @@ the built-in policy it is more than AQN's noise, as the demonstration shows.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
-pass@1 beside QeRL's: small policy (five seeds) `unified` 8 ± 3 points, `training` -1 ± 6; 0.5B
-(two) 2.4 ± 1.0 and -0.6 ± 1.0 (methods/README.md). The products of blocks are in
-harness/fp8_blocks.py, the layers in harness/fp8_layers.py.
+accuracy: methods/README.md. The products of blocks are in harness/fp8_blocks.py, the layers in
+harness/fp8_layers.py.
 
 When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.
 `training` where the update and not the rollout takes the time: large batches, QeRL's weights.
@@ -85,6 +84,11 @@ class TrainedProduct(torch.autograd.Function):
 class Neighbour(Method):
     variants = ("unified", "rollout", "training")
 
+    def __init__(self, settings, variant=None):
+        super().__init__(settings, variant)
+        self.rollout_in_fp8 = self.variant != "training"
+        self.training_in_fp8 = self.variant != "rollout"
+
     @classmethod
     def defaults(cls, variant):
         if variant == "training":
@@ -107,28 +111,29 @@ class Neighbour(Method):
         self.model = model
         recipes = [ROWS, BLOCKS] if self.variant == "training" else [BLOCKS, ROWS]
         put_block_layers(model, TrainedProduct.apply, recipes)
-        switch_fp8(model, self.variant == "unified")
+        self.after_updates()
 
     @contextlib.contextmanager
     def noise(self, model, sigma, generator):
-        with super().noise(model, sigma, generator), fp8(model, self.variant != "training"):
+        with super().noise(model, sigma, generator), fp8(model, self.rollout_in_fp8):
             yield
 
     def old_logprobs(self, model, batch):
-        # `training` is in FP8 from here to the end of the updates.
-        switch_fp8(model, self.variant != "rollout")
+        # From here to the end of the updates the model is in the trainer's arithmetic.
+        switch_fp8(model, self.training_in_fp8)
         return super().old_logprobs(model, batch)
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         """What FP8 changes in log π_old, of the first of the completions, in nats a token."""
         first = batch.rows(list(range(min(8, len(batch.prompts)))))
-        with fp8(self.model, self.variant == "rollout"):
+        with fp8(self.model, not self.training_in_fp8):
             other = first.logprobs_under(self.model, self.settings.micro_tokens)
         error = (other - first.old_logprobs)[first.sampled].abs()
         return {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
 
-    def measure_updates(self):
-        switch_fp8(self.model, self.variant == "unified")
+    def after_updates(self):
+        # Evaluations, between steps, are in FP8 if the rollout and the training both are.
+        switch_fp8(self.model, self.rollout_in_fp8 and self.training_in_fp8)
         return {}
 
 

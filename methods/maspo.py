@@ -21,8 +21,7 @@ What differs from QeRL: this replaces Eq. 3's clipping, so --clip-low and --clip
 AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
 The paper's result: against GRPO on six mathematical benchmarks, mean of 32 answers, 48.4 -> 51.4
-with 1.5B parameters, 58.9 -> 61.8 with 7B [P]. Ours, pass@1 beside QeRL's: small
-policy (five seeds) -5 ± 7 points, 0.5B (two) -0.8 ± 1.0 (methods/README.md).
+with 1.5B parameters, 58.9 -> 61.8 with 7B [P]. Ours: methods/README.md.
 
 When would you use it? With several updates a rollout and much clipping; with one update rho is 1
 and nothing happens, so it is refused.
@@ -53,15 +52,15 @@ class Neighbour(Method):
         require(self.settings.tis == 0,
                 "--method maspo: is defined without importance weights; use --tis 0")
 
-    def loss(self, logprobs, piece):
-        advantages = piece.advantages[:, None]
-        ratio = ratio_of(logprobs - piece.old_logprobs)
-        w = maspo_weights(ratio.detach(), piece.old_logprobs, advantages)
+    def loss(self, logprobs, micro_batch):
+        advantages = micro_batch.advantages[:, None]
+        ratio = ratio_of(logprobs - micro_batch.old_logprobs)
+        w = maspo_weights(ratio.detach(), micro_batch.old_logprobs, advantages)
         # Without advantages Eq. 3 is its KL term.
         kl_loss, kl = qerl.policy_loss(
-            logprobs, piece.old_logprobs, 0 * piece.advantages, piece.weights,
-            ref_logprobs=piece.ref_logprobs, beta=self.settings.beta)
-        return kl_loss - (w * ratio * advantages * piece.weights).sum(), kl
+            logprobs, micro_batch.old_logprobs, 0 * micro_batch.advantages, micro_batch.weights,
+            ref_logprobs=micro_batch.ref_logprobs, beta=self.settings.beta)
+        return kl_loss - (w * ratio * advantages * micro_batch.weights).sum(), kl
 
 
 # --------------------------------------------------------------------------------------------------
@@ -71,17 +70,17 @@ def main():
     print("MASPO's w, by which the gradient of a token is multiplied, beside clipping at 0.8 and\n"
           "1.28, which multiplies by 1 or 0:\n\n"
           "              A = 1                        A = -1\n"
-          "  ratio  pi=0.9  pi=0.01  clipping    pi=0.9  pi=0.01  clipping")
+          "  ratio  pi=0.2  pi=0.01  clipping    pi=0.2  pi=0.01  clipping")
     for ratio in (0.1, 0.5, 0.79, 1.0, 1.29, 2.0, 5.0):
         shown = f"{ratio:7}"
         for advantage, clipped in ((1.0, ratio > 1.28), (-1.0, ratio < 0.8)):
-            old_logprobs = torch.tensor([[0.9, 0.01]]).log()
+            old_logprobs = torch.tensor([[0.2, 0.01]]).log()
             ratios = torch.full((1, 2), ratio)
             likely, unlikely = maspo_weights(ratios, old_logprobs, torch.tensor([[advantage]]))[0]
             shown += f" {likely:7.2f} {unlikely:8.2f} {int(not clipped):9}   "
         print(shown.rstrip())
     print("\nWhat leads away from pi_old fades instead of being dropped, the more the farther it has\n"
-          "led; a token of 1 % fades later than one of 90 %. What leads back counts in full.")
+          "led; a token of 1 % fades later than one of 20 %. What leads back counts in full.")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,22 @@ how far the same sigma moves a policy depends on the model, its layers and the t
 The formulas. Marks: [P] a paper or its code was read, [I] our inference. mu is the noisy policy
 that sampled, pi_old the same without noise, l = log pi_old - log mu of a sampled token.
 
-    divergence  K = EMA(mean(e^l - 1 - l)) - K_0, where K_0 was measured at sigma 0 (rounding);
+    divergence  K = EMA(mean(e^l - 1 - l)) - K_0, half of the EMA being the last step's; K_0 is
+                that of the last step at sigma 0 (rounding);
                 sigma <- sigma * clip(sqrt(delta / K), 0.8, 1.25), as K grows with sigma^2       [I]
                 delta = 3e-3 * (Eq. 8's sigma / its first)^2: QeRL's curve, in nats              [I]
     plappert    sigma <- 1.01 sigma if mean(-l) <= 0.003, else sigma / 1.01: Plappert et al.
-                (arXiv 1706.01905); mean(-l) and 0.003 are PSN-RLVR's (2602.02555)               [P]
+                (arXiv 1706.01905); mean(-l) and 0.003 are PSN-RLVR's (2602.02555) [P]; sigma
+                from 1e-4 to 0.2 is ours, theirs 0.001 to 0.004                                  [I]
     entropy     sigma <- sigma +- a 50th of its range by whether the entropy is below 0.2: the
                 rule of Skywork-OR1 for its entropy bonus [P], here for sigma                    [I]
 
 What differs from QeRL: the sigma that `noise` takes; the first stage stays without noise. PSN-RLVR
 truncates importance weights at 10: add --tis 10.
 
-The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours,
-pass@1 beside that schedule's: small policy (five seeds) divergence -5 ± 2 points, entropy 1 ± 4;
-0.5B (two) -0.2 ± 1.0 and 0.9 ± 1.0; plappert was not run (methods/README.md).
+The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours:
+methods/README.md; plappert was not run. The entropy rule's step is so large beside sigma that in
+our runs sigma stood at its floor after three noisy steps.
 
 When would you use it? `divergence` where no good sigma is known: for a new model, format or number
 of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small, and
@@ -82,7 +84,7 @@ class Neighbour(Method):
         self.entropy = rollout.entropy[rollout.mask].mean().item()
         return rollout
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         """Steer sigma for the next step; log the one that this step had."""
         k3 = k3_of(batch)
         if self.scheduled == 0:
@@ -132,7 +134,7 @@ def main():
         cells = []
         for loop in loops:
             _, batch = sample_step(loop, model, text, prompts, sigma=0.02, seed=i)
-            cells.append(f"{loop.measure(batch)['sigma']:.4f} {k3_of(batch):8.5f}")
+            cells.append(f"{loop.before_updates(batch)['sigma']:.4f} {k3_of(batch):8.5f}")
         print(f"{i + 1:6} {cells[0]}   {cells[1]}")
 
 

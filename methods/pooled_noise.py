@@ -11,14 +11,12 @@ The formula [from a secondary note, which does not say how many draws it takes].
 each for a quarter of it. The policy that sampled, mu, is noisy and pi_old is not, so sequence-MIS
 corrects for it: with l = log pi_old - log mu of a sampled token, a completion counts
 
-    min(w, 2) times for w = exp(sum of l), and not at all outside 0.5 <= w <= 2.
+    w = exp(sum of l) times if 0.5 <= w <= 2, else not at all.
 
 What differs from QeRL: `noise`, `generate` and the loss.
 
 The paper's results: with one draw a step its authors found no gain over GRPO on average, with
-pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours,
-pass@1 beside QeRL's: small policy (five seeds) 11 ± 5 points, sequence-MIS alone 2 ± 5; 0.5B (two)
--0.3 ± 1.0 (methods/README.md).
+pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours: methods/README.md.
 
 When would you use it? Where rewards within a group hardly differ. It starts the sampler four times,
 and with long completions w leaves its range, so look at kept_fraction.
@@ -33,8 +31,8 @@ import qerl
 from harness.batches import join_rollouts
 from harness.checks import require_noise
 from harness.demonstration import k3_of, sample_step, small_policy
-from harness.mismatch import ratio_of
 from methods import Method
+from methods.rollout_correction import correction
 from qerl import require
 
 DRAWS = 4                      # in a group
@@ -42,10 +40,8 @@ DRAWS = 4                      # in a group
 
 def sequence_weights(batch):
     """Sequence-MIS: how often each completion counts, float32 [N]; see above."""
-    log_ratio = (batch.old_logprobs - batch.rollout_logprobs).sum(1)         # padding has none
-    ratio = ratio_of(log_ratio)
-    inside = (ratio >= 0.5) & (ratio <= 2)
-    return torch.where(inside, ratio, 0)
+    log_ratio = batch.old_logprobs - batch.rollout_logprobs
+    return correction(log_ratio, batch.sampled, "sequence-mis")[:, 0]
 
 
 class Neighbour(Method):
@@ -76,12 +72,12 @@ class Neighbour(Method):
         rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
         return join_rollouts(rollouts, rows.transpose(0, 1).flatten())
 
-    def loss(self, logprobs, piece):
+    def loss(self, logprobs, micro_batch):
         # A weight of the gain is one of the advantage.
-        weighted = piece.advantages * sequence_weights(piece)
-        return super().loss(logprobs, dataclasses.replace(piece, advantages=weighted))
+        weighted = micro_batch.advantages * sequence_weights(micro_batch)
+        return super().loss(logprobs, dataclasses.replace(micro_batch, advantages=weighted))
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         kept = sequence_weights(batch) > 0
         return {"kept_fraction": kept.float().mean().item()}
 

@@ -25,15 +25,15 @@ UAQ (update-aware quantisation): once, before training, norm scales γ <- s γ a
 read them W <- W / s, s = 1.5. The function stays; an optimiser's step in W is s times larger
 against the quantisation step. Our inference, which `main` checks: scales are maxima, so codes and
 relative rounding errors stay as they were, too. What is gained is the larger step alone, as from a
-learning rate times s, but only for the weights that read a norm. And so frozen weights gain
+learning rate times s, but only for the weights that read a norm; the norm's own scales, trained as
+well, move 1/s as far. And so frozen weights gain
 nothing: NVFP4's codes and block scales do not change (--method qurl refuses them). A note counts
 s², since it takes the rounding error in the units of the weights that became smaller.
 
 What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
 (secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3.
-Ours: on the small policy acr never reaches its cap, and is token-tis to the last bit; int8 ends
-13 ± 4 points below QeRL there (five seeds), and on 0.5B, at 1e-6, 1.9 and 2.9 above it after a
-start 4.0 above; greedily the two are level (methods/README.md). Variants acr-int8 and acr-fp8 leave
+Ours: on the small policy acr never reaches its cap, and is token-tis to the last bit; accuracy:
+methods/README.md. Variants acr-int8 and acr-fp8 leave
 UAQ out and take LoRA.
 
 When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps,
@@ -108,17 +108,17 @@ class Neighbour(Method):
         with super().noise(model, sigma, generator), rollout:
             yield
 
-    def loss(self, logprobs, piece):
-        old = piece.old_logprobs
-        r = truncation(old, piece.rollout_logprobs, self.settings.tis)
-        weight = qerl.truncated_importance(old, piece.rollout_logprobs, self.settings.tis)
+    def loss(self, logprobs, micro_batch):
+        old = micro_batch.old_logprobs
+        r = truncation(old, micro_batch.rollout_logprobs, self.settings.tis)
+        weight = qerl.truncated_importance(old, micro_batch.rollout_logprobs, self.settings.tis)
         return qerl.policy_loss(
-            logprobs, old, piece.advantages, piece.weights,
+            logprobs, old, micro_batch.advantages, micro_batch.weights,
             torch.full_like(r, self.settings.clip_low), (1 + self.settings.clip_high) / r - 1,
-            piece.ref_logprobs, self.settings.beta, weight,
+            micro_batch.ref_logprobs, self.settings.beta, weight,
         )
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         r = truncation(batch.old_logprobs, batch.rollout_logprobs, self.settings.tis)
         capped = (r < 1)[batch.mask].float().sum() / batch.mask.sum().clamp_min(1)
         return {"capped_fraction": capped.item()}

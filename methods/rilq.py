@@ -14,20 +14,20 @@ Formula. Train the LoRA of all layers together, from text, to give the model its
 h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with
 LoRA. Layers can then make up for one another's errors, and the rank matters little. Adam at 1e-4,
 batches of 8 of 320 texts; a fifth of them is for validation: the LoRA with the least loss on it
-is kept, and training ends when it has not fallen for a while. Where the authors leave this to a
-flag we wait 3 validations, one each 8 steps, 200 steps at most.
+is kept, and training ends when it has not fallen for 3 validations, one each 8 steps, or after 200
+steps. main.py's own defaults are longer: batches of 64, a validation each 25 steps, patience 5, at
+most 10,000 steps; and its alpha of 16 scales LoRA by 16 / r, where here it is scaled by 1.
 
 What differs from QeRL. LoRA does not start at zero but here, before the first step of RL; the
 reference policy of the KL term is the one with this LoRA. The texts are the training questions
 and answers, up to 512 tokens of each, where the authors' are C4 and WikiText; the cross-entropy
 is of the answers alone. So it is also a little supervised fine-tuning, which a comparison with
 QeRL has to count. The 16-bit teacher has to fit the device beside the quantised model. A run that
-is resumed finds this start again.
+is resumed finds this start again, on a GPU but for the order of sums.
 
 Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do
-not [from the abstract and from notes; its figures were not checked]. Ours, pass@1 beside
-QeRL's: small policy (five seeds) 16 ± 5 points, but from a start that saw worked answers; 0.5B
-(two) -1.2 ± 1.0 (methods/README.md).
+not [from the abstract and from notes; its figures were not checked]. Ours:
+methods/README.md.
 
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.
@@ -91,7 +91,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
         optimizer.zero_grad()
         if step % EVERY == 0:
             losses.append(validate())
-            waited = len(losses) - 1 - losses.index(min(losses))   # a NaN is never the least
+            waited = len(losses) - 1 - losses.index(min(losses))   # never a NaN
             if waited == 0:
                 best = adapter(model)
             if waited == PATIENCE:
@@ -117,6 +117,9 @@ class Neighbour(Method):
                                  "bf16; use --weights nvfp4, mxfp4 or nf4")
         if settings.train_norms:
             raise qerl.UserError("--method rilq: starts LoRA alone; leave --train-norms out")
+        if settings.dtype == "float16":
+            raise qerl.UserError("--method rilq: its gradients are too small for float16; use "
+                                 "--dtype float32")
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")

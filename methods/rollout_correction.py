@@ -18,18 +18,19 @@ min(R A, clip(R, 1-ε, 1+ε) A):
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
     sequence-tis   w = min(Π ρ, C)           the product over a completion
-    sequence-mis   the same, but 0 unless Π ρ is in [0.5, 2]
+    sequence-mis   w = Π ρ, but 0 unless it is in [0.5, 2]
     icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
     geometric      w = 1, but 0 unless exp(mean l) of the completion is in [0.999, 1.001]
     k3             w = 1, but 0 unless mean(eˡ - 1 - l) of the completion is at most 0.01
 
 A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
-TRL; verl shortens that number, too, and so takes larger steps.
+TRL; verl shortens that number, too, and so takes larger steps. A variant is the name of a weight,
+by which three policies are decoupled; normalised-NAME divides the weights by their mean in the step;
+pg-NAME is the policy gradient; and bypass has no weight.
 
 What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
-the library's notes and code, not the paper's tables, and quote none. Ours, pass@1 beside
-QeRL's: small policy (five seeds) token-tis -6 ± 6 points, sequence-mis 2 ± 5, bypass 0 ± 6; 0.5B
-(two) -0.3, 0.3 and 0.4, each ± 1.0 (methods/README.md).
+the library's notes and code, not the paper's tables, and quote none. Ours:
+methods/README.md.
 
 When would you use it? First make the two policies alike; a correction pays with variance or bias
 for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
@@ -92,7 +93,7 @@ class Neighbour(Method):
         self.three_policies = self.mode in ("decoupled", "normalised")
         self.cap = settings.tis or 2.0
         self.mean = 1.0        # of the step's weights, by which the normalised ones are divided
-        self.seen = []         # (log-ratio, mask, weight) of each piece in the step's updates
+        self.seen = []         # (log-ratio, mask, weight) of each micro-batch in the step's updates
 
     def check(self):
         if self.settings.tis and self.mode == "bypass":
@@ -105,29 +106,29 @@ class Neighbour(Method):
     def old_logprobs(self, model, batch):
         return super().old_logprobs(model, batch) if self.three_policies else batch.rollout_logprobs
 
-    def measure(self, batch):
+    def before_updates(self, batch):
         if self.mode == "normalised":
             log_ratio = batch.old_logprobs - batch.rollout_logprobs
             weight = correction(log_ratio, batch.mask, self.kind, self.cap)
             self.mean = (weight.sum() / batch.mask.sum()).item() if batch.mask.any() else 1.0
         return {}
 
-    def loss(self, logprobs, piece):
-        corrected = piece.old_logprobs if self.three_policies else logprobs.detach()
-        log_ratio = corrected - piece.rollout_logprobs
+    def loss(self, logprobs, micro_batch):
+        corrected = micro_batch.old_logprobs if self.three_policies else logprobs.detach()
+        log_ratio = corrected - micro_batch.rollout_logprobs
         weight = torch.ones_like(log_ratio)
         if self.kind:
-            weight = correction(log_ratio, piece.mask, self.kind, self.cap) / self.mean
-        self.seen.append((log_ratio, piece.mask, weight))
+            weight = correction(log_ratio, micro_batch.mask, self.kind, self.cap) / self.mean
+        self.seen.append((log_ratio, micro_batch.mask, weight))
         # R = π / π has the value 1, so that nothing is clipped, and the gradient of log π.
-        anchor = logprobs.detach() if self.mode == "policy gradient" else piece.old_logprobs
+        anchor = logprobs.detach() if self.mode == "policy gradient" else micro_batch.old_logprobs
         return qerl.policy_loss(
-            logprobs, anchor, piece.advantages, piece.weights,
+            logprobs, anchor, micro_batch.advantages, micro_batch.weights,
             self.settings.clip_low, self.settings.clip_high,
-            piece.ref_logprobs, self.settings.beta, weight,
+            micro_batch.ref_logprobs, self.settings.beta, weight,
         )
 
-    def measure_updates(self):
+    def after_updates(self):
         """The weights' mean, how many are 0 and, for lack of π_old, the mismatch of π in bypass."""
         log_ratio, mask, weight = (torch.cat(part) for part in zip(*self.seen))
         self.seen = []
@@ -157,7 +158,7 @@ def main():
             settings = SimpleNamespace(tis=tis, clip_low=0.2, clip_high=0.28, beta=0)
             method = Neighbour(settings, variant) if variant else Method(settings)
             bias, scatter = bias_and_scatter(method, logits, noisy)
-            left_out = method.measure_updates().get("masked_fraction", 0)
+            left_out = method.after_updates().get("masked_fraction", 0)
             print(f"{name:40} {bias:6.0%} {scatter:8.0%} {left_out:16.0%}")
     print("\nA mean of 100 is itself off by about a tenth of the scatter. Only the whole product,\n"
           "uncapped, has no bias beyond that, and it scatters most. geometric and k3 leave little of\n"
