@@ -20,7 +20,7 @@ from harness.factorial import ABLATIONS, ARMS, CHANGES, FLAGS, QUESTIONS
 from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed, with_gains
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
-from harness.study import arguments, conduct, is_number, with_error, write_lines
+from harness.study import arguments, conduct, is_number, rate_text, with_error, write_lines
 from qerl import UserError
 
 # What is asked of the steps of a run, beside what came of it.
@@ -51,7 +51,7 @@ def arms_table(rows):
         before = [with_error([r[measure] for r in measured])
                   for measure in ("accuracy_before", "greedy_before") if measured]
         cells = [str(len(same)), steps, ", ".join(before) or "-", *cells]
-        lines.append(f"| {model} | {arm} | {lr:g} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {arm} | {rate_text(lr)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -61,10 +61,10 @@ def best_table(rows):
              "|---|---|---|---|---|---|---|---|"]
     for (model, arm), lr in best_rates(rows).items():
         own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
-        tried = ", ".join(f"{rate:g}" for rate in sorted({r["lr"] for r in own}))
+        tried = ", ".join(rate_text(rate) for rate in sorted({r["lr"] for r in own}))
         same = [r for r in own if r["lr"] == lr]
         cells = [with_error([r[measure] for r in same]) for measure in MEASURES[:3]]
-        lines.append(f"| {model} | {arm} | {tried} | {lr:g} | {len(same)} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {arm} | {tried} | {rate_text(lr)} | {len(same)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -100,7 +100,7 @@ def paired_table(rows):
         own = [r for r in rows if r["model"] == model]
         for lr in sorted({r["lr"] for r in own}):
             by = by_arm_and_seed(own, model, lr)
-            lines += differences(by, f"{model} | {lr:g}", QUESTIONS)
+            lines += differences(by, f"{model} | {rate_text(lr)}", QUESTIONS)
         by = {(r["arm"], r["seed"]): r for r in own if r["lr"] == best.get((model, r["arm"]))}
         lines += differences(by, f"{model} | own best", QUESTIONS)
     return lines
@@ -116,7 +116,7 @@ def rates_table(rows):
             questions = {arm: [((arm, high), (arm, low))] for arm in ARMS}
             # As in the paper, whose 16 bit has the smaller rate.
             questions["both, 16 bit at the smaller"] = [(("nvfp4+aqn", high), ("bf16", low))]
-            lines += differences(by, f"{model} | {low:g} to {high:g}", questions)
+            lines += differences(by, f"{model} | {rate_text(low)} to {rate_text(high)}", questions)
     return lines
 
 
@@ -145,8 +145,8 @@ def phase_table(runs, measure, scale, digits):
             own = [means for (name, _), means in by.items() if name == arm]
             if own:
                 cells = [cell([means[phase] for means in own], scale, digits) for phase in PHASES]
-                lines.append(f"| {model} | {lr:g} | {arm} | {len(own)} | {' | '.join(cells)} |")
-        lines += differences(by, f"{model} | {lr:g}", questions, PHASES, scale, digits)
+                lines.append(f"| {model} | {rate_text(lr)} | {arm} | {len(own)} | {' | '.join(cells)} |")
+        lines += differences(by, f"{model} | {rate_text(lr)}", questions, PHASES, scale, digits)
     return lines
 
 
@@ -155,7 +155,7 @@ def ablation_table(rows):
     lines = list(PAIRED_HEAD)
     rows = with_gains(rows)
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
-        lines += differences(by_arm_and_seed(rows, model, lr), f"{model} | {lr:g}", CHANGES)
+        lines += differences(by_arm_and_seed(rows, model, lr), f"{model} | {rate_text(lr)}", CHANGES)
     return lines
 
 

@@ -5,7 +5,7 @@ from statistics import mode
 
 from harness.factorial import ARMS, QUESTIONS, best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import with_gains
-from harness.study import standard_error
+from harness.study import rate_text, standard_error
 
 # Of metrics.jsonl: what curves.png shows, a row of panels each.
 CURVES = {
@@ -75,11 +75,11 @@ def plot_curves(runs, plt):
             for arm, lr in shown.items():
                 curves = [[m[measure] for m in metrics] for row, metrics in runs
                           if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
-                other = "" if lr == usual else f", rate {lr:g}"
+                other = "" if lr == usual else f", rate {rate_text(lr)}"
                 plot_band(axis, curves, f"{arm} ({len(curves)}{other})", color_of(arm))
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
-        column[0].set(title=f"{model}, learning rate {usual:g}")
+        column[0].set(title=f"{model}, learning rate {rate_text(usual)}")
         column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
                          bbox_to_anchor=(1, 1))
         mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
@@ -116,7 +116,7 @@ def plot_rates(rows, plt):
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
-        axis.set_xticks(tried, [f"{lr:g}" for lr in tried], fontsize=8)
+        axis.set_xticks(tried, [rate_text(lr) for lr in tried], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8, title="arm (seeds at each rate)",
@@ -147,39 +147,59 @@ def points(by, what, measure):
 
 
 def compared_settings(rows):
-    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED."""
+    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED.
+
+    Small policies come last.
+    """
     rows = with_gains(rows)
     found = []
-    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
+    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}, key=lambda s: (is_small(s[0]), s)):
         by = by_arm_and_seed(rows, model, lr)
         if any(len(points(by, what, "accuracy_after")) > 1 for what in ASKED):
-            found.append((f"{model}, {lr:g}", by))
+            found.append((f"{model}, {rate_text(lr)}", by))
     return found
+
+
+def is_small(name):
+    """Is this model's name, or a setting's, that of the built-in policy?"""
+    return name.startswith("small")
 
 
 def plot_differences(rows, plt):
     """ASKED of pass@1, in points: a line a model and learning rate of compared_settings.
 
-    Each seed is a dot, the mean difference before the training a black bar. Three seeds or more have
-    their mean and its 95 % interval, too.
+    Real models and small policies, whose seeds differ more, have axes of their own. Each seed is a
+    dot, the mean difference before the training a black bar. Three seeds or more have their mean
+    and its 95 % interval, too.
     """
     settings = compared_settings(rows)
-    figure, axes = plt.subplots(1, len(ASKED), figsize=(4.5 * len(ASKED), 1.8 + 0.45 * len(settings)),
-                                layout="constrained", sharex=True, sharey=True)
-    for axis, (what, (title, left, right)) in zip(axes, ASKED.items()):
-        for place, (_, by) in enumerate(settings):
-            after = points(by, what, "accuracy_after")
-            gained = points(by, what, "gained")
-            if after:
-                axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
-            axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.3,
-                      markeredgewidth=0)
-            if len(after) > 2:
-                axis.errorbar(mean(after), place, xerr=interval(after), fmt="D", markersize=5,
-                              capsize=4, color="tab:red")
-        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
-        axis.set(title=title, xlabel=f"points of pass@1: {left} < > {right}")
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(settings)), [name for name, _ in settings])
-    axes[0].set_ylim(len(settings) - 0.5, -0.5)
+    groups = [[s for s in settings if is_small(s[0]) == small] for small in (False, True)]
+    groups = [group for group in groups if group]
+    figure, axes = plt.subplots(
+        len(groups), len(ASKED), figsize=(4.5 * len(ASKED), 1.8 + 0.5 * len(settings)),
+        layout="constrained", sharex="row", sharey="row", squeeze=False,
+        height_ratios=[len(group) + 1 for group in groups])
+    for row, group in zip(axes, groups):
+        for axis, what in zip(row, ASKED):
+            for place, (_, by) in enumerate(group):
+                plot_line(axis, place, points(by, what, "accuracy_after"), points(by, what, "gained"))
+            axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+            axis.grid(alpha=0.3)
+        row[0].set_yticks(range(len(group)), [name for name, _ in group])
+        row[0].set_ylim(len(group) - 0.5, -0.5)
+    for axis, (title, _, _) in zip(axes[0], ASKED.values()):
+        axis.set(title=title)
+    for axis, (_, left, right) in zip(axes[-1], ASKED.values()):
+        axis.set(xlabel=f"points of pass@1: {left} < > {right}")
     return figure
+
+
+def plot_line(axis, place, after, gained):
+    """A line of plot_differences: by seed, the differences after the training and of what it gained."""
+    if after:
+        axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
+    axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.4,
+              markeredgewidth=0)
+    if len(after) > 2:
+        axis.errorbar(mean(after), place, xerr=interval(after), fmt="D", markersize=5, capsize=4,
+                      color="tab:red")

@@ -68,6 +68,12 @@ class Run(NamedTuple):
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
 
 
+def rate_text(lr):
+    """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
+    mantissa, exponent = f"{lr:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
 def standard_error(values):
     """Of the mean, from the spread of the values; None for a single one."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
