@@ -37,13 +37,15 @@ from harness.quantizers import OtherCodes, example_layer, round_e2m1, show_layer
 def inverse_factor(gram, order, damping):
     """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹; H is the gram in another order.
 
-    In float64; a few such matrices of a large model's widest layer take most of the memory.
+    With rows and columns reversed H is L Lᵀ, L lower triangular. Reversed again L is upper
+    triangular, and U its inverse. In float64; a few such matrices of a large model's widest layer
+    take most of the memory.
     """
     H = gram[order][:, order].double()
     H.diagonal().add_(damping * H.diag().mean() + 1e-12)
-    H = torch.linalg.cholesky(H)
-    H = torch.cholesky_inverse(H)
-    return torch.linalg.cholesky(H, upper=True).float()
+    L = torch.linalg.cholesky(H.flip(0, 1))
+    identity = torch.eye(len(L), dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, identity, upper=False).flip(0, 1).float()
 
 
 def quantize_gptq(weight, gram, damping=0.01, group=128):
