@@ -3040,13 +3040,13 @@ def test_claims_tables():
     paired = {line.split(" | ")[2]: line for line in claims.paired_table(rows)[2:]}
     assert "| 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in paired["noise"] and "| 2 | -1.0 ± 0.0 |" in paired["4 bits"]
     assert "| 2 | 3.0 ± 1.0 |" in paired["both"]
-    assert any(line.startswith("| m | nvfp4+aqn | 0.0001 | 2 | 9 | 20.0, 30.0 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
+    assert any(line.startswith("| m | nvfp4+aqn | 1e-4 | 2 | 9 | 20.0, 30.0 | 53.0 ± 1.0 |") for line in claims.arms_table(rows))
     assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
     assert len(claims.ablation_table(rows)) == 2                                         # the head alone
     changed = [{**row, "arm": "tis", "accuracy_after": row["accuracy_after"] + 0.02 + 0.01 * row["seed"]} for row in rows
                if row["arm"] == "nvfp4+aqn"]
-    assert claims.ablation_table(rows + changed)[2:] == ["| m | 0.0001 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 2.5 ± 0.5 |"]
+    assert claims.ablation_table(rows + changed)[2:] == ["| m | 1e-4 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 2.5 ± 0.5 |"]
     started = {"nvfp4+aqn": 0.3, "tis": 0.29}                # a gain is of an arm's own start
     gains = [{**row, "accuracy_before": started[row["arm"]]} for row in rows + changed if row["arm"] in started]
     assert claims.ablation_table(gains)[2].endswith("| 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 3.5 ± 0.5 |")
@@ -3075,7 +3075,15 @@ def test_the_picture_of_differences():
     assert drawn(noise, "o") == [3, 5, 4] and drawn(noise, "D") == [4] and drawn(noise, "|")[0] == 0
     assert drawn(both, "|")[0] == -5                         # what NVFP4 begins with
     assert claims_pictures.interval([3, 5, 4]) == pytest.approx(4.303 * 1 / 3 ** 0.5, rel=2e-3)
+    small = [{**row, "model": "small", "lr": 1.5e-4} for row in rows]
+    *real, _, noise, _, _ = claims_pictures.plot_differences(rows + small, plt).axes                     # below, at another scale
+    assert len(real) == 4 and drawn(noise, "o") == [3, 5, 4] and real[0].get_yticklabels()[0].get_text() == "m, 1e-4"
     plt.close("all")
+
+
+@pytest.mark.parametrize("lr,text", [(0.00015, "1.5e-4"), (5e-5, "5e-5"), (1e-3, "1e-3"), (0.25, "2.5e-1")])
+def test_rates_are_spelled_as_one_writes_them(lr, text):
+    assert study.rate_text(lr) == text
 
 
 def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
@@ -3159,8 +3167,8 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
                 measures["training_accuracy"] = (0.5 if lr == best else 0.4) - 0.4 * seed     # the second seed is bad
                 rows.append({"name": f"{arm}{lr}{seed}", "model": "m", "arm": arm, "lr": lr, "seed": seed, "steps": 3, **measures})
     assert claims.best_rates(rows) == {("m", "nvfp4+aqn"): 1e-4, ("m", "bf16"): 3e-4}
-    assert claims.best_table(rows)[2:] == ["| m | bf16 | 0.0001, 0.0003 | 0.0003 | 1 | 20.0 | 20.0 | 50.0 |",
-                                           "| m | nvfp4+aqn | 0.0001, 0.0003 | 0.0001 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
+    assert claims.best_table(rows)[2:] == ["| m | bf16 | 1e-4, 3e-4 | 3e-4 | 1 | 20.0 | 20.0 | 50.0 |",
+                                           "| m | nvfp4+aqn | 1e-4, 3e-4 | 1e-4 | 2 | 20.0 ± 0.0 | 20.0 ± 0.0 | 30.0 ± 20.0 |"]
     assert [line for line in claims.paired_table(rows) if "own best | both | 1 | 0.0 |" in line]
     assert claims.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}                  # one rate is not the best of any
     # A third rate, of one seed, does not keep the second seed from deciding between the other two.
@@ -3188,7 +3196,7 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     assert not list(tmp_path.glob("*.png"))
     claims.make_tables(str(tmp_path), rows)
     phases = (tmp_path / "phases.md").read_text()
-    assert phases.count("| m | 0.0001 | nvfp4+aqn | 2 |") == 2 and "0.200 ± 0.000" in phases and "10.00 ± 0.00" in phases
+    assert phases.count("| m | 1e-4 | nvfp4+aqn | 2 |") == 2 and "0.200 ± 0.000" in phases and "10.00 ± 0.00" in phases
     for picture in ("curves.png", "differences.png", "rates.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
@@ -3269,7 +3277,8 @@ def test_a_row_goes_behind_a_torn_one(tmp_path):
 
 @pytest.mark.parametrize("flags,message", [
     (["--seed", "7"], "--seed: the study sets it for each run; use --seeds"), (["--lr=1e-5"], "--lr: .* use --lrs"),
-    (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself")])
+    (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself"),
+    (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
 def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     for study_of in (claims, compare):
         with pytest.raises(qerl.UserError, match=message):
@@ -5409,6 +5418,7 @@ def test_rilq_starts_lora_and_is_the_reference(qwen, data, tmp_path, monkeypatch
     (["--weights", "bf16"], "--method rilq: there is no error of quantisation to undo"),
     (["--train-norms"], "leave --train-norms out"),
     (["--model", None], "is in 4 bits already"),
+    (["--dtype", "float16"], "its gradients are too small for float16; use --dtype float32"),
 ])
 def test_rilq_refuses_what_makes_no_sense(qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     if None in options:
@@ -6107,7 +6117,9 @@ def test_bench_scaling_compares_with_one_process():
     (["scaling", "--processes"], "there are no rows yet"),
     (["scaling", "--processes", "--add", __file__], "not what bench.py scaling writes"),
     (["step", "--processes", "2"], "--processes: step does not take it"),
-    (["step", "--sizes", "4x1"], "invalid size value"), (["step", "--repeats", "0"], "must be at least 1"),
+    (["step", "--sizes", "4x1"], "4x1: give prompts x completions, at least 1x2"), (["step", "--sizes", "4"], "4: give prompts x"),
+    (["step", "--repeats", "0"], "must be at least 1"), (["step", "--cap", "5"], "only a GPU's memory has a cap"),
+    (["formats", "--model", "a", "b"], "formats takes one"),
     (["step", "--shard"], "--nproc_per_node=2 or more"), (["step", "--cap", "0"], "must be above 0"),
     (["memory", "--cap", "24"], "--cap: memory does not take it, only step")])
 def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
@@ -6126,6 +6138,27 @@ def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys):
         bench.main()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "9 GiB. Choose" in said and "--cap" in said
+    monkeypatch.setattr(sys, "argv", ["bench.py", "rollout", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    said = capsys.readouterr().err
+    assert "Choose a smaller --model" in said and "--cap" not in said                     # which rollout does not take
+
+    def broken(_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    monkeypatch.setattr(bench, "run", broken)
+    with pytest.raises(RuntimeError, match="mat1"):                                      # a fault of ours keeps its traceback
+        bench.main()
+
+
+def test_a_bench_file_says_by_which_command_a_row_was_measured(tmp_path):
+    path = tmp_path / "step.json"
+    rows = [{"model": "old", "step": 1.0}, {"model": "older", "command": "another", "date": "2025-01-01"}]
+    path.write_text(json.dumps({"command": "python bench.py step --cap 5", "date": "2026-01-01", "settings": {}, "rows": rows}))
+    result = {"command": "now", "rows": [{"model": "new"}]}
+    bench.keep_other_models(bench.read_earlier(str(path)), result)
+    assert result["rows"] == [{"model": "old", "step": 1.0, "command": "python bench.py step --cap 5", "date": "2026-01-01"},
+                              rows[1], {"model": "new"}]
 
 
 def test_bench_step_cuts_the_weights(tmp_path):
@@ -6480,7 +6513,9 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
     bench_main(monkeypatch, "memory", "--long", 9, 1, 9, "--device", "cpu", "--out", tmp_path)
     result = json.loads(path.read_text())
-    assert result["rows"] == [row] and [r["length"] for r in result["long"]] == [1, 9]
+    kept, = result["rows"]
+    assert {key: kept[key] for key in row} == row and "--long" not in kept["command"] and "--long" in result["command"]
+    assert [r["length"] for r in result["long"]] == [1, 9]
     assert all(r["ms_a_token"] > 0 and r["seconds"]["update"] > 0 for r in result["long"])
     assert (tmp_path / "cpu" / "memory.png").stat().st_size > 10000
     out = capsys.readouterr().out
