@@ -1004,7 +1004,7 @@ def plot_step(result, plt):
         places = range(len(rows))
         bottom = [0.0] * len(rows)
         for phase, color in phases.items():
-            seconds = [r[phase] for r in rows]
+            seconds = [r.get(phase, 0.0) for r in rows]        # older rows know three
             if any(seconds):
                 axis.bar(places, seconds, bottom=bottom, label=phase, color=color)
             bottom = [b + s for b, s in zip(bottom, seconds)]
@@ -1282,7 +1282,7 @@ TABLES = {"rows", "means", "vllm", "busy", "long"}
 def read_earlier(path):
     """{table: rows} of what an earlier call measured, empty without one; raises UserError.
 
-    Each row names the command and the date of that call, as the file will name those of this one.
+    Each row names the command and the date of that call, because the file will name this call's.
     """
     if not os.path.exists(path):
         return {}

@@ -576,7 +576,9 @@ if triton is not None:
             pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
         else:
             pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
-            pair = pair + 0x6F806F80            # times 2^96; with the codes' 2^-126 unpack_scales' 2^-30
+            # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves
+            # unpack_scales' 2^-30.
+            pair = pair + 0x6F806F80
         pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
 
         if NF4:
@@ -713,7 +715,7 @@ LARGE = 1e8                      # weights of a large layer, from these searches
 
 
 def configs_on(device):
-    """The Shapes that a device has room for, in groups as CONFIGS."""
+    """The Configs that a device has room for, in groups as CONFIGS."""
     if is_hopper(device):
         return CONFIGS
     roomy = capability(device) in ((8, 0), (8, 7), (10, 0), (10, 3))
@@ -1432,20 +1434,20 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interlea
 
 
 @functools.lru_cache(maxsize=4)
-def attention_scratch(rows, parts, heads, D, device):
-    """What the parts of a row leave: (out, (m, total) of each part, how many parts have left them).
+def attention_scratch(b_heads, parts, heads, D, device):
+    """What the parts of each row and kv head leave: (out, (m, total), how many parts have left them).
 
     The counts are zero between calls.
     """
-    out = torch.empty(rows, parts, heads, D, device=device)
-    stats = torch.empty(rows, parts, 2, heads, device=device)
-    return out, stats, torch.zeros(rows, dtype=torch.int32, device=device)
+    out = torch.empty(b_heads, parts, heads, D, device=device)
+    stats = torch.empty(b_heads, parts, 2, heads, device=device)
+    return out, stats, torch.zeros(b_heads, dtype=torch.int32, device=device)
 
 
 # The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
-# (m), the sum of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a
-# larger score comes, total and out shrink by exp(old m - new m). The same rule puts parts
-# together. At the end y = out / total.
+# (m), the sum of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a larger score
+# comes, total and out shrink by exp(old m - new m). The same rule puts parts together. At the end
+# y = out / total.
 
 if triton is not None:
     @triton.jit
@@ -1484,7 +1486,7 @@ if triton is not None:
 
     @triton.jit
     def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """(total, out) of all parts of a row, from the pointers to the first part's out and m.
+        """(total, out) of all parts of a row and kv head, from the pointers to the first part's out and m.
 
         They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
         """
@@ -1585,7 +1587,7 @@ if triton is not None:
                 begin = tl.maximum(first, piece * PIECE)
                 end = tl.minimum(last, (piece + 1) * PIECE)
                 m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, n, d,
-                                         scale_log2e, D, BLOCK)
+                                       scale_log2e, D, BLOCK)
 
             parts = n // size + 1
             done = n < size

@@ -5,6 +5,7 @@
 """
 import copy
 import errno
+import glob
 import hashlib
 import importlib
 import itertools
@@ -3278,7 +3279,7 @@ def test_a_row_goes_behind_a_torn_one(tmp_path):
 @pytest.mark.parametrize("flags,message", [
     (["--seed", "7"], "--seed: the study sets it for each run; use --seeds"), (["--lr=1e-5"], "--lr: .* use --lrs"),
     (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself"),
-    (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
+    (["--weights", "nf4"], "--weights: .* use --arms"), (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
 def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     for study_of in (claims, compare):
         with pytest.raises(qerl.UserError, match=message):
@@ -3946,7 +3947,7 @@ def number_agrees(expected, found, any_decimals):
 def line_agrees(expected, found, any_decimals=False):
     """Do two lines say the same? "..." stands for any text, "a ± b" for a mean and its error.
 
-    Means also agree if they differ by at most four of their standard errors, and an error may be
+    Means also agree if they differ by at most three of their standard errors, and an error may be
     three times as large or small.
     """
     pattern, numbers, after = "", [], []
@@ -3973,7 +3974,7 @@ def line_agrees(expected, found, any_decimals=False):
             agrees = agrees or a / 3 <= b <= 3 * a
         elif is_error[i + 1]:
             error = math.hypot(float(numbers[i + 1]), float(match.groups()[i + 1]))
-            agrees = agrees or abs(float(wanted) - float(got)) <= 4 * error
+            agrees = agrees or abs(float(wanted) - float(got)) <= 3 * error
         if not agrees:
             return False
     return True
@@ -4070,6 +4071,8 @@ def claims_of_exercise_7(outputs):
     capped = columns(outputs[0], "cap ")                # cap; mean and deviation of the weights; estimate and its error
     for column in (1, 2, 3, 4):
         assert sorted(row[column] for row in capped) == [row[column] for row in capped]
+    (in_16_bit,), tokens_of_01 = columns(outputs[0], "trained in BF16, sigma 0"), k3[1]
+    assert in_16_bit[3] > 10 * tokens_of_01             # rounding the rollout alone: a larger mismatch than noise of 0.01
     assert capped[-1][1] == pytest.approx(1, abs=0.15)  # of 8,000 weights with a standard deviation of 3: five errors
 
 
@@ -4918,14 +4921,24 @@ def test_branches_join_the_samples_behind_their_question(qwen):
     assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
     assert [bytes(row[:n].tolist()).decode() for row, n in zip(both.rollout.tokens, both.rollout.length)] == both.texts
     assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
-    assert method.before_updates(None) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
     advantages = method.advantages(both)
     torch.testing.assert_close(advantages, torch.tensor([[-1, 1], [math.sqrt(2), -math.sqrt(2)], [0, 0], [0, 0]]) / math.sqrt(2), rtol=1e-3, atol=0)
     batch = train_gsm8k.make_batch(both, advantages.flatten(), "grpo")
+    assert method.before_updates(batch) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
     weights = method.token_weights(batch)
     assert method.settings.updates == 4 and weights.sum(1).tolist() == pytest.approx([1] * 8)      # two of eight in each minibatch, on average
-    for chosen in ([0, 1, 2, 3, 4], [2, 3], [0], [1, 7]):                                # whatever else is in a completion's minibatch
+    minibatches = [[0, 1, 2, 3, 4], [2, 3], [0], [1, 7]]
+    for chosen in minibatches:                                                           # whatever else is in a completion's minibatch
         assert method.token_weights(batch.rows(chosen)).sum(1).tolist() == pytest.approx([1] * len(chosen))
+    method.settings.algo = "dapo"                                                        # there each token of a stream weighs the same
+    batch.mask[2] = False                                                                # a branch that was cut off
+    method.before_updates(batch)
+    for chosen in minibatches:
+        part = batch.rows(chosen)
+        for branches, rows in ((False, [0, 1, 4, 5]), (True, [2, 3, 6, 7])):
+            expected = 4 / batch.mask[rows].sum().item()
+            own = torch.tensor([i in rows for i in chosen])
+            assert method.token_weights(part)[own].flatten().tolist() == pytest.approx((expected * part.mask[own]).flatten().tolist())
     scored = train_gsm8k.score([{"right": Decimal(6), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
     assert scored.correct.tolist() == [[0, 0]]
     scored = train_gsm8k.score([{"right": Decimal(16), "begun": "<answer>1"}], both.rollout, ["6</answer>", "</answer>"], "answer")
@@ -6149,6 +6162,18 @@ def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys):
     monkeypatch.setattr(bench, "run", broken)
     with pytest.raises(RuntimeError, match="mat1"):                                      # a fault of ours keeps its traceback
         bench.main()
+
+
+@pytest.mark.parametrize("name", sorted(glob.glob(f"{HERE}/results/h200/step*.json")))
+def test_the_stored_steps_can_be_drawn_again(name):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    with open(name, encoding="utf-8") as f:
+        result = json.load(f)
+    axis = bench.plot_step(result, plt).axes[-1]
+    tops = {bar.get_x(): bar.get_y() + bar.get_height() for bar in axis.patches}         # of the stacked bars the last stands on top
+    rows = [r for r in result["rows"] if (r["prompts"], r["group"]) == tuple(result["rows"][-1][k] for k in ("prompts", "group"))]
+    assert sorted(tops.values()) == pytest.approx(sorted(r["step"] for r in rows), rel=0.02)
+    plt.close("all")
 
 
 def test_a_bench_file_says_by_which_command_a_row_was_measured(tmp_path):

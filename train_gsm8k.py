@@ -215,7 +215,7 @@ def train(settings):
         set_learning_rate(optimizer, step, settings)
         losses = []
         with clock("update"):
-            for minibatch in batch.minibatches(settings.updates):       # in order, so by question
+            for minibatch in batch.minibatches(settings.updates):       # neighbouring rows: mostly whole groups
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
                 minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 if alone
                 for micro_batch in minibatch.micro_batches(settings.micro_tokens):
@@ -312,7 +312,7 @@ def load_all(settings, method, ranks=Ranks()):
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
                         "raise --eval-questions, give more of them, or start fewer processes")
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
-    method.prepare(model, folder, questions, tokenizer)         # may take memory
+    method.prepare(model, folder, questions, tokenizer)     # first: what it keeps is not free below
     if settings.slots is None:
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
     if settings.micro_tokens is None:

@@ -25,6 +25,7 @@ from harness.flags import Parser, parse_flags, require_flag
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
+from train_gsm8k import Settings
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
@@ -274,6 +275,8 @@ OWN_FLAGS = {
     "--save-quantized": "leave it out",
     "--eval-samples": "pass@1 is the mean of four",
     "--skip-eval-before": "the study decides which seeds are measured before",
+    "--weights": "use --arms",
+    "--method": "use --arms",
 }
 
 
@@ -286,7 +289,6 @@ def read_more(args):
         flag = text.partition("=")[0]
         if flag in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
-    from train_gsm8k import Settings                          # which imports this module's users
     args.steps = parse_flags(Settings, "", {}, args.more).get("steps")
 
 

@@ -65,7 +65,7 @@ class Neighbour(Method):
         super().__init__(settings, variant)
         self.state = {"outcomes": []}
         self.branch_prompts = set()            # of the current step, as tuples of token ids
-        self.rows = {}                         # {is it a branch: completions of the step}
+        self.sizes = {}                        # {is it a branch: its stream's size in the step}
         self.measured = {}
 
     def prepare(self, model, folder, questions, tokenizer):
@@ -76,12 +76,10 @@ class Neighbour(Method):
         """Add a group of branches behind the group of each failed completion that has a pivot."""
         pivots = self.pivots(samples, generator)
         self.branch_prompts = {tuple(pivot.question["prompt"]) for pivot in pivots}
-        completions, group = samples.rewards.numel(), samples.rewards.shape[1]
-        self.rows = {False: completions, True: len(pivots) * group}
         self.measured = {"branches": len(pivots)}
         if not pivots:
             return samples
-        limits = [pivot.room for pivot in pivots for _ in range(group)]
+        limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
         branched = complete([pivot.question for pivot in pivots], "branches",
                             sampler_class=limited_sampler(limits))
         mended = branched.correct.amax(1)
@@ -123,18 +121,26 @@ class Neighbour(Method):
 
         A minibatch may have few branches, or none: it counts for as much of their stream as it has.
         """
-        is_branch = torch.tensor([tuple(p) in self.branch_prompts for p in minibatch.prompts])
         weights = torch.zeros_like(minibatch.mask, dtype=torch.float32)
-        for branches in (False, True):
-            stream = (is_branch == branches).to(weights.device)
-            if stream.any():
-                share = self.settings.updates * stream.sum() / self.rows[branches]
-                own = qerl.token_weights(minibatch.mask[stream], self.settings.algo)
-                weights[stream] = share * own
+        for branches, stream in self.streams(minibatch):
+            mask = minibatch.mask[stream]
+            share = self.settings.updates * self.size(mask) / max(1, self.sizes[branches])
+            weights[stream] = share * qerl.token_weights(mask, self.settings.algo)
         return weights
+
+    def streams(self, batch):
+        """(is it that of the branches, which rows it has, bool [B]) of the two streams."""
+        is_branch = torch.tensor([tuple(p) in self.branch_prompts for p in batch.prompts])
+        is_branch = is_branch.to(batch.mask.device)
+        return (False, ~is_branch), (True, is_branch)
+
+    def size(self, mask):
+        """What the mean of a stream is over: with DAPO its tokens, else its completions."""
+        return mask.sum().item() if self.settings.algo == "dapo" else len(mask)
 
     def before_updates(self, batch):
         """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""
+        self.sizes = {branches: self.size(batch.mask[stream]) for branches, stream in self.streams(batch)}
         return self.measured
 
 

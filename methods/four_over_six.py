@@ -21,8 +21,7 @@ What differs from QeRL. Only the bytes that are loaded; α has 256 where RTN has
 so that a scale has room to grow by half. No data are needed.
 
 Results. On Gaussian weights a mean squared error about 16.5 % lower [our measurement, in the tests
-and below]. Ours in training:
-methods/README.md.
+and below]. Ours in training: methods/README.md.
 
 When would you use it? Where there are no data: it costs nothing. But a smaller error of the weights
 does not promise that the model is nearer, as the demonstration shows.

@@ -9,9 +9,9 @@ policy cancels in the advantages, and the step hangs on one draw.
 
 The formula [from a secondary note, which does not say how many draws it takes]. Four draws a group,
 each for a quarter of it. The policy that sampled, mu, is noisy and pi_old is not, so sequence-MIS
-corrects for it: with l = log pi_old - log mu of a sampled token, a completion counts
+corrects for it: with l = log pi_old - log mu of a sampled token, a completion is weighted by
 
-    w = exp(sum of l) times if 0.5 <= w <= 2, else not at all.
+    w = exp(sum of l) if that is in [0.5, 2], else by 0.
 
 What differs from QeRL: `noise`, `generate` and the loss.
 

@@ -31,8 +31,7 @@ needs the memory of full fine-tuning, 16 bytes a weight, and the teacher's. It l
 training questions and answers, of which sft sees the right answers: the reward's job, so that
 only distil compares with QeRL. Neither number of steps is from the paper.
 
-Result of the paper: the claims above; its figures were not read. Ours:
-methods/README.md.
+Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
 
 When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.

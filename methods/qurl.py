@@ -26,15 +26,14 @@ read them W <- W / s, s = 1.5. The function stays; an optimiser's step in W is s
 against the quantisation step. Our inference, which `main` checks: scales are maxima, so codes and
 relative rounding errors stay as they were, too. What is gained is the larger step alone, as from a
 learning rate times s, but only for the weights that read a norm; the norm's own scales, trained as
-well, move 1/s as far. And so frozen weights gain
-nothing: NVFP4's codes and block scales do not change (--method qurl refuses them). A note counts
-s², since it takes the rounding error in the units of the weights that became smaller.
+well, move 1/s as far. And so frozen weights gain nothing: NVFP4's codes and block scales do not
+change (--method qurl refuses them). A note counts s², since it takes the rounding error in the
+units of the weights that became smaller.
 
 What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
-(secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3.
-Ours: on the small policy acr never reaches its cap, and is token-tis to the last bit; accuracy:
-methods/README.md. Variants acr-int8 and acr-fp8 leave
-UAQ out and take LoRA.
+(secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3. Ours: on
+the small policy acr never reaches its cap, and is token-tis to the last bit; accuracy:
+methods/README.md. Variants acr-int8 and acr-fp8 leave UAQ out and take LoRA.
 
 When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps,
 and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.

@@ -26,8 +26,7 @@ QeRL has to count. The 16-bit teacher has to fit the device beside the quantised
 is resumed finds this start again, on a GPU but for the order of sums.
 
 Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do
-not [from the abstract and from notes; its figures were not checked]. Ours:
-methods/README.md.
+not [from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
 
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.

@@ -18,19 +18,19 @@ min(R A, clip(R, 1-ε, 1+ε) A):
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
     sequence-tis   w = min(Π ρ, C)           the product over a completion
-    sequence-mis   w = Π ρ, but 0 unless it is in [0.5, 2]
+    sequence-mis   w = min(Π ρ, C), but 0 unless Π ρ is in [0.5, 2]
     icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
     geometric      w = 1, but 0 unless exp(mean l) of the completion is in [0.999, 1.001]
     k3             w = 1, but 0 unless mean(eˡ - 1 - l) of the completion is at most 0.01
 
 A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
-TRL; verl shortens that number, too, and so takes larger steps. A variant is the name of a weight,
-by which three policies are decoupled; normalised-NAME divides the weights by their mean in the step;
-pg-NAME is the policy gradient; and bypass has no weight.
+TRL; verl shortens that number, too, and so takes larger steps.
+
+Variants: NAME, one of these weights, is decoupled; normalised-token-tis and normalised-sequence-tis
+divide by the weights' mean in the step; pg-NAME is the policy gradient; bypass has no weight.
 
 What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
-the library's notes and code, not the paper's tables, and quote none. Ours:
-methods/README.md.
+the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
 
 When would you use it? First make the two policies alike; a correction pays with variance or bias
 for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
