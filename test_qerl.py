@@ -1899,8 +1899,8 @@ def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
 def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
     """What memory held when it began; otherwise a resumed run would draw other numbers and add in another order."""
     used, generate = [], qerl.generate
-    pieces, cut = set(), Batch.pieces
-    monkeypatch.setattr(Batch, "pieces", lambda batch, budget: pieces.add(budget) or cut(batch, budget))
+    budgets, cut = set(), Batch.micro_batches
+    monkeypatch.setattr(Batch, "micro_batches", lambda batch, budget: budgets.add(budget) or cut(batch, budget))
 
     def watched(*args, **options):
         used.append(options["slots"])
@@ -1910,12 +1910,12 @@ def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
     first = used[0]
-    assert 1 < first < 256 and set(used) == {first} and pieces == {512}
+    assert 1 < first < 256 and set(used) == {first} and budgets == {512}
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
     for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
         used.clear()
         run_main(monkeypatch, *options, "--resume", *more)
-        assert set(used) == {slots} and pieces == {512}, more
+        assert set(used) == {slots} and budgets == {512}, more
 
 
 def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
@@ -3135,7 +3135,7 @@ def test_what_a_larger_rate_changes():
     faster = [{**row, "lr": 3e-4, "accuracy_after": row["accuracy_after"] + 0.1 * (1 + row["seed"])} for row in made_up_rows()]
     lines = claims.rates_table([*made_up_rows(), *faster])[2:]
     assert [line.split(" | ")[2] for line in lines] == ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16", "both, 16 bit at the smaller"]
-    assert all(line.startswith("| m | 0.0001 to 0.0003 | ") for line in lines)
+    assert all(line.startswith("| m | 1e-4 to 3e-4 | ") for line in lines)
     assert all("| 2 | 15.0 ± 5.0 | 0.0 ± 0.0 |" in line for line in lines[:4])
     assert "| 2 | 18.0 ± 6.0 | 3.0 ± 1.0 |" in lines[4]                                  # 3 and 5 points of "both", 10 and 20 of the rate
     assert claims.rates_table(list(made_up_rows())) == claims.PAIRED_HEAD
@@ -3154,7 +3154,7 @@ def test_measures_of_the_steps_by_phase():
     assert lines == {"nvfp4+aqn": "2 | 9.0 ± 0.0 | 3.5 ± 0.5 | 5.0 ± 0.0 |", "nvfp4": "2 | 9.0 ± 0.0 | 2.0 ± 0.0 | 5.0 ± 0.0 |",
                      "bf16": "1 | 0.0 | 2.0 | 5.0 |", "noise in NVFP4": "2 | 0.0 ± 0.0 | 1.5 ± 0.5 | 0.0 ± 0.0 |",
                      "4 bits without noise": "1 | 9.0 | 0.0 | 0.0 |", "both": "1 | 9.0 | 1.0 | 0.0 |"}
-    assert claims.phase_table([run("nf4", 0, [2e-4], "mismatch_kl")], "mismatch_kl", 1e4, 2)[2:] == ["| m | 0.0001 | nf4 | 1 | 2.00 | - | 2.00 |"]
+    assert claims.phase_table([run("nf4", 0, [2e-4], "mismatch_kl")], "mismatch_kl", 1e4, 2)[2:] == ["| m | 1e-4 | nf4 | 1 | 2.00 | - | 2.00 |"]
     assert len(claims.phase_table(runs, "effective_completions", 1, 2)) == 2              # the head alone
 
 
@@ -6343,7 +6343,7 @@ def alone(tmp_path):
 @pytest.mark.parametrize("weights,tiled", [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
 def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
     """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its own between passes."""
-    monkeypatch.setattr(fp4_kernels, "take", lambda *_: tiled)
+    monkeypatch.setattr(fp4_kernels, "tiles_fit", lambda *_: tiled)
     whole = with_lora(deep, weights=weights)
     whole.recompute_in_backward()
     cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
