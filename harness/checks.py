@@ -24,7 +24,8 @@ def check_settings(settings):
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
           "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed",
-          "start_seed", "weight_decay", "clip_high"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+          "start_seed", "weight_decay", "clip_high"],
+         lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
     each(["lr", "clip_high", "tis"], lambda x: x <= 1e30, "must be at most 1e30")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,

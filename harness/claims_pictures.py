@@ -147,22 +147,14 @@ def points(by, what, measure):
 
 
 def compared_settings(rows):
-    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED.
-
-    Small policies come last.
-    """
+    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED."""
     rows = with_gains(rows)
     found = []
-    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}, key=lambda s: (is_small(s[0]), s)):
+    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
         by = by_arm_and_seed(rows, model, lr)
         if any(len(points(by, what, "accuracy_after")) > 1 for what in ASKED):
             found.append((f"{model}, {rate_text(lr)}", by))
     return found
-
-
-def is_small(name):
-    """Is this model's name, or a setting's, that of the built-in policy?"""
-    return name.startswith("small")
 
 
 def plot_differences(rows, plt):
@@ -173,7 +165,7 @@ def plot_differences(rows, plt):
     and its 95 % interval, too.
     """
     settings = compared_settings(rows)
-    groups = [[s for s in settings if is_small(s[0]) == small] for small in (False, True)]
+    groups = [[s for s in settings if s[0].startswith("small") == small] for small in (False, True)]
     groups = [group for group in groups if group]
     figure, axes = plt.subplots(
         len(groups), len(ASKED), figsize=(4.5 * len(ASKED), 1.8 + 0.5 * len(settings)),
