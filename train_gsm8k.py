@@ -466,6 +466,34 @@ def set_learning_rate(optimizer, step, settings):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
+def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
+    """[(text, its length in tokens)] of `samples` answers to each question, of all processes."""
+    own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
+    prompts = [questions[i]["prompt"] for i in own]
+    rng = torch.Generator(model.device).manual_seed(settings.seed)
+    ranks.differ(rng, settings.seed, 0)
+    rollout = qerl.generate(
+        model, prompts, settings.max_new_tokens, samples, temperature, top_p,
+        eos=tokenizer.eos, slots=settings.slots, generator=rng,
+    )
+    finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
+    places = [i * samples + k for i in own for k in range(samples)]
+    ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
+    return [(text, length) for _, text, length in sorted(ranks.collect(list(ours)))]
+
+
+def accuracy_by_source(questions, right):
+    """{the set that questions are from (--eval): the fraction of their answers that is right}.
+
+    right: a bool an answer, as many in a row for each question.
+    """
+    samples = len(right) // len(questions)
+    by_source = {}
+    for i, ok in enumerate(right):
+        by_source.setdefault(questions[i // samples].get("source"), []).append(ok)
+    return {source: sum(oks) / len(oks) for source, oks in by_source.items()}
+
+
 def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
@@ -473,31 +501,17 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     questions (--eval) it is the mean of the sets' own. The first of the answers and the greedy ones
     go to answers_WHEN.jsonl in the run's folder.
     """
-    own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
-    prompts = [questions[i]["prompt"] for i in own]
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
     measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
     for name, samples, temperature, top_p in measures:
-        rng = torch.Generator(model.device).manual_seed(settings.seed)
-        ranks.differ(rng, settings.seed, 0)
-        rollout = qerl.generate(
-            model, prompts, settings.max_new_tokens, samples, temperature, top_p,
-            eos=tokenizer.eos, slots=settings.slots, generator=rng,
-        )
-        finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
-        places = [i * samples + k for i in own for k in range(samples)]
-        ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
-        # All processes' answers, in the order of the questions.
-        _, texts, lengths = zip(*sorted(ranks.collect(list(ours))))
+        found = answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
+        texts, lengths = zip(*found)
         right = [is_right(text, questions[i // samples]["right"], anywhere=True)
                  for i, text in enumerate(texts)]
         for i, answer in enumerate(answers):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
-        by_set = {}
-        for i, ok in enumerate(right):
-            by_set.setdefault(questions[i // samples].get("source"), []).append(ok)
-        shares = {source: sum(oks) / len(oks) for source, oks in by_set.items()}
+        shares = accuracy_by_source(questions, right)
         accuracy = sum(shares.values()) / len(shares)
         result[f"{name}_{when}"] = accuracy
         if len(shares) > 1:

@@ -129,7 +129,7 @@ ASKED = {
     "4 bits": ("NVFP4 minus BF16", "16 bits", "4 bits"),
     "noise": ("with AQN minus without", "without noise", "with"),
     "both": ("NVFP4 + AQN minus BF16", "BF16", "NVFP4 + AQN"),
-    "4 bits by GPTQ, under noise": ("NVFP4 by GPTQ minus BF16, with AQN", "BF16", "NVFP4"),
+    "4 bits by GPTQ": ("NVFP4 by GPTQ minus BF16", "16 bits", "4 bits"),
 }
 # Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,
