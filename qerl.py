@@ -15,9 +15,10 @@ bottom, from a weight's 4 bits up to the loss:
     7. Log-probabilities of a batch, in which a prompt that completions share is computed once
     8. Loading
 
-Letters in shape comments: B sequences (LoRA's A and B apart), T tokens, S tokens packed in a line,
-V vocabulary, d model width, P prompts, G samples per prompt, N = P * G completions, and C tokens,
-the longest completion.
+Letters in shape comments: B sequences, T tokens, S tokens packed in a line, V vocabulary, d model
+width, P prompts, G samples per prompt, N = P * G completions, and C tokens, the longest completion.
+In section 2 A and B are LoRA's matrices, r their rank, n tokens of any sequences, one a row, and
+layers the number of linear layers that are stacked into one.
 """
 import contextlib
 import functools
@@ -33,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as recompute        # gradient checkpointing
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -45,9 +46,9 @@ from fp4_kernels import CACHE_PIECE
 #
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
 # mantissa bit). Each 16 neighbours along the input dimension share an FP8 (E4M3) scale, and each
-# tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight. Rounding is to nearest, as in the paper's
-# public checkpoints. Its experiments calibrate (methods/awq.py), and so do real models trained here
-# (methods/gptq.py), whose codes come from a folder.
+# tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight. Rounding here is to nearest, as in the paper's
+# public checkpoints. Its experiments choose codes by calibration, AWQ's (methods/awq.py); training a
+# real model here does so by GPTQ (methods/gptq.py), and reads the codes from a folder (section 8).
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign
@@ -420,8 +421,9 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 
     The others fall from start to end, exponentially by Eq. 8, whose K is here the number of noisy
     stages, stages - 1: so the last one has `end`, as appendix F says (Algorithm 1's line 7 takes all
-    stages for K, and would stop short of it). For stages > 2 and steps >= stages. "exponential"
-    needs start and end positive, or both 0.
+    stages for K, and would stop short of it). Of two stages the noisy one has `start`. With fewer
+    steps than stages some are skipped, perhaps that of `start` or `end`. "exponential" needs start and
+    end positive, or both 0.
     """
     stage = step * stages // steps
     assert schedule in SCHEDULES, schedule
@@ -438,19 +440,6 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
         "logarithmic": math.log(stage) / math.log(max(stages - 1, 2)),
     }
     return start + (end - start) * fall[schedule]
-
-
-@contextlib.contextmanager
-def adapters_off(model):
-    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
-    adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
-    for module in adapted:
-        module.use_adapter = False
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.use_adapter = True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -639,7 +628,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def recompute_in_backward(self):
-        """Keep only each block's input: less memory for one more forward pass.
+        """Gradient checkpointing: only each block's input is kept, for one more forward pass.
 
         In backward a block runs forward again, is differentiated and freed. Its dequantised
         weights live from this second forward to the end of its backward, so that each is
@@ -672,8 +661,8 @@ def trainable(model):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# A slot decodes one completion at a time; all slots decode together. A prompt enters once G slots
-# are idle: its keys and values are computed once and copied to all of them. Everything that a
+# This is continuous batching: a slot decodes one completion at a time and takes the next when it is
+# done; all slots decode together. A prompt enters once G slots are idle: its keys and values are computed once and copied to all of them. Everything that a
 # decode step needs lives in tensors of fixed shape on the device, so that on a GPU the whole step
 # is one recorded CUDA graph (all its kernels, started by one launch), and the host looks at the
 # slots only every 8 tokens. Once no prompt waits and half of the slots are idle, the other half
@@ -783,7 +772,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def to_device(numbers, device):
-    """(Lists of) ints as an int64 tensor, without waiting for the GPU as torch.tensor(.., device)."""
+    """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
     tensor = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
@@ -928,7 +917,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
-    check_every = 8 if model.device.type == "cuda" else 1      # the host waits for the GPU then
+    check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
     sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                             generator)
     entered = 0                                                # prompts that have had their slots
@@ -965,6 +954,19 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 # without noise. How far π_old is from π_rollout is logged (`mismatch`), and may be corrected by
 # `truncated_importance`. ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too;
 # Eq. 3 has them equal.
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
+    adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
+    for module in adapted:
+        module.use_adapter = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.use_adapter = True
+
 
 def has_signal(rewards):
     """rewards [P, G] -> bool [P]: do a group's rewards differ? If not, it teaches nothing."""
@@ -1151,9 +1153,13 @@ def open_tensors(folder, device):
             with open(path, "rb") as f:
                 place = json.load(f)["weight_map"]
         for name in sorted(set(place.values())) or ["model.safetensors"]:
+            require(name == os.path.basename(name), f"{path}: names {name}, which is no file of this folder; "
+                                                    "fetch the model again")
             path = f"{folder}/{name}"
             file = safe_open(path, "pt", str(device))
             files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
+    except UserError:
+        raise
     except Exception as e:
         raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
                         "pickled, .bin or .pt, are never loaded)")
@@ -1217,7 +1223,8 @@ class Checkpoint:
                 self.read(f"{name}.weight_global_scale", (1,)),
             )
             require(parts[1].float().min() >= 0 and parts[2] > 0,
-                    f"layer {name}: its scales are not NVFP4's (none is negative); quantise it again")
+                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 0, "
+                    "these are not; quantise it again")
             if weights != "nvfp4":
                 parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
         return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)

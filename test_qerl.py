@@ -25,6 +25,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from decimal import Decimal
+from functools import partial
 
 if "PYTEST_XDIST_WORKER" in os.environ:                   # of several processes, and what they start, each takes one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,11 +48,11 @@ import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
 from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
-from harness.answers import answered_number, final_number, parse_number, stated_number
+from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
 from harness.checkpoint import load_adapter, read_checkpoint, save_adapter
-from harness.flags import parse_flags
+from harness.flags import full_name, parse_flags
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
 from harness.math_data import is_equal, math_questions
@@ -1081,7 +1082,7 @@ NOT_FIVE = [
     "1e5", "5E5", "0x5", "{1}/{5}", "1\u20445", "\u00bd5", "5\u00bd", "5\u00b2", "2^5", "1,5", "0,005", "5.5.5", "3:5", "3-5",
     "\\sqrt{5}", "\\frac{1}{5}", "\\frac15", "\\frac{x}{5}", "x/5", "5\\pi", "\\pm 5", "\\log 5", "2 \\times 5", "x_5", "5k",
     "- 5", "\u20135", "\u22125", "-{5}", "-(5)", "-\\$5", "\\$-5", "- $5", "negative 5", "x = - 5",
-    "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
+    "x+5", "x - 5", "(x + 5)", "5x", "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
 ]
 FIVE = [
     "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
@@ -1853,7 +1854,7 @@ def test_the_dtype_that_suits_the_device(monkeypatch):
 def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
     """With room each weight is decoded once, as it is loaded; without for each token. The results are the same."""
     scored_by_letters(monkeypatch)
-    monkeypatch.setattr(train_gsm8k, "keep_decoded", lambda model: memory.keep_decoded(model, small=0))
+    monkeypatch.setattr(train_gsm8k, "keep_decoded", lambda model, collect: memory.keep_decoded(model, collect, small=0))
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
     decoded, adapters = {}, {}
     for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
@@ -1945,6 +1946,9 @@ def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
     for limit, least, most in (("max", 1, 2 ** 50), (str(2 ** 62), 1, 2 ** 50), ("5000000", 2001000, 2001000), ("1", 0, 0)):
         (tmp_path / "memory.max").write_text(limit + "\n")
         assert least <= memory.free_memory(cpu) <= most
+    (tmp_path / "memory.max").write_text("5000000")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert memory.free_memory(cpu) == 667000
     monkeypatch.setattr(memory, "HOST", str(tmp_path / "no such file"))
     assert memory.free_memory(cpu) == memory.UNKNOWN
 
@@ -1996,7 +2000,7 @@ def test_other_data_are_noticed_at_resume(finished, data, tmp_path, monkeypatch,
     other[3]["answer"] += "0"
     monkeypatch.setattr(train_gsm8k, "load_questions", lambda *_: (other, made_up_problems()[1][:6]))
     before = files_below(out)
-    assert "other questions or answers" in refused(monkeypatch, capsys, *options) and files_below(out) == before
+    assert "other questions, answers or prompts" in refused(monkeypatch, capsys, *options) and files_below(out) == before
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path, monkeypatch, capsys):
@@ -2544,8 +2548,8 @@ AWKWARD = 'one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven
 
 
 def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkeypatch, capsys):
-    problem = json.dumps({"question": AWKWARD, "answer": "#### 1"}) + "\n"
-    for name in ("train", "test"):
+    for name, question in (("train", AWKWARD), ("test", "another")):
+        problem = json.dumps({"question": question, "answer": "#### 1"}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(problem * 2)
     options = ("--model", qwen[0], "--data", tmp_path, *QUICK, "--prompts", 4, "--group", 4)
     monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(len(text) % 2),) * 2)
@@ -2644,7 +2648,9 @@ def test_foreign_questions_are_read(tmp_path, kind, ending):
     {"question": "a", "answer": "x #### 2-3"}, {"question": "a", "answer": "#### "}, {"question": "a", "answer": "#### 5 million"},
     {"question": 5, "answer": "5"}, {"question": ["a"], "answer": "5"}, {"question": [{"role": "user"}], "answer": "5"}, {"question": {"a": 1}},
     {"question": " ", "answer": "5"}, {"question": "a", "answer": [1, 2]}, {"question": "a", "answer": math.nan},
-    {"question": "a", "reward_model": 5}, {"question": "a\ud800b", "answer": "5"}, b"\xff{}"])
+    {"question": "a", "reward_model": 5}, {"question": "a\ud800b", "answer": "5"}, b"\xff{}",
+    {"problem": "a", "solution": "so it is 5"}, {"question": "a", "answer": "#### 5 #### 6"},
+    {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}], "answer": "5"}])
 def test_what_is_no_question_is_refused_by_its_line(tmp_path, row):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"question": "fine", "answer": "5"}\n' + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
@@ -2652,7 +2658,9 @@ def test_what_is_no_question_is_refused_by_its_line(tmp_path, row):
         math_questions(str(path))
 
 
-@pytest.mark.parametrize("gold", ["2 - 3", "3 to 4", "3 and 4", "5 or 6", "5 (or 6)", "1 1/2", "5 million", "4 = 5"])
+@pytest.mark.parametrize("gold", [
+    "2 hours 30 minutes", "5 x 10^3", "5 \\times 10^3", "1 in 4", "5 out of 6", "3 squared", "x + 5", "5x", "3 ± 1", "5 π", "5 k", "1 . 5", "5 ,000",
+    "2 - 3", "3 to 4", "3 and 4", "5 or 6", "5 (or 6)", "1 1/2", "5 million", "4 = 5"])
 def test_unclear_gold_answers_are_no_number(gold):
     assert final_number({"answer": f"so\n#### {gold}"}) is None
 
@@ -2709,10 +2717,44 @@ def test_mathematics_is_compared_and_not_its_spelling(right, answer):
     assert not is_equal(f"So {answer}.", right) and not is_equal(f"\\boxed{{{answer}}} or \\boxed{{x + 1}}", right)
 
 
-@pytest.mark.parametrize("answer", ["3, 5", "4 or 5", "- 5", "5^2", "x", "", "5" * 2000])
-def test_other_mathematics_earns_nothing(answer):
+@pytest.mark.parametrize("answer,right", [
+    *((answer, "5") for answer in ["3, 5", "4 or 5", "- 5", "5^2", "x", "", "5" * 2000, "x + 5", "5x"]),
+    ("5", "x+5"), ("2", "2x"), ("3", "3!"), ("5", "(5,\\infty)"), ("7b", "7a"), ("5", "5\\theta"), ("5", "f(5)")])
+def test_other_mathematics_earns_nothing(answer, right):
     pytest.importorskip("math_verify")
-    assert not is_equal(f"\\boxed{{{answer}}}", "5")
+    assert not is_equal(f"\\boxed{{{answer}}}", right)
+
+
+@pytest.mark.parametrize("text,box", [
+    ("\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2", "\\frac{3^{\\frac{1}{2}}}{2}"), ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+    ("\\boxed{\\boxed{5}}", "\\boxed{5}"), ("\\boxed{}", ""), ("} boxed{5}", None), ("\\boxed{" * 10 ** 5, None)])
+def test_the_last_box_of_any_depth(text, box):
+    assert last_box(text) == box
+
+
+def test_foreign_columns_of_a_file_steer_nothing(tmp_path):
+    line = {"question": "a", "answer": "#### 5", "source": ["b"], "begun": "\\boxed{5}", "right": 3}
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [line])
+    assert questions.gsm8k(str(tmp_path)) == ([{"question": "a", "answer": "#### 5"}],) * 2
+
+
+def test_a_limit_of_held_out_questions_holds_for_each_set():
+    both = [{"source": name, "number": number} for name in "ab" for number in range(5)]
+    assert questions.first_of_each(both, 2) == both[:2] + both[5:7] and questions.first_of_each(both, 0) == both
+    assert questions.first_of_each([{}] * 3, 2) == [{}] * 2
+
+
+def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
+    rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "exam.jsonl", rows[2:])
+    data, exam = str(tmp_path / "train.jsonl"), str(tmp_path / "exam.jsonl")
+    train, held_out = questions.load_questions(data, [exam], None)
+    assert [q["answer"] for q in train] == ["0", "1"] and [q["answer"] for q in held_out] == ["2", "3"]
+    assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
+    with pytest.raises(qerl.UserError, match="all of its questions are held out"):
+        questions.load_questions(data, [data], None)
 
 
 def test_a_run_on_foreign_questions_with_two_sets_held_out(qwen, tmp_path, monkeypatch, capsys):
@@ -3012,15 +3054,13 @@ def test_report_of_long_completions_stays_small(tmp_path):
 
 def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
     made_up_run(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
-    report.main()
+    report.main([str(tmp_path)])
     assert (tmp_path / "report.html").exists()
     assert "report.html" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     for argument in (tmp_path, tmp_path / "no-such-folder"):
-        monkeypatch.setattr(sys, "argv", ["report.py", str(argument)])
         with pytest.raises(SystemExit) as stop:
-            report.main()
+            report.main([str(argument)])
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -5305,7 +5345,7 @@ def test_a_run_does_not_go_on_with_other_codes(qwen, data, tmp_path, cache, monk
     tensors[name][0, 0] ^= 1
     save_file(tensors, weights, {"format": "pt"})
     for more in ((), ("--eval-only",)):
-        assert "was begun with other 4-bit codes" in refused(monkeypatch, capsys, *options, "--resume", *more)
+        assert "was begun with other weights" in refused(monkeypatch, capsys, *options, "--resume", *more)
 
 
 def test_worked_answers_are_what_the_reward_asks_for(qwen):
@@ -6897,7 +6937,7 @@ def damaged(qwen, tmp_path, *edits):
     (lambda q, t: ["--save-quantized", f"{q[0]}/inside"], "lies in the model's own folder"),
     (lambda q, t: ["--save-quantized", used_folder(t)], "is not empty; choose another folder"),
     (lambda q, t: ["--save-quantized", HERE + "/qerl.py"], "is a file"),
-    (lambda q, t: ["--save-quantized", ""], "names no folder"),
+    (lambda q, t: ["--save-quantized", ""], "is empty"),
     (lambda q, t: ["--model", saved(q, t)], "is in 4 bits already"),
     (lambda q, t: ["--model", saved(q, t), "--quantizer", "gptq"], "is in 4 bits already"),
     (lambda q, t: ["--model", "./no/such/folder"], "no such folder"),
@@ -7165,3 +7205,162 @@ def test_entropy_of_one_question_has_no_standard_error(tmp_path):
     assert entropy.main([*options, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "entropy.json").read_text())["rows"]
     assert [row["standard_error"] for row in rows] == [None]
+
+
+def test_folders_that_runs_choose_at_the_same_time_differ(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        chosen = list(pool.map(lambda _: choose_folder(f"{tmp_path}/small", resume=False), range(24)))
+    assert len(set(chosen)) == 24 and all(map(os.path.isdir, chosen))
+
+
+def test_advice_on_a_folder_in_use_can_be_followed(tmp_path):
+    (tmp_path / "answers_now.jsonl").write_text("")
+    with pytest.raises(qerl.UserError, match="already holds a run .*; choose another folder"):
+        run_folder.open_folder(str(tmp_path), resume=False)
+    with pytest.raises(qerl.UserError, match="has no checkpoint.safetensors"):
+        run_folder.open_folder(str(tmp_path), resume=True)
+    (tmp_path / "answers_now.jsonl").unlink()
+    (tmp_path / "wandb_id").write_text("a")                                              # stopped before its first checkpoint
+    with pytest.raises(qerl.UserError, match="add --resume"):
+        run_folder.open_folder(str(tmp_path), resume=False)
+    run_folder.open_folder(str(tmp_path), resume=True).close()
+
+
+@pytest.mark.parametrize("flag", ["--model", "--data", "--out", "--eval", "--save-quantized"])
+def test_an_empty_value_is_refused(monkeypatch, capsys, flag):
+    assert f"{flag} '': is empty" in refused(monkeypatch, capsys, "--steps", 1, flag, "")
+
+
+def test_a_short_name_is_explained_once_by_several_processes(monkeypatch, capsys):
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert full_name("Qwen2.5-3B") == "Qwen/Qwen2.5-3B-Instruct"
+    assert capsys.readouterr().out.count("means") == 1
+
+
+def test_models_of_one_name_are_no_study(tmp_path):
+    with pytest.raises(qerl.UserError, match="--model same: is what two of them are called"):
+        claims.main(["--model", "a/same", "b/same", "--out", str(tmp_path)])
+
+
+def test_a_row_names_the_commit_at_which_its_run_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    commits = iter(["first", "second"])
+    monkeypatch.setattr(study, "commit", lambda: next(commits))
+
+    def call(command, **_):
+        return finished_run(command)
+    monkeypatch.setattr(study.subprocess, "call", call)
+    args = study_arguments(tmp_path, "--seeds", "0")
+    study.run_missing({"a": [], "b": []}, args)
+    assert [row["commit"] for row in study.finished_runs(args.out)] == ["first", "second"]
+
+
+def test_changed_code_is_no_commits(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    git = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
+    git(["git", "init", "-q"])
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "runs.jsonl").write_text("")
+    git(["git", "add", "."])
+    git(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"])
+    monkeypatch.setattr(study, "TRAIN", str(tmp_path / "a.py"))
+    clean = study.commit()
+    (tmp_path / "runs.jsonl").write_text("a result")
+    assert study.commit() == clean and re.fullmatch("[0-9a-f]{7,}", clean)
+    (tmp_path / "a.py").write_text("2")
+    assert study.commit() == f"{clean}-dirty"
+
+
+def test_ranks_differ_at_any_step_and_seed():
+    ranks, drawn = Ranks(), set()
+    ranks.main = False
+    for rank, seed, step in itertools.product((1, 2), (0, 2 ** 62), (0, 2 ** 31)):
+        ranks.rank = rank
+        generator = torch.Generator()
+        ranks.differ(generator, seed, step)
+        drawn.add(generator.initial_seed())
+    assert len(drawn) == 8
+
+
+def test_codes_are_found_anew_once_the_calibration_has_changed(qwen, monkeypatch):
+    keys = []
+    monkeypatch.setattr(quantizers, "cached_folder", lambda folder, name, key, make: keys.append(key))
+    for source in ("a", "b"):
+        monkeypatch.setattr(quantizers.inspect, "getsource", lambda part: source if part is calibration else "")
+        monkeypatch.setattr(quantizers, "worked_sequences", lambda *_: [])
+        quantizers.quantized_folder(qwen[0], "gptq", [], ByteText(), "cpu")
+    assert keys[0] != keys[1]
+
+
+def test_the_question_of_a_chat_is_its_users(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [{"role": "system", "content": "You are a bot."},
+                                                      {"role": "user", "content": f"{k}?"}], "answer": str(k)} for k in range(2)])
+    assert [q["question"] for q in math_questions(str(tmp_path / "rows.jsonl"))] == ["0?", "1?"]
+    (tmp_path / "rows.csv").write_text("question,answer")
+    with pytest.raises(qerl.UserError, match="none of .jsonl"):
+        math_questions(str(tmp_path / "rows.csv"))
+
+
+def test_a_run_does_not_go_on_with_other_weights_or_another_chat_template(qwen, data, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(qwen[0], model)
+    options = ("--model", model, "--data", data, *QUICK, "--steps", 1, "--quantizer", "rtn", "--out", tmp_path / "run")
+    run_main(monkeypatch, *options)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: t.flip(0).contiguous() for name, t in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+    for more in ((), ("--eval-only",)):
+        assert "was begun with other weights" in refused(monkeypatch, capsys, *options, "--resume", *more)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(train_gsm8k, "SYSTEM", dict.fromkeys(train_gsm8k.SYSTEM, "Sing."))
+    assert "other questions, answers or prompts" in refused(monkeypatch, capsys, *options, "--resume")
+
+
+def test_a_cut_off_model_of_the_cache_is_made_again(qwen, cache, capsys):
+    def make(path):
+        shutil.copy(f"{qwen[0]}/model.safetensors", path)
+    folder = packed_folder.cached_folder(qwen[0], "codes", ["key"], make)
+    os.truncate(f"{folder}/model.safetensors", 1000)
+    assert packed_folder.cached_folder(qwen[0], "codes", ["key"], make) == folder
+    assert "is broken and is made again" in capsys.readouterr().out
+    assert os.path.getsize(f"{folder}/model.safetensors") == os.path.getsize(f"{qwen[0]}/model.safetensors")
+
+
+def test_a_saved_model_has_the_tokenizer_of_now(qwen, data, tmp_path, cache, monkeypatch):
+    model = tmp_path / "model"
+    shutil.copytree(qwen[0], model)
+    for name in ("first", "second"):
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "note": name}))
+        run_main(monkeypatch, "--model", model, "--data", data, "--device", "cpu", "--save-quantized", tmp_path / name)
+        assert json.loads((tmp_path / name / "generation_config.json").read_text())["note"] == name
+        assert "quantization_config" in json.loads((tmp_path / name / "config.json").read_text())
+
+
+def test_an_index_names_no_file_elsewhere(qwen, tmp_path):
+    shutil.copytree(qwen[0], tmp_path / "model")
+    os.rename(tmp_path / "model/model.safetensors", tmp_path / "weights.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "weights.safetensors"), "../weights.safetensors")}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(qerl.UserError, match="names ../weights.safetensors, which is no file of this folder"):
+        qerl.load_model(str(tmp_path / "model"))
+
+
+def test_torchruns_variables_half_set_are_one_process(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name, value in (("WORLD_SIZE", "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        assert Ranks().count == 1
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Ranks().count == 2
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_run_ends_well_where_nobody_can_read_it(closed):
+    """Standard output closed before the start, or of an encoding without a folder's letters."""
+    program = "from harness.stops import one_line\nwith one_line():\n    print('\\xfc')"
+    command = [sys.executable, "-c", program]
+    if closed:
+        command = ["bash", "-c", f"{shlex.join(command)} >&-"]
+    ended = subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout == ("" if closed else "\\xfc\n")

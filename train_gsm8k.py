@@ -36,13 +36,13 @@ from harness.checks import say_what_stays
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
-from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_codes
+from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_weights
 from harness.loading import load_with_progress
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
-from harness.packed_folder import save_packed
-from harness.questions import load_questions, next_questions, with_prompts
+from harness.packed_folder import save_packed, weights_fingerprint
+from harness.questions import first_of_each, load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
@@ -84,7 +84,7 @@ class Settings:
     slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: no noise")
+    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1: 5e-2]; 0 here and below: none")
     sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
     stages: int = setting(10, "stages of the noise, the first without any [§3.3]")
     schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
@@ -92,7 +92,7 @@ class Settings:
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
-    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format; random: a coin's",
+    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format; random: 0 or 1 whatever it says",
                           ["answer", "paper", "random"])
     beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
@@ -108,7 +108,7 @@ class Settings:
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
     micro_tokens: int = setting(None, "tokens in one pass of an update, in which a shared prompt counts "
                                       "once; by default 16384, or what memory holds")
-    keep_activations: bool = setting(False, "keep what backward needs instead of computing it again: "
+    keep_activations: bool = setting(False, "no gradient checkpointing: what backward needs is kept, "
                                             "faster on a GPU, for several times the memory")
 
     # The run
@@ -118,7 +118,7 @@ class Settings:
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
                          ["auto", "bfloat16", "float16", "float32"])
-    eval_questions: int = setting(0, "held-out questions, 0: all")
+    eval_questions: int = setting(0, "held-out questions of each set, 0: all")
     eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
     skip_eval_before: bool = setting(False, "do not measure the policy before its training")
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
@@ -239,7 +239,8 @@ def train(settings):
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,   # of the last minibatch
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,   # of the last minibatch;
+            # 0 where float16 overflowed, whose step is left out
             "lr": optimizer.param_groups[0]["lr"],
         }
         if scaler.is_enabled():
@@ -293,6 +294,7 @@ def load_all(settings, method, ranks=Ranks()):
         ranks.serve = SharedPasses(model, ranks).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
+    model.weights_fingerprint = weights_fingerprint(stored)
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -300,13 +302,13 @@ def load_all(settings, method, ranks=Ranks()):
     rank_fits(model, settings.lora_rank)
     say_what_stays(model.config)
     if not settings.shard:
-        keep_decoded(model)
+        keep_decoded(model, ranks.collect)
     positions = model.config.max_position_embeddings
     require_flag(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
                  f"the model has {positions} positions; lower it")
     longest = positions - settings.max_new_tokens
     questions = with_prompts(questions, tokenizer, longest)
-    held_out = with_prompts(held_out[:settings.eval_questions or None], tokenizer, longest)
+    held_out = with_prompts(first_of_each(held_out, settings.eval_questions), tokenizer, longest)
     check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
     if len(held_out) < ranks.count:
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
@@ -356,7 +358,8 @@ def score(questions, rollout, texts, scheme):
     return Samples(questions, rollout, texts, rewards, correct)
 
 
-# In the paper's format the reasoning and the answer stand between tags.
+# In the paper's format the reasoning and the answer stand between tags. What the reasoning holds is
+# not looked at.
 FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
@@ -569,7 +572,7 @@ def evaluate_only(settings):
     model, tokenizer, _, held_out = load_all(settings, method, ranks)
     if saved:
         state, tensors = saved
-        require_same_codes(state, model, settings.out)
+        require_same_weights(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
     result = evaluate(model, tokenizer, held_out, settings, "now", ranks)
@@ -607,7 +610,7 @@ def arguments(argv=None):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     settings = Settings(**{**values, **given})
     check_settings(settings)
-    methods.find(settings.method, settings)
+    methods.find(settings.method, settings)            # it refuses settings that it cannot use
     settings.model = full_name(settings.model)
     settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings

@@ -20,14 +20,16 @@ UP_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
 COMMAS = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:,\d+)+")
 SPACES = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:[ \u00a0\u202f]\d+)+")
 THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\D\d{3})+")
-# What makes another number of the one behind or before it: 1/5, 2^5, x_5, \frac{x}{5}, 5², 5k.
+# What makes another number of the one behind or before it: 1/5, 2^5, x_5, x + 5, \frac{x}{5}, 5²,
+# 5k, 5x.
 OPERATOR = r"\\(?:[dt]?frac|sqrt|log|ln|exp|sin|cos|tan|cdot|times|div|pm|mp|pi)"
 SIGN = r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2044\u2215\u221a÷×±π]"
 BEFORE = re.compile(
-    rf"(?: [/^<>≠≤≥] | \\(?:neq?|[lg]eq?|[lg]t) | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR} ) [\s({{$]* $", re.VERBOSE,
+    rf"(?: [/^<>≠≤≥] | \\(?:neq?|[lg]eq?|[lg]t) | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR}"
+    rf"  | \b[A-Za-z] \s* [-+*] ) [\s({{$]* $", re.VERBOSE,
 )
 AFTER = re.compile(
-    rf"[kKM]\b | \s*(?:hundred|dozen|thousand|million|billion|trillion)\b | [)}}]* {SIGN}"
+    rf"[kKMxyz]\b | \s*(?:hundred|dozen|thousand|million|billion|trillion)\b | [)}}]* {SIGN}"
     rf" | [\s)}}]* {OPERATOR}", re.VERBOSE,
 )
 # The imaginary unit behind a number: 5i, 5\,i, 5\mathrm{i}; but not in "5 i think" or "5, i.e. five".
@@ -41,12 +43,15 @@ DENIED = re.compile(
 MINUS = re.compile(
     r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({})$*]* $", re.VERBOSE,
 )
-# \boxed{...} with up to two levels of braces inside.
-BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+BRACE = re.compile(r"\\[{}]|(\\boxed\s*)?\{|\}")       # \{ and \} are signs, and open or close nothing
 
 SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
-# What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million".
-GOES_ON = re.compile(r"[ \t]*\(?(?:[-–—+*/=^×]|\d|(?:to|and|or|hundred|dozen|thousand|million|billion)\b)")
+# What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million",
+# "2 hours 30 minutes", but not "1,200 m2".
+GOES_ON = re.compile(rf"""
+    .*? (?: [-–—+*/=^×<>:\\] | (?<![A-Za-z])\d | {SIGN} | \b(?:[kKMB]|to|and|or|less|more|times|over|squared|cubed
+            |half|hundred|dozen|thousand|million|billion|trillion)\b )
+""", re.VERBOSE)
 LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
 
 # TeX and typography that say nothing about the number, and how `plain` spells them.
@@ -60,6 +65,20 @@ PLAIN = [
 ]
 
 
+def last_box(text):
+    """What stands in the \\boxed{} that ends last; None if none is closed."""
+    opened = []                        # of each open brace, where its content begins if it is a box's
+    last = None
+    for brace in BRACE.finditer(text):
+        if brace.group() == "}" and opened:
+            start = opened.pop()
+            if start is not None:
+                last = slice(start, brace.start())
+        elif brace.group() not in ("}", r"\{", r"\}"):
+            opened.append(brace.end() if brace[1] else None)
+    return None if last is None else text[last]
+
+
 def answered_number(completion):
     """The one number between the last <answer> tags, or in the last \\boxed{} there; else None.
 
@@ -68,10 +87,10 @@ def answered_number(completion):
     head, _, _ = completion.rpartition("</answer>")
     _, tag, answer = head.rpartition("<answer>")
     answer = answer.partition("</answer>")[0] if tag else completion
-    boxes = BOXED.findall(answer)
-    if not tag and not boxes:
+    box = last_box(answer)
+    if not tag and box is None:
         return None
-    return one_number(boxes[-1] if boxes else answer)
+    return one_number(answer if box is None else box)
 
 
 def right_answer(question):
@@ -87,7 +106,9 @@ def stated_number(completion):
 
 def final_number(question):
     """The right answer of a question: the first word behind "####", or "1 000"; None if unclear."""
-    text = question["answer"].split("####")[1]
+    _, text, *others = question["answer"].split("####")
+    if others:
+        return None
     word = re.match(r"\s*\S+(?:[ \u00a0\u202f]\d+(?!\S))*", text)
     if not word or GOES_ON.match(text[word.end():]):
         return None

@@ -105,9 +105,9 @@ def content_hash(metadata, tensors):
 
 
 def fingerprint(questions):
-    """SHA-256 of the questions and their answers, in their order."""
-    pairs = [(q["question"], q["answer"]) for q in questions]
-    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+    """SHA-256 of the questions, their answers and their prompts, in their order."""
+    asked = [(q["question"], q["answer"], q["prompt"]) for q in questions]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def weights_checksum(model):
@@ -196,7 +196,7 @@ def possible(name, value):
         return value is None or type(value) is int and value > 0
     if name == "seconds":
         return type(value) is float and 0 <= value < math.inf
-    if name == "data":
+    if name in ("data", "weights"):
         return type(value) is str
     if name in ("scaler", "method"):
         return type(value) is dict
@@ -207,7 +207,7 @@ def possible(name, value):
 
 def check_state(state):
     """Raise a ValueError that names what is missing in a checkpoint's state, or cannot be in one."""
-    lacking = {"step", "drawn", "seconds", "data", "scaler", "method"} - state.keys()
+    lacking = {"step", "drawn", "seconds", "data", "weights", "scaler", "method"} - state.keys()
     if lacking:
         raise ValueError(f"no {min(lacking)}")
     for name, value in state.items():

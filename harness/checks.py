@@ -61,7 +61,6 @@ def check_saving(settings):
     """Refuse what goes with no --save-quantized."""
     def fits(ok, what):
         require_flag(ok, "save_quantized", settings.save_quantized, what)
-    fits(settings.save_quantized, "names no folder")
     fits(settings.model, "saves a real model; name it with --model")
     fits(settings.weights == "nvfp4",
          f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out")

@@ -6,6 +6,7 @@ M = 127 and integer sums ("int8"), or M = 448 and E4M3 with float sums ("fp8"); 
 methods/flashrl.py, whose formulas these are.
 """
 import contextlib
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import nn
 
 import fp4_kernels
 import qerl
-from harness.full_weights import TrainedLinear
+from harness.full_weights import TrainedLinear, replace_layers
 
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
 
@@ -87,10 +88,7 @@ class EightBitLinear(nn.Module):
 @contextlib.contextmanager
 def eight_bit(model, format):
     """Inside, the linear layers are the current ones quantised to "int8" or "fp8"."""
-    places = [(parent, name, child) for parent in model.modules()
-              for name, child in parent.named_children() if isinstance(child, qerl.QuantLinear)]
-    for parent, name, layer in places:
-        setattr(parent, name, EightBitLinear(layer, format))
+    places = replace_layers(model, partial(EightBitLinear, format=format))
     try:
         yield
     finally:

@@ -68,6 +68,8 @@ def parse_flags(settings_class, description, presets, argv=None):
     given = vars(parser.parse_args(argv))
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
         require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
     return given
 
@@ -117,5 +119,6 @@ def full_name(model):
     if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
         return model
     chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
-    print(f"--model {model} means Qwen/{model}{chat}")
+    if os.environ.get("RANK", "0") == "0":             # of torchrun's processes the first speaks
+        print(f"--model {model} means Qwen/{model}{chat}")
     return f"Qwen/{model}{chat}"

@@ -43,11 +43,12 @@ class TrainedLinear(qerl.QuantLinear):
 
 
 def replace_layers(model, make):
-    """Put make(layer) in the place of each QuantLinear of the model."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, qerl.QuantLinear):
-                setattr(module, name, make(child))
+    """Put make(layer) in the place of each QuantLinear; returns [(its parent, name, layer)]."""
+    places = [(parent, name, child) for parent in model.modules()
+              for name, child in parent.named_children() if isinstance(child, qerl.QuantLinear)]
+    for parent, name, layer in places:
+        setattr(parent, name, make(layer))
+    return places
 
 
 def train_all_weights(model):

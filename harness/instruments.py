@@ -1,7 +1,9 @@
 """What a run measures beside the learning, and where else it sends its metrics."""
 import contextlib
+import importlib
 import os
 import platform
+import shlex
 import sys
 import time
 
@@ -56,10 +58,10 @@ def peak_memory_gb(device):
 
 def command_line():
     """The command that started this process, as far as a process can know."""
-    program = "python"
+    program = ["python"]
     if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
-        program = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-    return " ".join([program, os.path.basename(sys.argv[0]), *sys.argv[1:]])
+        program = ["torchrun", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
+    return shlex.join([*program, os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def environment(device):
@@ -77,12 +79,6 @@ def environment(device):
     }
 
 
-def fail(message):
-    """Print the one line of an error that the user can mend; returns the exit status, 2."""
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
 def flat(metrics):
     """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
     numbers = {}
@@ -94,29 +90,33 @@ def flat(metrics):
     return numbers
 
 
-def open_tracker(name, folder, settings, last_step=None):
-    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases.
-
-    Without a name it does nothing. Either package is imported only here. settings: what the tracker
-    shows as the run's configuration. last_step: the step after which a resumed run goes on; what
-    the tracker has of later ones is replaced, and it goes on with the same run.
-    """
-    if name is None:
-        return lambda step, metrics: None
+def import_tracker(name):
+    """The module of TensorBoard or Weights & Biases, imported only here; None without a name."""
+    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
     try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-        else:
-            import wandb
+        return name and importlib.import_module(modules[name])
     except ImportError:
         raise UserError(
             f"--log {name}: the package {name} is not installed; pip install {name}, "
             "or leave --log out"
         )
+
+
+def open_tracker(name, folder, settings, last_step=None):
+    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases.
+
+    Without a name it does nothing. settings: what the tracker shows as the run's configuration.
+    last_step: the step after which a resumed run goes on; what the tracker has of later ones is
+    replaced, and it goes on with the same run.
+    """
+    if name is None:
+        return lambda step, metrics: None
+    module = import_tracker(name)
     if name == "wandb":
-        run = wandb_run(wandb, folder, settings, resumed=last_step is not None)
+        run = wandb_run(module, folder, settings, resumed=last_step is not None)
         return lambda step, metrics: run.log(flat(metrics), step=step)
-    writer = SummaryWriter(folder, purge_step=None if last_step is None else last_step + 1)
+    purge_step = None if last_step is None else last_step + 1
+    writer = module.SummaryWriter(folder, purge_step=purge_step)
 
     def write(step, metrics):
         for key, value in flat(metrics).items():

@@ -8,8 +8,7 @@ from harness.checkpoint import fingerprint, read_checkpoint, require_same_kind, 
 from harness.checkpoint import save_checkpoint, weights_checksum
 from harness.checks import finite_metrics
 from harness.figures import learning_curve, save_figure
-from harness.instruments import command_line, environment, open_tracker
-from harness.packed_folder import cached_codes
+from harness.instruments import command_line, environment, import_tracker, open_tracker
 from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
@@ -38,13 +37,13 @@ def read_saved(settings, must_agree=None):
     return saved
 
 
-def require_same_codes(state, model, folder):
-    """Refuse to go on where --quantizer has found other codes than when the run in `folder` began."""
-    codes = cached_codes(model.name_or_path)
-    if state.get("codes", codes) != codes:
+def require_same_weights(state, model, folder):
+    """Refuse to go on with other weights, or 4-bit codes, than those that the run in `folder` adapts."""
+    if state["weights"] != model.weights_fingerprint:
         raise UserError(
-            f"--resume: {folder} was begun with other 4-bit codes than --quantizer finds now, with other "
-            "code, libraries or hardware; bring back the cache of that time, or start a new run")
+            f"--resume: {folder} was begun with other weights than --model has now, or other 4-bit "
+            "codes than --quantizer finds now, with other code, libraries or hardware; bring back the "
+            "model's files or the cache of that time, or start a new run")
 
 
 def open_run(settings):
@@ -69,9 +68,7 @@ class Keeper:
         self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
-        last_step = self.saved[0]["step"] if self.saved else None
-        log = settings.log if self.writes else None
-        self.track = open_tracker(log, self.folder, lasting(settings), last_step)
+        import_tracker(settings.log)           # what is missing is said before the model is loaded
 
     def begin(self, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
@@ -94,9 +91,10 @@ class Keeper:
             self.state, tensors = self.saved
             if self.state["data"] != data:
                 raise UserError(
-                    f"--resume: {self.folder} was started with other questions or answers than the "
-                    "data now holds; give the same --data or another --out")
-            require_same_codes(self.state, model, self.folder)
+                    f"--resume: {self.folder} was started with other questions, answers or prompts than "
+                    "the data and the model's chat template now give; bring those back or name another "
+                    "--out")
+            require_same_weights(self.state, model, self.folder)
             require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
             require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
@@ -107,11 +105,14 @@ class Keeper:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
-            codes = cached_codes(model.name_or_path)
-            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data, "codes": codes, **chosen}
+            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data,
+                          "weights": model.weights_fingerprint, **chosen}
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
+        last_step = self.state["step"] if self.saved else None
+        log = self.settings.log if self.writes else None
+        self.track = open_tracker(log, self.folder, lasting(self.settings), last_step)
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 

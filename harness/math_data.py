@@ -9,7 +9,7 @@ import math
 import os
 import re
 
-from harness.answers import BOXED, LONGEST, SURROGATE, one_number, right_answer
+from harness.answers import LONGEST, SURROGATE, last_box, one_number, right_answer
 from qerl import UserError, reason
 
 # Of each: where it lies on Hugging Face, and which split.
@@ -25,6 +25,13 @@ DATASETS = {
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "solution")
 FILES = (".jsonl", ".json", ".parquet")
+# A number of TeX and nothing that makes an expression of it; and one that names what it counts.
+BARE_NUMBER = re.compile(r"""
+    \s* -? \s* (?:\\?\$)? \s* -?
+    \d (?: [\d.,\s] | \\[,!] | \{,\} )*            # digits, perhaps in groups
+    (?: \\?% | \^\s*\{?\\circ\}? )? \s*
+""", re.VERBOSE)
+WITH_UNIT = re.compile(rf"{BARE_NUMBER.pattern} (?: (?<=\s) [A-Za-z]{{3,}} [A-Za-z\s]* )?", re.VERBOSE)
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")      # of a dataset on Hugging Face: owner/name
 
 
@@ -72,6 +79,8 @@ def rows_of(source):
     if source.endswith(".jsonl") and os.path.isfile(source):
         return jsonl_rows(source)
     repository, split = DATASETS.get(source, (source, "train"))
+    if os.path.isfile(source) and not source.endswith(FILES):
+        raise UserError(f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
     if not os.path.isfile(source) and not NAME.fullmatch(source):
         raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
     try:
@@ -110,6 +119,8 @@ def first_column(row, names):
 def answer_of(row):
     """A row's answer as text; numbers become text, what is neither is None."""
     answer = first_column(row, ANSWER)
+    if answer is not None and answer == row.get("solution") and last_box(str(answer)) is None:
+        return None                                        # prose, which no completion repeats
     checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
     if answer is None and isinstance(checked, dict):
         answer = checked.get("ground_truth")
@@ -127,8 +138,9 @@ def is_text(value):
 
 def bare(question):
     """A question alone: not as a chat's message, and without DAPO-Math's demands on the form."""
-    if isinstance(question, list) and question and isinstance(question[0], dict):
-        question = question[0].get("content")
+    if isinstance(question, list) and all(isinstance(message, dict) for message in question):
+        asked = [message.get("content") for message in question if message.get("role") != "system"]
+        question = asked[0] if len(asked) == 1 else None
     if not isinstance(question, str):
         return None
     first, *parts = question.strip().split("\n\n")
@@ -139,30 +151,31 @@ def bare(question):
 
 def final_part(answer):
     """Of a whole solution what it ends with, in its last box."""
-    boxes = BOXED.findall(answer)
-    return (boxes[-1] if boxes else answer).strip()
+    box = last_box(answer)
+    return (answer if box is None else box).strip()
 
 
 def is_equal(completion, answer, anywhere=False):
     """Does a completion end with this answer (TeX)? `anywhere`: also outside of a box.
 
-    Only what is neither the same text nor the same number goes to math-verify, which takes up to
-    half a second.
+    Only what is neither the same text nor the same bare number goes to math-verify, which takes up
+    to half a second.
     """
-    boxes = BOXED.findall(completion)
-    if not boxes and not anywhere:
+    box = last_box(completion)
+    if box is None and not anywhere:
         return False
-    given = boxes[-1] if boxes else completion[-LONGEST:]
+    given = completion[-LONGEST:] if box is None else box
     if "".join(given.split()) == "".join(answer.split()):
         return True
     if len(given) > LONGEST:
         return False
-    number = one_number(given)
-    if number is not None and number == one_number(answer):
-        return True
+    if BARE_NUMBER.fullmatch(answer) and WITH_UNIT.fullmatch(given):
+        number = one_number(given)
+        if number is not None and number == one_number(answer):
+            return True
     try:
         from math_verify import parse, verify
     except ImportError:
         raise UserError("answers in TeX need the package math-verify; pip install math-verify")
-    boxed = f"\\boxed{{{given}}}" if boxes else given
-    return verify(parse(f"\\boxed{{{answer}}}"), parse(boxed))
+    answered = given if box is None else f"\\boxed{{{given}}}"
+    return verify(parse(f"\\boxed{{{answer}}}"), parse(answered))

@@ -12,7 +12,10 @@ UNKNOWN = 4e9                                  # bytes taken to be free where no
 
 
 def free_memory(device):
-    """Bytes that this process may still take on a device (a torch.device): of a GPU or the host."""
+    """Bytes that this process may still take on a device (a torch.device): of a GPU or the host.
+
+    Processes that torchrun has started share the host's equally.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -21,9 +24,9 @@ def free_memory(device):
     with open(HOST) as f:
         available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
     limit, used = (read_number(f"{CONTAINER}/memory.{name}") for name in ("max", "current"))
-    if limit is None or used is None:
-        return available
-    return max(0, min(available, limit - used + file_cache()))
+    if limit is not None and used is not None:
+        available = max(0, min(available, limit - used + file_cache()))
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def file_cache():
@@ -49,12 +52,12 @@ def read_number(path):
     return int(text) if text.isdecimal() else None
 
 
-def keep_decoded(model, share=0.5, small=1e8):
+def keep_decoded(model, collect=list, share=0.5, small=1e8):
     """Replace 4-bit weights that no kernel multiplies by their values, if these take `share` at most.
 
     `share` is of the free memory. The values, and so all results, are the same to the last bit. A
     PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
-    so that one can watch them being decoded.
+    so that one can watch them being decoded. collect: Ranks.collect, so that all ranks do the same.
     """
     dtype = model.embedding.dtype
     layers = [
@@ -68,7 +71,7 @@ def keep_decoded(model, share=0.5, small=1e8):
     free = free_memory(model.device)
     if size < small:
         return
-    fits = size <= share * free
+    fits = all(collect([size <= share * free]))
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:

@@ -154,6 +154,8 @@ def save_packed(source, out, device, calibrated=None):
         if made:
             for name in os.listdir(made):
                 shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
+            copy_companions(source, temporary)              # the tokenizer as it is now
+            write_config(source, temporary, NVFP4A16)
         else:
             write_rounded_folder(source, temporary, device)
     print(f"saved {out}, {size_gb(out):.3g} GB of weights; docs/serving.md says who reads it")
@@ -177,12 +179,13 @@ def cached_folder(source, name, key, make):
     code = inspect.getsource(inspect.getmodule(make))
     digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
     folder = os.path.join(run_folder.CACHE, f"{model_name(source)}-{name}-{digest[:12]}")
-    if os.path.exists(folder):
+    if is_whole(folder):
         return folder
     os.makedirs(run_folder.CACHE, exist_ok=True)
     with run_folder.one_at_a_time(run_folder.CACHE) as alone:
-        if os.path.exists(folder):              # another process has made it meanwhile
+        if is_whole(folder):                    # another process has made it meanwhile
             return folder
+        shutil.rmtree(folder, ignore_errors=True)
         for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
             shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
         try:
@@ -194,6 +197,18 @@ def cached_folder(source, name, key, make):
     return folder
 
 
+def is_whole(folder):
+    """Whether a folder of the cache is there and its weights are not cut off; says so if they are."""
+    if not os.path.exists(folder):
+        return False
+    try:
+        qerl.open_tensors(folder, "cpu")
+    except qerl.UserError as e:
+        print(f"{folder} is broken and is made again ({e})")
+        return False
+    return True
+
+
 def model_name(folder):
     """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
     path = os.path.realpath(folder)
@@ -203,13 +218,14 @@ def model_name(folder):
     return name
 
 
-def cached_codes(folder):
-    """A checksum of the weights in a folder of the cache; None for another folder or a name."""
-    if os.path.dirname(folder) != run_folder.CACHE:
-        return None
+def weights_fingerprint(folder, samples=256, size=4096):
+    """SHA-256 of pieces of the weights' files in a folder, which other weights or codes do not share."""
     digest = hashlib.sha256()
     for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
+        length = os.path.getsize(path)
+        digest.update(str(length).encode())
         with open(path, "rb") as f:
-            while block := f.read(2 ** 24):
-                digest.update(block)
+            for place in range(0, length, max(size, length // samples)):
+                f.seek(place)
+                digest.update(f.read(size))
     return digest.hexdigest()

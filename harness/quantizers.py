@@ -14,7 +14,7 @@ import time
 import torch
 
 import qerl
-from harness.calibration import LeftInFiles
+from harness import calibration
 from harness.demonstration import accuracy, distance, worked_problems
 from harness.loading import load_with_progress
 from harness.packed_folder import cached_folder, is_packed, write_packed_folder
@@ -59,10 +59,12 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
 
     def make(path):
         print(f"finding NVFP4 codes by {quantizer}, once")
-        model = load_with_progress(folder, "bf16", device=device, checkpoint_class=LeftInFiles)
+        model = load_with_progress(
+            folder, "bf16", device=device, checkpoint_class=calibration.LeftInFiles)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
-    key = [quantizer, sequences, torch.device(device).type, inspect.getsource(module)]
+    code = [inspect.getsource(part) for part in (module, calibration, qerl.quantize_nvfp4)]
+    key = [quantizer, sequences, torch.device(device).type, *code]
     stored = cached_folder(folder, quantizer, key, make)
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()

@@ -41,7 +41,20 @@ def load_questions(data, evaluate_on, model):
                 raise UserError(f"--eval: two of them are called {os.path.basename(source)}, and each "
                                 "has a result of its own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
-    return questions, held_out
+    return not_held_out(questions, held_out, data), held_out
+
+
+def not_held_out(questions, held_out, data):
+    """The questions without those that are held out, too."""
+    tested = {q["question"].strip() for q in held_out}
+    kept = [q for q in questions if q["question"].strip() not in tested]
+    if not kept:
+        raise UserError(f"--data {data}: all of its questions are held out, too; give other --data "
+                        "or --eval")
+    if len(kept) < len(questions):
+        print(f"{len(questions) - len(kept)} of {len(questions)} training questions are held out, too, "
+              "and are left out")
+    return kept
 
 
 def gsm8k(folder):
@@ -109,7 +122,15 @@ def read_question(line, path, number):
             f'{path}:{number}: {given[:40]!r} behind "####" is not one clear number; '
             "mend or remove it"
         )
-    return question
+    return {"question": question["question"], "answer": question["answer"]}
+
+
+def first_of_each(questions, count):
+    """The first `count` questions of each set (--eval); 0: all."""
+    by_set = {}
+    for question in questions:
+        by_set.setdefault(question.get("source"), []).append(question)
+    return [question for one_set in by_set.values() for question in one_set[:count or None]]
 
 
 def with_prompts(questions, tokenizer, longest):

@@ -9,6 +9,7 @@ speaks. Without torchrun there is one rank, and everything here returns what it 
 """
 import atexit
 import contextlib
+import hashlib
 import os
 import sys
 import time
@@ -35,9 +36,10 @@ class Ranks:
 
     def __init__(self):
         several = dist.is_available() and dist.is_torchelastic_launched()      # by torchrun
-        self.count = int(os.environ["WORLD_SIZE"]) if several else 1
-        self.rank = int(os.environ["RANK"]) if several else 0
-        self.local_rank = int(os.environ["LOCAL_RANK"]) if several else 0      # of this machine
+        numbers = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
+        if not several or not all(number.isdecimal() for number in numbers):
+            numbers = 1, 0, 0
+        self.count, self.rank, self.local_rank = map(int, numbers)     # the last: of this machine
         self.main = self.rank == 0
         self.serve = lambda: None      # with --shard: harness.sharded.SharedPasses.serve
 
@@ -101,7 +103,8 @@ class Ranks:
         if not self.have_met():
             sys.exit(status)
         atexit._run_exitfuncs()                        # a tracker sends its last lines there
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
@@ -193,7 +196,8 @@ class Ranks:
     def differ(self, generator, seed, step):
         """Let the ranks draw different numbers; rank 0 draws those of a single process."""
         if not self.main:
-            generator.manual_seed(seed + (self.rank << 32) + (step << 48))
+            digest = hashlib.sha256(f"{seed}/{self.rank}/{step}".encode()).digest()
+            generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
     def add_gradients(self, parameters):
         """Replace each gradient by its sum over the ranks, all of them in one exchange."""

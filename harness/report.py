@@ -9,14 +9,14 @@ import json
 import math
 import os
 import statistics
-import sys
 
 import jinja2
 
 import qerl
 from harness.curves import curves
-from harness.instruments import fail
+from harness.flags import Parser
 from harness.run_folder import atomic_write, read_jsonl
+from harness.stops import one_line
 from qerl import UserError
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -250,17 +250,13 @@ def report_on(folder):
                         "report.html is not renewed")
 
 
-def main():
-    if len(sys.argv) != 2:
-        sys.exit(fail("name one run's folder: python -m harness.report FOLDER"))
-    folder = sys.argv[1]
-    try:
+def main(argv=None):
+    with one_line():
+        parser = Parser(__doc__, prog="python -m harness.report")
+        parser.add_argument("folder", help="of a run")
+        folder = parser.parse_args(argv).folder
         report_on(folder)
-    except UserError as e:
-        sys.exit(fail(str(e)))
-    except OSError as e:
-        sys.exit(fail(f"{folder}/report.html: cannot be written ({e.strerror})"))
-    print(f"look at {folder}/report.html")
+        print(f"look at {folder}/report.html")
 
 
 if __name__ == "__main__":

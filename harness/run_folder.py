@@ -6,9 +6,10 @@
     answers_after.jsonl      and after it
     checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
-    summary.json, curve.png, report.html; eval.json with --eval-only
+    summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     lock                     held while a process runs here
-    wandb_id                 with --log wandb: the run there that --resume goes on with
+    wandb_id                 with --log wandb: the run there that --resume goes on with; TensorBoard's
+                             files with --log tensorboard
 """
 import contextlib
 import glob
@@ -81,13 +82,23 @@ def choose_folder(stem, resume):
     numbers = [os.path.dirname(path).rsplit("-", 1)[1] for path in found]
     newest = max((int(n) for n in numbers if n.isdecimal()), default=0)     # "1²" is no number
     if not resume:
-        return f"{stem}-{newest + 1}"
+        return new_folder_after(stem, newest)
     if not newest:
         raise UserError(
             f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out "
             "or start without --resume"
         )
     return f"{stem}-{newest}"
+
+
+def new_folder_after(stem, number):
+    """Create stem-N, N above `number` and the first that no other run has taken meanwhile."""
+    with creating(f"{stem}-{number + 1}"):
+        while True:
+            number += 1
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(f"{stem}-{number}")
+                return f"{stem}-{number}"
 
 
 def open_folder(out, resume):
@@ -154,17 +165,18 @@ def refuse_to_overwrite(out, resume):
     if os.path.getsize(f"{out}/lock"):
         raise UserError(f"--out {out}: its file lock is not a run's; choose another folder")
     found = traces(out)
+    # Before its first checkpoint a run writes these at most.
+    later = [name for name in found if name not in ("answers_before.jsonl", "wandb_id")]
+    resumable = not later or "checkpoint.safetensors" in found
     if found and not resume:
+        going_on = "add --resume to go on with it or " if resumable else ""
         raise UserError(
-            f"--out {out}: already holds a run ({found[0]}); add --resume to go on with it "
-            "or choose another folder"
+            f"--out {out}: already holds a run ({found[0]}); {going_on}choose another folder"
         )
-    # Before its first checkpoint a run writes nothing but the answers of the untrained policy.
-    lost = [name for name in found if name != "answers_before.jsonl"]
-    if lost and "checkpoint.safetensors" not in found:
+    if not resumable:
         raise UserError(
-            f"--resume --out {out}: its checkpoint.safetensors is gone, but {lost[0]} is there and "
-            "stays; start a new run in another --out"
+            f"--resume --out {out}: has no checkpoint.safetensors, but {later[0]} is there and stays; "
+            "start a new run in another --out"
         )
 
 

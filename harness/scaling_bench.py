@@ -18,9 +18,11 @@ def read_rows(path):
     try:
         with open(path, encoding="utf-8") as f:
             rows = json.load(f)["rows"]
-        assert rows and all(NEEDED <= row.keys() for row in rows)
-        assert all(row["processes"] >= 1 and row["step"] > 0 for row in rows)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        if not rows or not all(NEEDED <= row.keys() for row in rows):
+            raise ValueError
+        if not all(row["processes"] >= 1 and row["step"] > 0 for row in rows):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise qerl.UserError(f"{path}: not what bench.py scaling writes; name another or remove it")
     return rows
 

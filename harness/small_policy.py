@@ -20,7 +20,7 @@ import transformers
 from tqdm import tqdm
 
 import qerl
-from harness.run_folder import CACHE
+from harness.run_folder import CACHE, naming
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
@@ -166,8 +166,9 @@ def warm_start(seed=0):
     folder = os.path.join(CACHE, f"warm-start-{digest[:12]}-seed{seed}")
     if usable(folder):
         return folder
+    with naming(CACHE):
+        os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
     model = train_policy(seed)
-    os.makedirs(CACHE, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=CACHE)
     transformers.utils.logging.disable_progress_bar()
     try:

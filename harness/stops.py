@@ -9,7 +9,6 @@ from typing import TextIO
 
 import safetensors
 
-from harness.instruments import fail
 from harness.memory import is_out_of_memory
 from harness.ranks import Ranks
 from harness.run_folder import remove_if_empty
@@ -31,7 +30,7 @@ PHASES = [
 ANY_PHASE = ("lower --slots (rollout), --micro-tokens (update) or, in a new run, --max-new-tokens or "
              "--lora-rank")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -48,6 +47,8 @@ def one_line():
     Gives a Run to be filled in. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
     run = Run()
+    if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield run
     except UserError as e:
@@ -77,12 +78,12 @@ def one_line():
 
 
 def end(message):
-    """End with the one line of an error; where all ranks see it the first of each machine says it."""
+    """End with an error's line and status 2; where all ranks see it a machine's first one says it."""
     ranks = Ranks()
     ranks.let_first_speak()
-    status = fail(message)
+    print(f"error: {message}", file=sys.stderr)
     flush_quietly()
-    ranks.leave(status)
+    ranks.leave(2)
 
 
 def where_memory_ended(error):
@@ -100,7 +101,7 @@ def what_failed(error, folder):
     if getattr(error, "errno", None) in FULL or "No space left" in str(error):
         file = getattr(error, "filename", None)
         place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
-        return f"{place}: the disk is full; free some space"
+        return f"{place}: the disk is full, or the file larger than it may be; free some space"
     if isinstance(error, PermissionError):
         return f"{error}; let it be written, and close the program that has it open"
     return f"{error}; mend or remove what it names"
@@ -115,6 +116,8 @@ def how_to_go_on(folder):
 
 def flush_quietly():
     """Write what is still to be printed; to nowhere if no one reads on, as after `| head`."""
+    if sys.stdout is None:                  # closed before the start
+        return
     try:
         sys.stdout.flush()
     except OSError:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
@@ -97,16 +98,17 @@ def visible_devices():
 
 
 def commit():
-    """The commit that the code stands at, or None outside a checkout."""
+    """The commit that the code stands at, "-dirty" if code has changed since; None outside a checkout."""
     if shutil.which("git") is None:
         return None
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                           cwd=os.path.dirname(TRAIN))
-    return found.stdout.strip() or None
+    git = partial(subprocess.run, capture_output=True, text=True, cwd=os.path.dirname(TRAIN))
+    found = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "--", "*.py"]).stdout.strip()
+    return f"{found}-dirty" if found and changed else found or None
 
 
-def row_of(run, folder):
-    """What runs.jsonl says of a finished run."""
+def row_of(run, folder, code):
+    """What runs.jsonl says of a finished run; code: the commit at which it began."""
     with open(f"{folder}/summary.json") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
@@ -132,7 +134,7 @@ def row_of(run, folder):
         "seconds_a_step": median([m["seconds"]["step"] for m in metrics]),
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
-        "commit": commit(),
+        "commit": code,
     }
 
 
@@ -176,14 +178,15 @@ def finished_runs(out):
 def run_one(run, environment, flags, args):
     """Make a run and note its row -> None, or what went wrong, in a line."""
     folder = f"{args.runs}/{run.name}"
+    code = commit()
     command = run.command(folder, args.data, flags[run.arm], args.more)
     try:
         with open(f"{folder}.log", "a") as log:
-            code = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                   stderr=log)
-        if code:
-            return f"ended with status {code}; {folder}.log says why"
-        row = row_of(run, folder)
+            status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                     stderr=log)
+        if status:
+            return f"ended with status {status}; {folder}.log says why"
+        row = row_of(run, folder, code)
         with open(f"{folder}/metrics.jsonl", "rb") as metrics:
             atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
         append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
@@ -323,6 +326,10 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
         if getattr(args, name):
             setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+    names = [Run("", model, 0, 0).model_name for model in args.model]
+    for name in names:
+        require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
+                     "runs.jsonl; rename a folder")
     small = args.model == [None]
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
