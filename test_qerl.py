@@ -641,8 +641,8 @@ def packed_layer(tensors, part, dtype=None, negate=False):
     (lambda t: packed_layer(t, 0, torch.float32), None, "weight_packed is torch.float32"),
     (lambda t: packed_layer(t, 0, torch.int8), None, "weight_packed is torch.int8"),
     (lambda t: packed_layer(t, 1, torch.float32), None, "weight_scale is torch.float32"),
-    (lambda t: packed_layer(t, 1, negate=True), None, "its scales are not NVFP4's"),
-    (lambda t: packed_layer(t, 2, negate=True), None, "its scales are not NVFP4's"),
+    (lambda t: packed_layer(t, 1, negate=True), None, "block scales are at least 0"),
+    (lambda t: packed_layer(t, 2, negate=True), None, "block scales are at least 0"),
     (lambda t: t.update({UP: t[UP][:, :64]}), None, rf"tensor {UP} has shape \(192, 64\)"),
     (lambda t: None, lambda c: c.update(intermediate_size=200), "down_proj has 200 input features, not divisible by nvfp4's block of 16"),
     (lambda t: None, lambda c: c.update(model_type="gpt2"), "architecture gpt2 is not supported"),
@@ -1740,7 +1740,7 @@ def test_a_run_without_its_checkpoint_is_not_begun_anew(finished, tmp_path, monk
     for kept in ("adapter", "metrics.jsonl", "samples.jsonl", "summary.json", "answers_after.jsonl"):
         before = files_below(out)
         error = refused(monkeypatch, capsys, *options)
-        assert "checkpoint.safetensors is gone" in error and "another --out" in error and files_below(out) == before
+        assert "has no checkpoint.safetensors" in error and "another --out" in error and files_below(out) == before
         shutil.rmtree(out / kept) if kept == "adapter" else (out / kept).unlink()
 
 
@@ -2694,10 +2694,11 @@ def test_studies_refuse_what_cannot_be_meant(tmp_path, study, options, message):
 
 def test_gsm8k_by_name_is_fetched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questions, "gsm8k", lambda folder: ([folder], ["test"]))
-    assert questions.load_questions("gsm8k", None, None) == ([None], ["test"])
+    held_out = [{"question": "test"}]
+    monkeypatch.setattr(questions, "gsm8k", lambda folder: ([{"question": str(folder)}], held_out))
+    assert questions.load_questions("gsm8k", None, None) == ([{"question": "None"}], held_out)
     (tmp_path / "gsm8k").mkdir()
-    assert questions.load_questions("gsm8k", None, None) == (["gsm8k"], ["test"])        # a folder of that name
+    assert questions.load_questions("gsm8k", None, None) == ([{"question": "gsm8k"}], held_out)      # a folder of that name
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):

@@ -54,6 +54,8 @@ QUESTIONS = {
     "4 bits by GPTQ, under noise": [("gptq+aqn", "bf16+aqn")],
     "both, 4 bits by GPTQ": [("gptq+aqn", "bf16")],
     "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
+    "4 bits by AWQ, under noise": [("awq", "bf16+aqn")],
+    "both, 4 bits by AWQ": [("awq", "bf16")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
