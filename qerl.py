@@ -1246,8 +1246,12 @@ class Checkpoint:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
-        bias = torch.cat(biases) if bias else None
+        stored = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)
+                  if bias or f"{name}.bias" in self.files]
+        require(bias or not any(part.any() for part in stored),
+                f"layer {names[0]}: has a bias, which config.json does not ask for; use the config that "
+                "belongs to the weights")
+        bias = torch.cat(stored) if bias else None
         layer = QuantLinear(names, sizes, in_features, weight, bias, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
@@ -1297,8 +1301,12 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder)
-        checkpoint = checkpoint_class(open_tensors(folder, device), weights, lora_rank, lora_alpha,
-                                      train_norms, device, dtype)
+        files = open_tensors(folder, device)
+        for name in files:
+            require(not name.startswith(f"model.layers.{config.num_hidden_layers}."),
+                    f"tensor {name} is of a layer that config.json does not ask for; use the config that "
+                    "belongs to the weights")
+        checkpoint = checkpoint_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
         return Transformer(config, checkpoint)
     except (UserError, RuntimeError):                  # RuntimeError: out of memory
         raise

@@ -649,6 +649,8 @@ def packed_layer(tensors, part, dtype=None, negate=False):
     (lambda t: None, lambda c: c.update(model_type="no-such"), "config.json cannot be used"),
     (lambda t: None, lambda c: c.update(quantization_config={"quant_method": "gptq"}), "gptq are not supported"),
     (lambda t: None, lambda c: c.update(use_sliding_window=True, sliding_window=8), "sliding-window"),
+    (lambda t: None, lambda c: c.update(num_hidden_layers=1, layer_types=["full_attention"]), "of a layer that config.json does not ask for"),
+    (lambda t: t.update({UP.replace("weight", "bias"): torch.ones(192)}), None, "has a bias, which config.json does not ask for"),
 ])
 def test_unusable_models_are_named(qwen, tmp_path, edit, config_edit, message):
     def widen(tensors):
