@@ -1111,7 +1111,7 @@ def test_answered_number(text, number):
 
 @pytest.mark.parametrize("gold,number", [
     ("18", 18), ("-18", -18), ("$18", 18), ("18 dollars", 18), ("1,250,000", 1250000), ("3.0e5", 300000), ("1e3", 1000), ("1 000", 1000),
-    ("1,200 m2", 1200), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
+    ("1,200 m2", 1200), ("5 km/h", 5), ("5 m^2", 5), ("5 t-shirts", 5), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
 def test_right_answers_are_read_or_refused(tmp_path, gold, number):
     line = json.dumps({"question": "q", "answer": f"so 7\n#### {gold}\n8"})
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")

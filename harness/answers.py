@@ -47,10 +47,11 @@ BRACE = re.compile(r"\\[{}]|(\\boxed\s*)?\{|\}")       # \{ and \} are signs, an
 
 SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
 # What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million",
-# "2 hours 30 minutes", but not "1,200 m2".
+# "2 hours 30 minutes", but not "1,200 m2" or "5 km/h".
 GOES_ON = re.compile(rf"""
-    .*? (?: [-–—+*/=^×<>:\\] | (?<![A-Za-z])\d | {SIGN} | \b(?:[kKMB]|to|and|or|less|more|times|over|squared|cubed
-            |half|hundred|dozen|thousand|million|billion|trillion)\b )
+    .*? (?: (?<!\w)[-–—/] | [+*=×<>:\\] | (?<![A-Za-z^])\d | {SIGN}
+          | \b(?:[kKMB]|to|and|or|less|more|times|over|squared|cubed|half)\b
+          | \b(?:hundred|dozen|thousand|million|billion|trillion)\b )
 """, re.VERBOSE)
 LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
 

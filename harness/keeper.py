@@ -68,7 +68,8 @@ class Keeper:
         self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
-        import_tracker(settings.log)           # what is missing is said before the model is loaded
+        if self.writes:
+            import_tracker(settings.log)       # what is missing is said before the model is loaded
 
     def begin(self, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
