@@ -662,11 +662,11 @@ def trainable(model):
 # 5. Sampler
 #
 # This is continuous batching: a slot decodes one completion at a time and takes the next when it is
-# done; all slots decode together. A prompt enters once G slots are idle: its keys and values are computed once and copied to all of them. Everything that a
-# decode step needs lives in tensors of fixed shape on the device, so that on a GPU the whole step
-# is one recorded CUDA graph (all its kernels, started by one launch), and the host looks at the
-# slots only every 8 tokens. Once no prompt waits and half of the slots are idle, the other half
-# goes on alone (from 32 slots on).
+# done; all slots decode together. A prompt enters once G slots are idle: its keys and values are
+# computed once and copied to all of them. Everything that a decode step needs lives in tensors of
+# fixed shape on the device, so that on a GPU the whole step is one recorded CUDA graph (all its
+# kernels, started by one launch), and the host looks at the slots only every 8 tokens. Once no
+# prompt waits and half of the slots are idle, the other half goes on alone (from 32 slots on).
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
 PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass

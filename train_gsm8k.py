@@ -239,8 +239,8 @@ def train(settings):
         learned = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
-            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,   # of the last minibatch;
-            # 0 where float16 overflowed, whose step is left out
+            # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
+            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,
             "lr": optimizer.param_groups[0]["lr"],
         }
         if scaler.is_enabled():
