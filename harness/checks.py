@@ -27,10 +27,10 @@ def check_settings(settings):
           "start_seed", "weight_decay", "clip_high"],
          lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
-    each(["lr", "clip_high", "tis", "beta", "weight_decay", "lora_alpha"],
-         lambda x: x is None or x <= 1e30, "must be at most 1e30")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
          "must be positive and finite")
+    each(["lr", "clip_high", "tis", "beta", "weight_decay", "lora_alpha"],
+         lambda x: x is None or x <= 1e30, "must be at most 1e30")
     each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed", "start_seed"], lambda n: n < 2 ** 63, "must be below 2**63")
     each(["prompts", "group", "updates", "stages", "slots", "eval_samples"],
