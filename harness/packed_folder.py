@@ -3,7 +3,6 @@
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
-import functools
 import glob
 import hashlib
 import inspect
@@ -11,6 +10,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -79,6 +79,11 @@ def write_packed_folder(source, found, folder):
         if name not in found and f"{name}_packed" not in found:
             writer.add(name, file.get_tensor(name))
     writer.close()
+    add_companions(source, folder)
+
+
+def add_companions(source, folder):
+    """Write beside NVFP4 weights what the folder `source` has beside its own, and their config."""
     copy_companions(source, folder)
     write_config(source, folder, NVFP4A16)
 
@@ -136,10 +141,9 @@ def write_rounded_folder(source, folder, device):
     """
     writer = ShardWriter(folder)
     load_with_progress(source, device=device, desc="quantising",
-                       checkpoint_class=functools.partial(Packer, writer=writer))
+                       checkpoint_class=partial(Packer, writer=writer))
     writer.close()
-    copy_companions(source, folder)
-    write_config(source, folder, NVFP4A16)
+    add_companions(source, folder)
 
 
 def save_packed(source, out, device, calibrated=None):
@@ -153,9 +157,9 @@ def save_packed(source, out, device, calibrated=None):
     with new_folder(out, source) as temporary:
         if made:
             for name in os.listdir(made):
-                shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
-            copy_companions(source, temporary)              # the tokenizer as it is now
-            write_config(source, temporary, NVFP4A16)
+                if "safetensors" in name:       # the weights; the tokenizer is the source's of now
+                    shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
+            add_companions(source, temporary)
         else:
             write_rounded_folder(source, temporary, device)
     print(f"saved {out}, {size_gb(out):.3g} GB of weights; docs/serving.md says who reads it")
@@ -179,11 +183,11 @@ def cached_folder(source, name, key, make):
     code = inspect.getsource(inspect.getmodule(make))
     digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
     folder = os.path.join(run_folder.CACHE, f"{model_name(source)}-{name}-{digest[:12]}")
-    if is_whole(folder):
+    if not_cut_off(folder):
         return folder
     os.makedirs(run_folder.CACHE, exist_ok=True)
     with run_folder.one_at_a_time(run_folder.CACHE) as alone:
-        if is_whole(folder):                    # another process has made it meanwhile
+        if not_cut_off(folder):           # another process has made it meanwhile
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
@@ -197,16 +201,9 @@ def cached_folder(source, name, key, make):
     return folder
 
 
-def is_whole(folder):
-    """Whether a folder of the cache is there and its weights are not cut off; says so if they are."""
-    if not os.path.exists(folder):
-        return False
-    try:
-        qerl.open_tensors(folder, "cpu")
-    except qerl.UserError as e:
-        print(f"{folder} is broken and is made again ({e})")
-        return False
-    return True
+def not_cut_off(folder):
+    """Whether a folder of the cache is there and its weights are not cut off."""
+    return run_folder.is_whole(folder, partial(qerl.open_tensors, device="cpu"))
 
 
 def model_name(folder):

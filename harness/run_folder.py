@@ -17,7 +17,7 @@ import json
 import os
 import sys
 
-from qerl import UserError
+from qerl import UserError, reason
 
 try:
     import fcntl
@@ -151,6 +151,18 @@ def one_at_a_time(folder):
         yield alone
     finally:
         os.close(handle)                    # which unlocks it
+
+
+def is_whole(folder, read):
+    """Whether a folder of the cache is there and read(folder) finds it sound; says so if not."""
+    if not os.path.exists(folder):
+        return False
+    try:
+        read(folder)
+    except UserError as e:
+        print(f"{folder} is broken and is made again ({reason(e)})")
+        return False
+    return True
 
 
 def traces(out):

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import tempfile
+from functools import partial
 
 import tiktoken
 import torch
@@ -20,7 +21,7 @@ import transformers
 from tqdm import tqdm
 
 import qerl
-from harness.run_folder import CACHE, naming
+from harness.run_folder import CACHE, is_whole, naming
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
@@ -184,11 +185,4 @@ def warm_start(seed=0):
 
 def usable(folder):
     """Whether it holds a whole model; says so if it holds a broken one."""
-    if not os.path.exists(folder):
-        return False
-    try:
-        qerl.load_model(folder, "bf16")
-    except qerl.UserError as e:
-        print(f"{folder} is broken and is made again ({qerl.reason(e)})")
-        return False
-    return True
+    return is_whole(folder, partial(qerl.load_model, weights="bf16"))
