@@ -23,9 +23,9 @@ def running_mean(values, width=5):
 def shown_rates(rows):
     """{arm: learning rate} of a model: one for all arms, as far as they have several seeds of it.
 
-    An arm's own is its best if that has several seeds, else the one with most. The one for all is
-    the own of most arms, and of those the one that most arms have. Full fine-tuning, for which
-    LoRA's rates are too large, keeps its own.
+    An arm's own is its best if that has several seeds or as many as any, else the one with most.
+    The one for all is the own of most arms, and of those the one that most arms have. Full
+    fine-tuning, for which LoRA's rates are too large, keeps its own.
     """
     own = {}
     seeds = {arm: Counter(r["lr"] for r in rows if r["arm"] == arm) for arm in ARMS}
@@ -34,7 +34,7 @@ def shown_rates(rows):
         if seeds[arm]:
             most = mode(sorted(seeds[arm].elements()))
             lr = best.get(arm, most)
-            own[arm] = lr if seeds[arm][lr] > 1 else most
+            own[arm] = lr if seeds[arm][lr] >= min(2, seeds[arm][most]) else most
     rates = sorted(own.values())
     common = max(rates, key=lambda lr: (rates.count(lr), sum(seeds[arm][lr] > 1 for arm in own)))
     return {arm: common if seeds[arm][common] > 1 and arm != "full" else lr

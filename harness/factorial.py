@@ -59,6 +59,7 @@ QUESTIONS = {
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
+    "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
 }
 CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
 
