@@ -3232,6 +3232,8 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     assert claims_pictures.shown_rates(lone) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
     full = [{**row, "arm": "full"} for row in of_both if row["arm"] == "bf16"]
     assert claims_pictures.shown_rates(of_both + full)["full"] == 3e-4                             # its rates are not LoRA's
+    single = [row for row in full if row["seed"] == 0]
+    assert claims_pictures.shown_rates(of_both + single)["full"] == 3e-4                           # each rate has one seed: the best
     write_jsonl(tmp_path / "runs.jsonl", rows)
     (tmp_path / "metrics").mkdir()
     for row in rows:
