@@ -21,9 +21,9 @@ first and mma with a picture.
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
 
 kernels, mma, rollout, step, scaling and memory make random weights of the given shapes on the GPU.
-On a CPU they run a tiny shape, so that one can step through them; its times, and memory, mean
-nothing. mma needs a Hopper GPU. step may be started by torchrun, too: each process then has its
-share of the prompts.
+mma needs a Hopper GPU. On a CPU the others run a tiny shape, so that one can step through them; its
+times, and memory, mean nothing. step may be started by torchrun, too: each process then has its
+share of the prompts. claims, entropy and methods come first on the line and have flags of their own.
 """
 from harness import interrupts
 
@@ -673,10 +673,11 @@ def register_random_loader():
 def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
     """{batch: tokens per second} of vLLM on random weights, as decode_seconds measures ours.
 
-    vLLM is at its best: its defaults (CUDA graphs, torch.compile), CUDA graphs of these very
-    batches, prefill in one go, and no text made of the tokens. The faster of two runs counts.
+    vLLM has its defaults (CUDA graphs, torch.compile) but for the engine's process, CUDA graphs of
+    these very batches, prefill in one go, and no text made of the tokens. The faster of two runs
+    counts.
     """
-    # Without this its engine would be a fork of this process, which hung.
+    # The engine runs in this process: by default it would be a fork of this one, which hung.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     from vllm import LLM, SamplingParams
@@ -715,6 +716,9 @@ def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
     return rates
 
 
+VLLM_WEIGHTS = ("nvfp4", "bf16")
+
+
 def vllm_rows(name, rank, batches, tokens):
     """One line of vLLM's table for each of NVFP4 and BF16 and each batch, or none without vLLM.
 
@@ -728,7 +732,7 @@ def vllm_rows(name, rank, batches, tokens):
     with tempfile.TemporaryDirectory() as folder:
         adapter = f"{folder}/adapter"
         write_adapter(name, rank, adapter)
-        for weights in ("nvfp4", "bf16"):
+        for weights in VLLM_WEIGHTS:
             model = f"{folder}/{weights}"
             write_vllm_config(name, weights, model)
             work = (model, adapter, SHAPES[name].vocabulary, rank, batches, tokens)
@@ -760,7 +764,7 @@ def rollout_rows(name, model, weights, rank, batches, tokens, vllm):
         }
         ratio = ""
         rates = [v["tokens_per_s"] for v in vllm if v["rank"] == rank and v["batch"] == batch]
-        if rates:
+        if len(rates) == len(VLLM_WEIGHTS):                # the faster of one would not be its best
             row["vllm"] = max(rates)
             ratio = f"{row['tokens_per_s'] / row['vllm']:.2f}x"
         print_row(name, rank, LABELS[weights], batch, f"{row['tokens_per_s']:.0f}",
@@ -878,10 +882,10 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
 
     with clock("logprobs"):
         batch.old_logprobs = method.old_logprobs(model, batch)
-    measured = method.before_updates(batch)
 
     total_loss = 0.0
     with clock("update"):
+        measured = method.before_updates(batch)
         batch.weights = qerl.token_weights(batch.mask, settings.algo) / ranks.count
         for micro_batch in batch.micro_batches(settings.micro_tokens):
             logprobs = qerl.token_logprobs(
@@ -901,7 +905,7 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
         assert math.isfinite(total_loss) and math.isfinite(norm)
         optimizer.step()
         optimizer.zero_grad()
-    method.after_updates()
+        method.after_updates()
 
     whole = sum(clock.seconds.values())
     length = rollout.length.float().mean().item()
@@ -962,6 +966,7 @@ def bench_step(args):
         for weights in args.weights:
             rows.extend(step_rows(
                 name, weights, sizes, settings, args.device, ranks, args.repeats or 1, args.shard))
+            ranks.serve = lambda: None         # which kept the model
             release_memory(args.device)
             yield {
                 "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",
@@ -1182,7 +1187,8 @@ def arguments():
     p.add_argument("--cap", type=float, metavar="GB",
                    help="step: let each process take so many 10^9 bytes of its GPU at most")
     p.add_argument("--repeats", type=int,
-                   help="step, scaling: timed steps, of which the median counts (default 1 and 3)")
+                   help="step, scaling: timed steps, of which the median counts, of an even number "
+                        "the slower of the middle two (default 1 and 3)")
     p.add_argument("--processes", nargs="*", type=int,
                    help="scaling: numbers of processes, each with a GPU of its own (default 1 2 4 8 as "
                         "far as there are GPUs); rows of other numbers stay in scaling.json")
@@ -1296,12 +1302,17 @@ def read_earlier(path):
     return tables
 
 
-def keep_other_models(earlier, result):
-    """Add to a result what an earlier call measured of models that this call did not."""
+def keep_others(earlier, result):
+    """Add to a result what an earlier call measured and this call did not."""
     for key in TABLES & set(result):
-        measured = {r["model"] for r in result[key]}
-        others = [r for r in earlier.get(key, []) if r.get("model") not in measured]
+        measured = {subject(row) for row in result[key]}
+        others = [row for row in earlier.get(key, []) if subject(row) not in measured]
         result[key] = others + result[key]
+
+
+def subject(row):
+    """What a row is a measurement of: as much of this as its table has."""
+    return tuple(row.get(key) for key in ("model", "weights", "rank", "prompts", "group"))
 
 
 def run(args):
@@ -1320,7 +1331,7 @@ def run(args):
             continue
         result = {"command": command_line(), **result, **environment(args.device)}
         if args.what != "formats":
-            keep_other_models(earlier, result)
+            keep_others(earlier, result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
         if plot:
             save_figure(f"{path}.png", plot, result)

@@ -5423,6 +5423,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     questions = read_questions(data, "train*.jsonl")
     sequences = rilq.texts_of(questions, train_gsm8k.ChatText(qwen[0], ""), 10)
     assert len(sequences) == 10 and all(len(s.prompt) + len(s.answer) <= rilq.LONGEST for s in sequences)
+    long = [{**question, "question": question["question"] * 100} for question in questions]
+    method = rilq.Neighbour(train_gsm8k.Settings(model=qwen[0]), "")
+    with pytest.raises(qerl.UserError, match="--method rilq: none of the first .* is shorter than 512 tokens; give --data"):
+        method.prepare(None, qwen[0], long, train_gsm8k.ChatText(qwen[0], ""))
     teacher = qerl.load_model(qwen[0], "bf16")
     torch.manual_seed(0)
     model = qerl.load_model(qwen[0], lora_rank=4)
@@ -6226,9 +6230,29 @@ def test_a_bench_file_says_by_which_command_a_row_was_measured(tmp_path):
     rows = [{"model": "old", "step": 1.0}, {"model": "older", "command": "another", "date": "2025-01-01"}]
     path.write_text(json.dumps({"command": "python bench.py step --cap 5", "date": "2026-01-01", "settings": {}, "rows": rows}))
     result = {"command": "now", "rows": [{"model": "new"}]}
-    bench.keep_other_models(bench.read_earlier(str(path)), result)
+    bench.keep_others(bench.read_earlier(str(path)), result)
     assert result["rows"] == [{"model": "old", "step": 1.0, "command": "python bench.py step --cap 5", "date": "2026-01-01"},
                               rows[1], {"model": "new"}]
+
+
+def test_a_bench_file_keeps_what_this_call_did_not_measure():
+    """Another format, rank or size of the same model stays; what is measured again is replaced."""
+    def row(**subject):
+        return {"model": "m", "weights": "nvfp4", "rank": 16, "prompts": 1, "group": 8, **subject}
+    others = [row(weights="bf16"), row(rank=32), row(prompts=32), row(group=2), row(model="n")]
+    result = {"rows": [row(step=2.0)]}
+    bench.keep_others({"rows": [row(step=1.0), *others]}, result)
+    assert result["rows"] == [*others, row(step=2.0)]
+
+
+def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
+    """If one of them could not be measured there is none: the other need not be the faster."""
+    monkeypatch.setattr(bench, "decode_seconds", lambda model, batch, prompt, tokens: (0.1, 2.0))
+    def theirs(weights, rate):
+        return {"rank": 16, "batch": 4, "weights": weights, "tokens_per_s": rate}
+    for vllm, best in (([theirs("nvfp4", 10.0), theirs("bf16", 20.0)], 20.0), ([theirs("nvfp4", 10.0)], None), ([], None)):
+        row, = bench.rollout_rows("m", None, "nvfp4", 16, (4,), 8, vllm)
+        assert row["tokens_per_s"] == 16.0 and row.get("vllm") == best
 
 
 def test_bench_step_cuts_the_weights(tmp_path):

@@ -100,7 +100,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
 
 
 def texts_of(questions, tokenizer, count=TEXTS):
-    """`count` worked questions of at most LONGEST tokens, answers cut."""
+    """At most `count` worked questions, those of less than LONGEST tokens, answers cut."""
     some = worked_sequences(questions, tokenizer, tokens=count * LONGEST)[:count]
     return [Worked(s.prompt, s.answer[:LONGEST - len(s.prompt)])
             for s in some if len(s.prompt) < LONGEST]
@@ -122,8 +122,11 @@ class Neighbour(Method):
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")
+        texts = texts_of(questions, tokenizer)
+        qerl.require(texts, f"--method rilq: none of the first {TEXTS} questions is shorter than "
+                            f"{LONGEST} tokens; give --data with shorter ones")
         teacher = qerl.load_model(folder, "bf16", device=self.settings.device)
-        losses = compensate(model, teacher, texts_of(questions, tokenizer))
+        losses = compensate(model, teacher, texts)
         self.start = adapter(model)
         print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "
               f"{len(losses) - 1} validations")
