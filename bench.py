@@ -919,12 +919,13 @@ def step_seconds(model, optimizer, prompts, group, settings, method, ranks=Ranks
     })
 
 
-def step_rows(name, weights, sizes, settings, device, ranks=Ranks(), repeats=1, shard=False):
+def step_rows(name, weights, sizes, settings, device, repeats=1, shard=False):
     """One line of the results for each size (prompts of all processes, group).
 
     weights: of STEP_LABELS; repeats: the step is timed so often, and the median one counts; shard:
     cut the weights over the processes.
     """
+    ranks = Ranks()                    # this model's own: with --shard it holds on to the model
     stored = ShardedRandomWeights if shard else RandomWeights
     model = random_model(name, weights.removesuffix("-fp8"), 32, device, stored)
     if shard:
@@ -956,17 +957,16 @@ def step_settings(device):
 def bench_step(args):
     cuda = args.device == "cuda"
     settings = step_settings(args.device)
-    ranks = Ranks()
+    processes = Ranks().count
     default = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
-    sizes = args.sizes or [(prompts * ranks.count, group) for prompts, group in default]
+    sizes = args.sizes or [(prompts * processes, group) for prompts, group in default]
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"])
     memory_bench.limit_memory(args.cap, args.device)
     rows = []
     for name in models:
         for weights in args.weights:
             rows.extend(step_rows(
-                name, weights, sizes, settings, args.device, ranks, args.repeats or 1, args.shard))
-            ranks.serve = lambda: None         # which kept the model
+                name, weights, sizes, settings, args.device, args.repeats or 1, args.shard))
             release_memory(args.device)
             yield {
                 "what": "seconds of one RL step on random weights, LoRA rank 32, by phase",

@@ -20,8 +20,9 @@ two roundings. The loss:
     sft       cross-entropy of the answer tokens: supervised fine-tuning
 
 The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`), not from
-rounding, which is the default here, so that the cold start is the one change [I]; RL without such a cold start may collapse; calibrate on text like that which is trained
-on. AdamW, cosine from 1e-5 with a warm-up of 5 %.
+rounding, which is the default here, so that the cold start is the one change [I]; RL without such
+a cold start may collapse; calibrate on text like that which is trained on. AdamW, cosine from 1e-5
+with a warm-up of 5 %.
 
 What differs from QeRL. Only the frozen weights, as with --quantizer: after the cold start they
 are packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes
