@@ -41,22 +41,27 @@ def shown_rates(rows):
             for arm, lr in own.items()}
 
 
-def color_of(arm):
-    """The same in all pictures."""
-    return f"C{list(ARMS).index(arm)}"
+def style_of(arm):
+    """An arm's line in all pictures: a colour for its weights, dashed without noise."""
+    weights = [name.removesuffix("+aqn") for name in ARMS]
+    colors = list(dict.fromkeys(weights))
+    return {
+        "color": f"C{colors.index(arm.removesuffix('+aqn'))}",
+        "linestyle": "-" if arm.endswith("+aqn") else "--",
+    }
 
 
-def plot_band(axis, curves, label, color):
+def plot_band(axis, curves, label, style):
     """The mean of curves of several seeds (lists of numbers), in a band of its standard error."""
     curves = [running_mean(curve) for curve in curves]
     steps = range(1, min(map(len, curves)) + 1)
     columns = [[curve[i - 1] for curve in curves] for i in steps]
     middle = [mean(column) for column in columns]
     errors = [standard_error(column) or 0 for column in columns]
-    axis.plot(steps, middle, label=label, color=color, linewidth=1.2)
+    axis.plot(steps, middle, label=label, linewidth=1.2, **style)
     low = [m - e for m, e in zip(middle, errors)]
     high = [m + e for m, e in zip(middle, errors)]
-    axis.fill_between(steps, low, high, color=color, alpha=0.15)
+    axis.fill_between(steps, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
 def plot_curves(runs, plt):
@@ -76,7 +81,7 @@ def plot_curves(runs, plt):
                 curves = [[m[measure] for m in metrics] for row, metrics in runs
                           if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
                 other = "" if lr == usual else f", rate {rate_text(lr)}"
-                plot_band(axis, curves, f"{arm} ({len(curves)}{other})", color_of(arm))
+                plot_band(axis, curves, f"{arm} ({len(curves)}{other})", style_of(arm))
             axis.set(ylabel=label)
             axis.grid(alpha=0.3)
         column[0].set(title=f"{model}, learning rate {rate_text(usual)}")
@@ -111,8 +116,8 @@ def plot_rates(rows, plt):
             if rates:
                 places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
                 axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
-                              markersize=4, capsize=3, linewidth=1, color=color_of(arm),
-                              label=f"{arm} ({seeds})")
+                              markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})",
+                              **style_of(arm))
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
@@ -130,6 +135,7 @@ ASKED = {
     "noise": ("with AQN minus without", "without noise", "with"),
     "both": ("NVFP4 + AQN minus BF16", "BF16", "NVFP4 + AQN"),
     "4 bits by GPTQ": ("NVFP4 by GPTQ minus BF16", "16 bits", "4 bits"),
+    "both, 4 bits by AWQ": ("NVFP4 by AWQ + AQN minus BF16", "BF16", "NVFP4 by AWQ + AQN"),
 }
 # Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,

@@ -15,6 +15,8 @@ ARMS = {
     # NVFP4 again, by calibrated codes; the other arms round to the nearest.
     "gptq+aqn": ["--weights", "nvfp4", "--quantizer", "gptq"],
     "gptq": ["--weights", "nvfp4", "--quantizer", "gptq", *NO_NOISE],
+    "awq+aqn": ["--weights", "nvfp4", "--quantizer", "awq"],      # as the paper, section 4.1
+    "awq": ["--weights", "nvfp4", "--quantizer", "awq", *NO_NOISE],
     "nf4": ["--weights", "nf4", *NO_NOISE],
     "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
     # Without LoRA there is no reference policy to stay near.
@@ -34,7 +36,6 @@ ABLATIONS = {
     "rank 128": ["--lora-rank", "128"],
     "dapo": ["--algo", "dapo"],
     "tis": ["--tis", "2"],
-    "awq": ["--quantizer", "awq"],                    # as the paper, section 4.1
     "random reward": ["--reward", "random"],
 }
 FLAGS = {**ARMS, **ABLATIONS}
@@ -54,8 +55,13 @@ QUESTIONS = {
     "4 bits by GPTQ, under noise": [("gptq+aqn", "bf16+aqn")],
     "both, 4 bits by GPTQ": [("gptq+aqn", "bf16")],
     "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
-    "4 bits by AWQ, under noise": [("awq", "bf16+aqn")],
-    "both, 4 bits by AWQ": [("awq", "bf16")],
+    "noise in NVFP4 by AWQ": [("awq+aqn", "awq")],
+    "4 bits by AWQ": [("awq+aqn", "bf16+aqn"), ("awq", "bf16")],
+    "4 bits by AWQ, without noise": [("awq", "bf16")],
+    "4 bits by AWQ, under noise": [("awq+aqn", "bf16+aqn")],
+    "both, 4 bits by AWQ": [("awq+aqn", "bf16")],
+    "AWQ for rounding": [("awq+aqn", "nvfp4+aqn"), ("awq", "nvfp4")],
+    "AWQ for rounding, under noise": [("awq+aqn", "nvfp4+aqn")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
