@@ -46,7 +46,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
-from harness import demonstration, eight_bit, entropy, fp8_blocks, fp8_layers, keeper, lora_starts, memory
+from harness import demonstration, eight_bit, entropy, factorial, fp8_blocks, fp8_layers, keeper, lora_starts, memory
 from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
 from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
 from harness.batches import Batch, cut_rows
@@ -2038,7 +2038,7 @@ def test_another_models_checkpoint_is_refused(qwen, tmp_path):
     (lambda t, m: m.update(settings="[]"), "its settings or its state are broken"),
     (lambda t, m: m.update(settings="[" * 100_000), "its settings or its state are broken"),
     (lambda t, m: m.update(state="3"), "its settings or its state are broken"),
-    (lambda t, m: m.update(state="{}"), "its settings or its state are broken (no data)"),
+    (lambda t, m: m.update(state="{}"), "its settings or its state are broken, or another version's (no data)"),
     (lambda t, m: m.pop("state"), "not a checkpoint of this version"),
 ])
 def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message):
@@ -3109,20 +3109,29 @@ def test_the_picture_of_differences():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows = list(made_up_rows())
-    _, noise, both, _ = claims_pictures.plot_differences(rows, plt).axes
+    _, noise, both, *_ = claims_pictures.plot_differences(rows, plt).axes
     assert drawn(noise, "o") == [3, 5] and drawn(noise, "D") == []
     assert not claims_pictures.compared_settings(rows[:4])   # of one seed there is no picture
     rows += [{**row, "seed": 2, "accuracy_after": row["accuracy_after"] + 0.01 * row["arm"].endswith("aqn")} for row in rows[:4]]
     rows = [{**row, "accuracy_before": 0.2 - 0.05 * row["arm"].startswith("nvfp4")} for row in rows]
-    _, noise, both, by_gptq = claims_pictures.plot_differences(rows, plt).axes
+    _, noise, both, by_gptq, _ = claims_pictures.plot_differences(rows, plt).axes
     assert drawn(by_gptq, "o") == []                         # which these rows do not answer
     assert drawn(noise, "o") == [3, 5, 4] and drawn(noise, "D") == [4] and drawn(noise, "|")[0] == 0
     assert drawn(both, "|")[0] == -5                         # what NVFP4 begins with
     assert claims_pictures.interval([3, 5, 4]) == pytest.approx(4.303 * 1 / 3 ** 0.5, rel=2e-3)
     small = [{**row, "model": "small", "lr": 1.5e-4} for row in rows]
-    *real, _, noise, _, _ = claims_pictures.plot_differences(rows + small, plt).axes                     # below, at another scale
-    assert len(real) == 4 and drawn(noise, "o") == [3, 5, 4] and real[0].get_yticklabels()[0].get_text() == "m, 1e-4"
+    *real, _, noise, _, _, _ = claims_pictures.plot_differences(rows + small, plt).axes                  # below, at another scale
+    assert len(real) == 5 and drawn(noise, "o") == [3, 5, 4] and real[0].get_yticklabels()[0].get_text() == "m, 1e-4"
     plt.close("all")
+
+
+def test_an_arms_line_tells_its_weights_by_colour_and_its_noise_by_dashes():
+    """Two arms look alike in no picture; those of the same weights differ by their dashes alone."""
+    styles = {arm: claims_pictures.style_of(arm) for arm in factorial.ARMS}
+    assert len({tuple(style.values()) for style in styles.values()}) == len(styles)
+    for arm in ("nvfp4", "bf16", "gptq", "awq"):
+        assert styles[arm]["color"] == styles[f"{arm}+aqn"]["color"]
+        assert (styles[f"{arm}+aqn"]["linestyle"], styles[arm]["linestyle"]) == ("-", "--")
 
 
 @pytest.mark.parametrize("lr,text", [(0.00015, "1.5e-4"), (5e-5, "5e-5"), (1e-3, "1e-3"), (0.25, "2.5e-1")])

@@ -178,7 +178,8 @@ def read_checkpoint(folder, settings, must_agree=None):
         counted = must_agree or sorted(settings.keys() | then.keys())
         check_state(state)
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"{path}: its settings or its state are broken ({qerl.reason(e)}); {NEW_RUN}")
+        raise UserError(f"{path}: its settings or its state are broken, or another "
+                        f"version's ({qerl.reason(e)}); {NEW_RUN}")
     for name in counted:
         if settings.get(name) != then.get(name):
             raise UserError(
