@@ -6510,6 +6510,7 @@ def meet(backend):
 
 meet_once = distributed.init_process_group
 distributed.init_process_group = meet
+stop = Ranks.stop
 Ranks.stop = lambda self: None
 original = qerl.generate
 qerl.generate = generate
@@ -6517,6 +6518,7 @@ command, out = sys.argv[:-1], sys.argv[-1]
 for name, flags in (("whole", []), ("cut", ["--shard"])):
     sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
     train_gsm8k.main()
+stop(Ranks())                                                   # without Python's own end, in which gloo's threads may abort
 """
 
 
