@@ -3140,16 +3140,18 @@ def test_rates_are_spelled_as_one_writes_them(lr, text):
 
 
 def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
-    """Each has its own policy before the training, measured by each run, and rows of their own name."""
+    """Each has its own policy before the training, and rows of their own name."""
     run = study.Run("bf16", None, 1e-3, 3, own_start=True)
-    command = run.command("folder", None, [], [])
+    command = run.command("folder", None, [], [], measure_start=True)
     assert command[command.index("--start-seed") + 1] == "3" and "--skip-eval-before" not in command
     assert run.name == "small-own-starts-bf16-lr0.001-seed3"
-    common = study.Run("bf16", None, 1e-3, 3).command("folder", None, [], [])
+    common = study.Run("bf16", None, 1e-3, 3).command("folder", None, [], [], measure_start=False)
     assert "--start-seed" not in common and "--skip-eval-before" in common
     rows = [{**row, "start_seed": row["seed"], "accuracy_before": 0.2 + 0.1 * row["seed"], "greedy_before": 0.1} for row in made_up_rows()]
     assert [round(row["gained"], 6) for row in claims.with_gains(rows)][3::4] == [0.3, 0.2]              # bf16: 0.5 of both
     assert "| 25.0 ± 5.0, 10.0 ± 0.0 |" in claims.arms_table(rows)[2]
+    later = {k: v for k, v in rows[0].items() if not k.endswith("_before")} | {"lr": 2e-4}                # the same start at another rate
+    assert [line for line in claims.arms_table([*rows, later]) if "| 2e-4 | 1 | 9 | 20.0, 10.0 |" in line]
     made = []
     monkeypatch.setattr(study, "warm_start", lambda seed=0: made.append(seed))
     monkeypatch.setattr(study, "run_one", lambda *arguments: None)
@@ -3356,7 +3358,7 @@ def test_what_is_named_twice_is_run_once(tmp_path):
 def test_studies_round_to_nearest_unless_told_otherwise():
     run = study.Run("nvfp4", "some/Model", 1e-4, 0)
     for more, expected in (([], "rtn"), (["--quantizer", "gptq"], "gptq")):
-        _, _, *flags = run.command("runs/new", None, ["--weights", "nvfp4"], more)
+        _, _, *flags = run.command("runs/new", None, ["--weights", "nvfp4"], more, True)
         assert train_gsm8k.arguments([*flags, "--device", "cpu"]).quantizer == expected
 
 
@@ -3398,6 +3400,30 @@ def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, 
     assert os.listdir(f"{args.out}/metrics") == ["Model-b-lr5e-05-seed0.jsonl"]
     said = capsys.readouterr().out
     assert "summary.json" in said and "left no summary or metrics to read" in said
+
+
+@pytest.mark.parametrize("own,expected", [
+    ([], [("nvfp4", "5e-05", 2)]),
+    (["--own-starts"], [("nvfp4", "5e-05", 2), ("nvfp4", "5e-05", 1), ("bf16", "5e-05", 1)]),
+])
+def test_a_start_is_measured_once(tmp_path, monkeypatch, own, expected):
+    """By the first missing run that begins with it, at whatever rate; not again if a finished run has measured it."""
+    monkeypatch.setattr(study, "warm_start", lambda seed=0: None)
+    measured = []
+
+    def run_one(run, measure_start, *_):
+        if measure_start:
+            measured.append((run.arm, str(run.lr), run.seed))
+    monkeypatch.setattr(study, "run_one", run_one)
+    out = tmp_path / "out"
+    out.mkdir()
+    model = "small-own-starts" if own else "small"
+    done = whole_row(f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2, start_seed=2 if own else 0, accuracy_before=0.2)
+    write_jsonl(out / "runs.jsonl", [done])
+    args = study.arguments([*own, "--arms", "nvfp4", "bf16", "--seeds", "2", "1", "--lrs", "5e-5", "1e-4", "--out", str(out), "--runs",
+                            f"{tmp_path}/runs"], "a study", list(factorial.ARMS), [], (2, 2), str(out))
+    study.run_missing(factorial.FLAGS, args)
+    assert measured == expected
 
 
 def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):

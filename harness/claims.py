@@ -17,10 +17,12 @@ from statistics import fmean as mean
 from harness.claims_pictures import CURVES, compared_rates, compared_settings
 from harness.claims_pictures import plot_curves, plot_differences, plot_rates
 from harness.factorial import ABLATIONS, ARMS, CHANGES, FLAGS, QUESTIONS
-from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed, with_gains
+from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
+from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
-from harness.study import arguments, conduct, is_number, rate_text, with_error, write_lines
+from harness.study import arguments, conduct, is_number, rate_text, start_of
+from harness.study import with_error, write_lines
 from qerl import UserError
 
 # What is asked of the steps of a run, beside what came of it.
@@ -41,16 +43,17 @@ def arms_table(rows):
     lines = ["| model | arm | lr | seeds | steps | before: pass@1, greedy | pass@1 | greedy "
              "| training accuracy | entropy, nats |",
              "|---|---|---|---|---|---|---|---|---|---|"]
+    before = [measured_starts(rows, measure) for measure in ("accuracy_before", "greedy_before")]
     for key in sorted({(r["model"], r["arm"], r["lr"]) for r in rows}):
         same = [r for r in rows if (r["model"], r["arm"], r["lr"]) == key]
         cells = [with_error([r[measure] for r in same]) for measure in MEASURES[:3]]
         cells.append(with_error([r["entropy"] for r in same], scale=1, digits=3))
         model, arm, lr = key
         steps = ", ".join(sorted({str(r["steps"]) for r in same}))
-        measured = [r for r in same if "accuracy_before" in r]
-        before = [with_error([r[measure] for r in measured])
-                  for measure in ("accuracy_before", "greedy_before") if measured]
-        cells = [str(len(same)), steps, ", ".join(before) or "-", *cells]
+        starts = sorted({start_of(r) for r in same})
+        began = [[found[start] for start in starts if start in found] for found in before]
+        began = ", ".join(with_error(values) for values in began if values)
+        cells = [str(len(same)), steps, began or "-", *cells]
         lines.append(f"| {model} | {arm} | {rate_text(lr)} | {' | '.join(cells)} |")
     return lines
 

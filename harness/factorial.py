@@ -5,7 +5,7 @@ A row is a finished run's line of runs.jsonl; see harness/study.py.
 import math
 from statistics import fmean as mean
 
-from harness.study import NO_NOISE
+from harness.study import NO_NOISE, start_of
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],
@@ -92,15 +92,15 @@ def best_rates(rows):
     return best
 
 
-def with_gains(rows):
-    """The rows with "gained": pass@1 after minus before.
+def measured_starts(rows, measure):
+    """{start: accuracy_before or greedy_before}, of the starts that a run measured."""
+    return {start_of(r): r[measure] for r in rows if measure in r}
 
-    Before is measured by one run of those that begin with the same policy.
-    """
-    def start(row):
-        return row["model"], row["arm"], row.get("start_seed", 0)
-    before = {start(r): r["accuracy_before"] for r in rows if "accuracy_before" in r}
-    return [{**r, "gained": r["accuracy_after"] - before.get(start(r), math.nan)} for r in rows]
+
+def with_gains(rows):
+    """The rows with "gained": pass@1 after minus before, nan where that was not measured."""
+    before = measured_starts(rows, "accuracy_before")
+    return [{**r, "gained": r["accuracy_after"] - before.get(start_of(r), math.nan)} for r in rows]
 
 
 def by_arm_and_seed(rows, model, lr):

@@ -51,12 +51,16 @@ class Run(NamedTuple):
         arm = self.arm.replace(" ", "").replace("/", "over").replace(":", "-")
         return f"{self.model_name}-{arm}-lr{self.lr:g}-seed{self.seed}"
 
-    def command(self, folder, data, flags, more):
+    @property
+    def start(self):
+        """Which policy it begins with, as start_of says it of a finished run."""
+        return self.model_name, self.arm, self.seed if self.own_start else 0
+
+    def command(self, folder, data, flags, more, measure_start):
         """The process of this run: `flags` are the arm's, `more` those of all runs.
 
-        pass@1 is the mean of four answers to each question. Before the training only seed 0 is
-        measured where the other seeds start from the same policy. All formats round to the nearest
-        code.
+        pass@1 is the mean of four answers to each question. measure_start: whether the policy is
+        measured before its training, too. All formats round to the nearest code.
         """
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
@@ -65,9 +69,14 @@ class Run(NamedTuple):
         if self.own_start:
             own += ["--start-seed", str(self.seed)]
         measured = ["--eval-samples", "4"]
-        if self.seed and not self.own_start:
+        if not measure_start:
             measured.append("--skip-eval-before")
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
+
+
+def start_of(row):
+    """Which policy a row's run began with: its model, its arm, the seed of the policy's making."""
+    return row["model"], row["arm"], row.get("start_seed", 0)
 
 
 def rate_text(lr):
@@ -175,11 +184,11 @@ def finished_runs(out):
     return rows
 
 
-def run_one(run, environment, flags, args):
+def run_one(run, measure_start, environment, flags, args):
     """Make a run and note its row -> None, or what went wrong, in a line."""
     folder = f"{args.runs}/{run.name}"
     code = commit()
-    command = run.command(folder, args.data, flags[run.arm], args.more)
+    command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
     try:
         with open(f"{folder}.log", "a") as log:
             status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -207,11 +216,11 @@ def work(device, missing, flags, args, failed):
         environment["CUDA_VISIBLE_DEVICES"] = device
     while True:
         try:
-            run = missing.get_nowait()
+            run, measure_start = missing.get_nowait()
         except queue.Empty:
             return
         print(f"{device}: {run.name}", flush=True)
-        problem = run_one(run, environment, flags, args)
+        problem = run_one(run, measure_start, environment, flags, args)
         if problem:
             failed.append(run.name)
             print(f"{run.name}: {problem}", flush=True)
@@ -227,7 +236,8 @@ def run_missing(flags, args):
     """Start a worker on each device; returns the names of the runs that failed.
 
     flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
-    the next begins. Ctrl-C reaches the runs, too: they stop, and no other is begun.
+    the next begins. Of the runs that begin with the same policy one measures it, the first that is
+    missing if none has. Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
     done = {row["name"]: row for row in finished_runs(args.out)}
     wanted = [
@@ -238,10 +248,12 @@ def run_missing(flags, args):
         for arm in args.arms
     ]
     missing = queue.Queue()
+    measured = {start_of(row) for row in done.values() if "accuracy_before" in row}
     starts = []                        # seeds of the small policy's making
     for run in wanted:
         if run.name not in done:
-            missing.put(run)
+            missing.put((run, run.start not in measured))
+            measured.add(run.start)
             start = run.seed if run.own_start else 0
             if run.model is None and start not in starts:
                 starts.append(start)
@@ -277,7 +289,7 @@ OWN_FLAGS = {
     "--eval-only": "leave it out",
     "--save-quantized": "leave it out",
     "--eval-samples": "pass@1 is the mean of four",
-    "--skip-eval-before": "the study decides which seeds are measured before",
+    "--skip-eval-before": "the study measures each start once",
     "--weights": "use --arms",
     "--method": "use --arms",
 }
