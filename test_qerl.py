@@ -3125,6 +3125,22 @@ def test_the_picture_of_differences():
     plt.close("all")
 
 
+def test_the_picture_of_ablations():
+    """TIS gives 2 to 6 points at five seeds: five dots, their mean and Student's interval; of four seeds there is no picture."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    first = next(made_up_rows())
+    rows = [{**first, "seed": seed, "accuracy_after": 0.5} for seed in range(5)]
+    rows += [{**row, "arm": "tis", "accuracy_after": 0.52 + 0.01 * row["seed"]} for row in rows]
+    rows.append({**first, "arm": "dapo", "accuracy_after": 0.45})
+    assert not claims_pictures.compared_changes([row for row in rows if row["seed"] < 4])
+    axis, = claims_pictures.plot_changes(rows, plt).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["dapo", "tis"] and axis.get_title() == "m, 1e-4"
+    assert drawn(axis, "o") == [-5, 2, 3, 4, 5, 6] and drawn(axis, "D") == [4]
+    plt.close("all")
+
+
 def test_an_arms_line_tells_its_weights_by_colour_and_its_noise_by_dashes():
     """Two arms look alike in no picture; those of the same weights differ by their dashes alone."""
     styles = {arm: claims_pictures.style_of(arm) for arm in factorial.ARMS}

@@ -6,16 +6,16 @@
     python bench.py claims --tables                              only the tables and the pictures
 
 How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md, differences.png,
-curves.png and rates.png are made from runs.jsonl and the metrics beside it; flags that are not
-named here go to train_gsm8k.py.
+curves.png, rates.png and ablations.png are made from runs.jsonl and the metrics beside it; flags
+that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
 from itertools import pairwise
 from statistics import fmean as mean
 
-from harness.claims_pictures import CURVES, compared_rates, compared_settings
-from harness.claims_pictures import plot_curves, plot_differences, plot_rates
+from harness.claims_pictures import CURVES, compared_changes, compared_rates, compared_settings
+from harness.claims_pictures import plot_changes, plot_curves, plot_differences, plot_rates
 from harness.factorial import ABLATIONS, ARMS, CHANGES, FLAGS, QUESTIONS
 from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import measured_starts, with_gains
@@ -212,6 +212,8 @@ def make_tables(out, rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
     if compared_rates(factorial):
         save_figure(f"{out}/rates.png", plot_rates, factorial)
+    if compared_changes(rows):
+        save_figure(f"{out}/ablations.png", plot_changes, rows)
 
 
 def main(argv):

@@ -1,10 +1,10 @@
-"""The pictures of the claims study: differences, curves over the steps, learning rates."""
+"""The pictures of the claims study: differences, curves over the steps, learning rates, ablations."""
 from collections import Counter
 from statistics import fmean as mean
 from statistics import mode
 
-from harness.factorial import ARMS, QUESTIONS, best_rates, by_arm_and_seed, differences_by_seed
-from harness.factorial import with_gains
+from harness.factorial import ABLATIONS, ARMS, CHANGES, QUESTIONS, best_rates, by_arm_and_seed
+from harness.factorial import differences_by_seed, with_gains
 from harness.study import rate_text, standard_error
 
 # Of metrics.jsonl: what curves.png shows, a row of panels each.
@@ -147,9 +147,9 @@ def interval(values):
     return T95[min(len(values), 31) - 2] * standard_error(values)
 
 
-def points(by, what, measure):
-    """The differences by seed that answer the question `what`, in points."""
-    return [100 * d for d in differences_by_seed(by, QUESTIONS[what], measure).values()]
+def points(by, pairs, measure):
+    """The differences by seed of a question's pairs of arms, in points."""
+    return [100 * d for d in differences_by_seed(by, pairs, measure).values()]
 
 
 def compared_settings(rows):
@@ -158,7 +158,7 @@ def compared_settings(rows):
     found = []
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
         by = by_arm_and_seed(rows, model, lr)
-        if any(len(points(by, what, "accuracy_after")) > 1 for what in ASKED):
+        if any(len(points(by, QUESTIONS[what], "accuracy_after")) > 1 for what in ASKED):
             found.append((f"{model}, {rate_text(lr)}", by))
     return found
 
@@ -180,7 +180,11 @@ def plot_differences(rows, plt):
     for row, group in zip(axes, groups):
         for axis, what in zip(row, ASKED):
             for place, (_, by) in enumerate(group):
-                plot_line(axis, place, points(by, what, "accuracy_after"), points(by, what, "gained"))
+                after = points(by, QUESTIONS[what], "accuracy_after")
+                gained = points(by, QUESTIONS[what], "gained")
+                if after:
+                    axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
+                plot_seeds(axis, place, after)
             axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
         row[0].set_yticks(range(len(group)), [name for name, _ in group])
@@ -192,12 +196,41 @@ def plot_differences(rows, plt):
     return figure
 
 
-def plot_line(axis, place, after, gained):
-    """A line of plot_differences: by seed, the differences after the training and of what it gained."""
-    if after:
-        axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
-    axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.4,
+def plot_seeds(axis, place, values):
+    """A dot a seed; of three or more their mean and its 95 % interval, too."""
+    axis.plot(values, [place] * len(values), "o", color="tab:blue", markersize=5, alpha=0.4,
               markeredgewidth=0)
-    if len(after) > 2:
-        axis.errorbar(mean(after), place, xerr=interval(after), fmt="D", markersize=5, capsize=4,
+    if len(values) > 2:
+        axis.errorbar(mean(values), place, xerr=interval(values), fmt="D", markersize=5, capsize=4,
                       color="tab:red")
+
+
+def compared_changes(rows):
+    """[(name, {arm: differences by seed})] of each model and rate that has ABLATIONS of five seeds.
+
+    The differences are to NVFP4 + AQN, in points of pass@1.
+    """
+    found = []
+    for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
+        by = by_arm_and_seed(rows, model, lr)
+        changes = {arm: points(by, pairs, "accuracy_after") for arm, pairs in CHANGES.items()}
+        if any(len(values) > 4 for values in changes.values()):
+            found.append((f"{model}, {rate_text(lr)}", changes))
+    return found
+
+
+def plot_changes(rows, plt):
+    """What each of ABLATIONS changes: a panel a model and learning rate of compared_changes."""
+    settings = compared_changes(rows)
+    shown = [arm for arm in ABLATIONS if any(changes[arm] for _, changes in settings)]
+    figure, axes = plt.subplots(1, len(settings), figsize=(1.5 + 5 * len(settings), 1.2 + 0.35 * len(shown)),
+                                layout="constrained", sharex=True, sharey=True, squeeze=False)
+    for axis, (name, changes) in zip(axes[0], settings):
+        for place, arm in enumerate(shown):
+            plot_seeds(axis, place, changes[arm])
+        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+        axis.grid(alpha=0.3)
+        axis.set(title=name, xlabel="points of pass@1: NVFP4 + AQN < > with the change")
+    axes[0, 0].set_yticks(range(len(shown)), shown)
+    axes[0, 0].set_ylim(len(shown) - 0.5, -0.5)
+    return figure
