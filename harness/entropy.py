@@ -96,6 +96,8 @@ def plot_entropy(rows, plt):
     for axis, (key, unit, label) in zip(axes, panels):
         for weights, color in COLORS.items():
             sigmas = sorted({r["sigma"] for r in rows if r["weights"] == weights})
+            if not sigmas:                 # --weights left it out
+                continue
             if key == "mismatch_kl":       # without noise it is rounding, and may be below 0
                 sigmas = [s for s in sigmas if s > 0]
             values = [[unit * r[key] for r in rows if (r["weights"], r["sigma"]) == (weights, s)]
