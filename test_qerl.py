@@ -3442,6 +3442,19 @@ def test_a_start_is_measured_once(tmp_path, monkeypatch, own, expected):
     assert measured == expected
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_a_stopped_run_of_a_study_goes_on_as_it_began(tmp_path, began):
+    """Measured before its training or not: --resume refuses other settings. Without a checkpoint the study decides anew."""
+    run = study.Run("bf16", None, 1e-3, 3)
+    for measure in (True, False):
+        assert ("--skip-eval-before" in run.command(str(tmp_path), None, [], [], measure)) is not measure
+    save_file({"x": torch.zeros(1)}, tmp_path / "checkpoint.safetensors", {"settings": json.dumps({"skip_eval_before": began})})
+    for measure in (True, False):
+        assert ("--skip-eval-before" in run.command(str(tmp_path), None, [], [], measure)) is began
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"cut off")
+    assert "--skip-eval-before" not in run.command(str(tmp_path), None, [], [], True)
+
+
 def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):
     """The first worker's run is interrupted; the second's goes on to its end, and the rest of the queue is left."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -21,6 +21,7 @@ from statistics import median, stdev
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from harness.flags import Parser, parse_flags, require_flag
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
@@ -52,15 +53,21 @@ class Run(NamedTuple):
         return f"{self.model_name}-{arm}-lr{self.lr:g}-seed{self.seed}"
 
     @property
+    def start_seed(self):
+        """The seed of the small policy's making."""
+        return self.seed if self.own_start else 0
+
+    @property
     def start(self):
         """Which policy it begins with, as start_of says it of a finished run."""
-        return self.model_name, self.arm, self.seed if self.own_start else 0
+        return self.model_name, self.arm, self.start_seed
 
     def command(self, folder, data, flags, more, measure_start):
         """The process of this run: `flags` are the arm's, `more` those of all runs.
 
         pass@1 is the mean of four answers to each question. measure_start: whether the policy is
-        measured before its training, too. All formats round to the nearest code.
+        measured before its training, too; a stopped run goes on as it began. All formats round to
+        the nearest code.
         """
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
@@ -69,9 +76,22 @@ class Run(NamedTuple):
         if self.own_start:
             own += ["--start-seed", str(self.seed)]
         measured = ["--eval-samples", "4"]
-        if not measure_start:
+        skipped = began_with(folder, "skip_eval_before")
+        if not measure_start if skipped is None else skipped:
             measured.append("--skip-eval-before")
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
+
+
+def began_with(folder, name):
+    """A setting of a stopped run, which its resumption must repeat; None without a checkpoint.
+
+    None, too, of one that cannot be read: that train_gsm8k.py says.
+    """
+    try:
+        with safe_open(f"{folder}/checkpoint.safetensors", framework="pt") as f:
+            return json.loads(f.metadata()["settings"])[name]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
 
 
 def start_of(row):
@@ -254,9 +274,8 @@ def run_missing(flags, args):
         if run.name not in done:
             missing.put((run, run.start not in measured))
             measured.add(run.start)
-            start = run.seed if run.own_start else 0
-            if run.model is None and start not in starts:
-                starts.append(start)
+            if run.model is None and run.start_seed not in starts:
+                starts.append(run.start_seed)
         elif args.steps is not None and done[run.name]["steps"] != args.steps:
             steps = done[run.name]["steps"]
             raise UserError(f"{args.out}/runs.jsonl has {run.name} with {steps} steps, not "
