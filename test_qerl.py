@@ -47,7 +47,8 @@ import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, factorial, fp8_blocks, fp8_layers, keeper, lora_starts, memory
-from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, study, trained_codes, worked
+from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, stops, study, trained_codes
+from harness import worked
 from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -2360,6 +2361,23 @@ def test_a_file_that_may_not_be_written_is_not_to_be_removed(qwen, data, tmp_pat
     assert "answers_before.jsonl" in error and "close the program" in error and "remove" not in error
 
 
+def test_a_file_that_may_not_be_read_is_to_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "train.jsonl"
+    path.write_text("")
+    error = PermissionError(errno.EACCES, "Permission denied", str(path))
+    assert "let it be written" in stops.what_failed(error, None)
+    monkeypatch.setattr(os, "access", lambda file, mode: mode != os.R_OK)
+    assert stops.what_failed(error, None).endswith("train.jsonl'; let it be read")
+
+
+def test_an_error_of_the_system_leaves_no_empty_folder(qwen, data, tmp_path, monkeypatch, capsys):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(data))
+    monkeypatch.setattr(train_gsm8k, "load_questions", denied)
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
+    assert "Permission denied" in error and "--resume" not in error and not (tmp_path / "run").exists()
+
+
 def bad_jsonl(tmp_path, line='{"question": "q"}'):
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
@@ -3323,7 +3341,7 @@ def whole_row(name, **columns):
 
 
 @pytest.mark.parametrize("columns", [{"accuracy_after": None}, {"greedy_after": "high"}, {"lr": "3e-3"}, {"accuracy_before": "x"},
-                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}])
+                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}, {"flags": [1]}])
 def test_a_row_with_another_kind_of_value_is_named(tmp_path, columns):
     write_jsonl(tmp_path / "runs.jsonl", [whole_row("good"), whole_row("bad", **columns)])
     with pytest.raises(qerl.UserError, match="a line is no run's.*remove it"):
@@ -3351,7 +3369,7 @@ def test_a_row_goes_behind_a_torn_one(tmp_path):
 @pytest.mark.parametrize("flags,message", [
     (["--seed", "7"], "--seed: the study sets it for each run; use --seeds"), (["--lr=1e-5"], "--lr: .* use --lrs"),
     (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself"),
-    (["--weights", "nf4"], "--weights: .* use --arms"), (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
+    (["--weights", "nf4"], "--weights: .* use --arms"), (["--quantizer", "gptq"], "--quantizer: .* use --arms"), (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
 def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     for study_of in (claims, compare):
         with pytest.raises(qerl.UserError, match=message):
@@ -3373,16 +3391,53 @@ def test_what_is_named_twice_is_run_once(tmp_path):
 
 def test_studies_round_to_nearest_unless_told_otherwise():
     run = study.Run("nvfp4", "some/Model", 1e-4, 0)
-    for more, expected in (([], "rtn"), (["--quantizer", "gptq"], "gptq")):
-        _, _, *flags = run.command("runs/new", None, ["--weights", "nvfp4"], more, True)
+    for arm, expected in (([], "rtn"), (["--quantizer", "gptq"], "gptq")):
+        _, _, *flags = run.command("runs/new", None, ["--weights", "nvfp4", *arm], [], True)
         assert train_gsm8k.arguments([*flags, "--device", "cpu"]).quantizer == expected
 
 
 def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
     args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0", "--steps", "9")
     write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0", steps=1)])
-    with pytest.raises(qerl.UserError, match="Model-a-lr5e-05-seed0 with 1 steps, not 9; give another --out"):
+    with pytest.raises(qerl.UserError, match="Model-a-lr5e-05-seed0 with --steps 1, not 9; give another --out"):
         study.run_missing({"a": []}, args)
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--prompts", "8"], None), (["--prompts", "8", "--slots", "7", "--data", "elsewhere/gsm8k"], None),
+    (["--prompts", "8", "--eval-questions", "0", "--device", "cpu"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
+    (["--prompts", "16"], "has Model-a-lr5e-05-seed0 with --prompts 8, not 16; give another --out"),
+    ([], "--prompts 8, not 64"), (["--prompts", "8", "--data", "other"], "--data gsm8k, not other"),
+    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--preset", "paper"], "--preset None, not paper")])
+def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeypatch, flags, message):
+    """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder its data lie."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(study.subprocess, "call", finished_run)
+    begun = ["--arms", "a", "--seeds", "0", "--prompts", "8"]
+    assert not study.run_missing({"a": []}, study_arguments(tmp_path, *begun))
+    args = study.arguments([*begun[:4], *flags, "--model", "moved/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"],
+                           "a study", ["a"], ["a"], (1, 2), "results")
+    monkeypatch.setattr(study.subprocess, "call", None)                                  # nothing is run again
+    if message is None:
+        assert not study.run_missing({"a": []}, args)
+    else:
+        with pytest.raises(qerl.UserError, match=message):
+            study.run_missing({"a": []}, args)
+
+
+def test_flags_that_a_run_would_refuse_are_refused_before_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(study.subprocess, "call", None)
+    with pytest.raises(qerl.UserError, match="--group 1: advantages compare"):
+        study.run_missing({"a": [], "b": []}, study_arguments(tmp_path, "--group", "1"))
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--model", ""], "--model '': is empty"), (["--out", ""], "--out '': is empty"), (["--runs", ""], "--runs '': is empty"),
+    (["--data", ""], "--data '': is empty"), (["--lrs", "1.2345671e-4"], "--lrs 0.00012345671: names of runs have six digits"),
+    (["--model", "own/small"], "--model small: is what the built-in policy is called")])
+def test_a_study_refuses_what_its_rows_cannot_tell_apart(options, message):
+    with pytest.raises(qerl.UserError, match=message):
+        study.arguments(options, "a study", ["a"], ["a"], (1, 2), "results")
 
 
 def finished_run(command, **_):
@@ -3541,8 +3596,9 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "0",
                "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK), "--steps", "2"]
-    lr = options.index("--lr")
-    del options[lr:lr + 2]                                                               # the study sets it
+    for flag in ("--lr", "--quantizer"):                                                 # the study sets them
+        at = options.index(flag)
+        del options[at:at + 2]
     assert claims.main(options) == 0
     rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
     assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
@@ -3550,7 +3606,7 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
     capsys.readouterr()
     assert claims.main(options) == 0 and "2 runs, 0 missing" in capsys.readouterr().out
-    failing = [*options, "--arms", "bf16", "--group", "1", "--seeds", "2"]
+    failing = [*options, "--arms", "bf16", "--lora-rank", "1000", "--seeds", "2"]
     assert claims.main(failing) == 1                                                      # what fails is said, and is no row
     assert "ended with status 2" in capsys.readouterr().out
     assert len(open(tmp_path / "out" / "runs.jsonl").readlines()) == 2

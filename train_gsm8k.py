@@ -595,7 +595,7 @@ def save_quantized(settings):
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
 
-def arguments(argv=None):
+def read_settings(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
     given = parse_flags(Settings, __doc__, PRESETS, argv)
     preset = given.get("preset") or (None if given.get("model") else "small")
@@ -611,6 +611,12 @@ def arguments(argv=None):
     settings = Settings(**{**values, **given})
     check_settings(settings)
     methods.find(settings.method, settings)            # it refuses settings that it cannot use
+    return settings
+
+
+def arguments(argv=None):
+    """read_settings, with the model's full name and the dtype that suits the device."""
+    settings = read_settings(argv)
     settings.model = full_name(settings.model)
     settings.dtype = dtype_name(settings.dtype, settings.device)
     return settings

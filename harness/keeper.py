@@ -14,11 +14,14 @@ from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_f
 from qerl import UserError
 
 
+# Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
+FREE = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
+        "shard", "log", "preset", "save_quantized")
+
+
 def lasting(settings):
-    """What a checkpoint must agree with: all but where the run lives and how its work is cut."""
-    free = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-            "shard", "log", "preset", "save_quantized")
-    kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in free}
+    """What a checkpoint must agree with: all settings but FREE."""
+    kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
     return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
 
 

@@ -94,8 +94,8 @@ def rows_of(source):
         return datasets.load_dataset(repository, split=split)
     except Exception as e:
         raise UserError(
-            f"{source}: no such file, and Hugging Face gives no dataset {repository} with a split "
-            f"{split} ({reason(e)}); known by name are {', '.join(DATASETS)}"
+            f"{source}: no such folder or file, and Hugging Face gives no dataset {repository} with a "
+            f"split {split} ({reason(e)}); known by name are {', '.join(DATASETS)}"
         )
 
 

@@ -52,12 +52,12 @@ def one_line():
     try:
         yield run
     except UserError as e:
-        if run.lock:
-            remove_if_empty(run.lock)
+        leave_no_empty_folder(run)
         end(str(e))
     except BrokenPipeError:
         sys.exit(141)
     except (OSError, safetensors.SafetensorError) as e:
+        leave_no_empty_folder(run)
         end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
     except RecursionError:
         end("JSON nested too deeply, in a line of --data or in the model's config.json; "
@@ -75,6 +75,14 @@ def one_line():
         if run.lock:
             run.lock.close()
         flush_quietly()
+
+
+def leave_no_empty_folder(run):
+    """Take a new run's folder away again, if nothing came of it."""
+    if run.lock:
+        remove_if_empty(run.lock)
+    if run.folder and not os.path.isdir(run.folder):
+        run.folder = None
 
 
 def end(message):
@@ -103,6 +111,9 @@ def what_failed(error, folder):
         place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
         return f"{place}: the disk is full, or the file larger than it may be; free some space"
     if isinstance(error, PermissionError):
+        file = getattr(error, "filename", None)
+        if file and os.path.isfile(file) and not os.access(file, os.R_OK):
+            return f"{error}; let it be read"
         return f"{error}; let it be written, and close the program that has it open"
     return f"{error}; mend or remove what it names"
 

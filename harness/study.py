@@ -24,10 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from harness.flags import Parser, parse_flags, require_flag
+from harness.keeper import FREE
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
-from train_gsm8k import Settings
+from train_gsm8k import Settings, read_settings
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
@@ -136,8 +137,11 @@ def commit():
     return f"{found}-dirty" if found and changed else found or None
 
 
-def row_of(run, folder, code):
-    """What runs.jsonl says of a finished run; code: the commit at which it began."""
+def row_of(run, folder, code, flags):
+    """What runs.jsonl says of a finished run.
+
+    code: the commit at which it began; flags: what all runs of the study were told, {name: value}.
+    """
     with open(f"{folder}/summary.json") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
@@ -164,6 +168,7 @@ def row_of(run, folder, code):
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
         "commit": code,
+        "flags": flags,
     }
 
 
@@ -183,7 +188,8 @@ def is_row(row):
     if not isinstance(row, dict) or not TEXTS | NUMBERS <= row.keys():
         return False
     numbers = NUMBERS | (NOT_OF_EVERY_RUN & row.keys())
-    return (all(isinstance(row[column], str) for column in TEXTS)
+    return (isinstance(row.get("flags", {}), dict)
+            and all(isinstance(row[column], str) for column in TEXTS)
             and all(is_number(row[column]) for column in numbers))
 
 
@@ -215,7 +221,7 @@ def run_one(run, measure_start, environment, flags, args):
                                      stderr=log)
         if status:
             return f"ended with status {status}; {folder}.log says why"
-        row = row_of(run, folder, code)
+        row = row_of(run, folder, code, args.flags)
         with open(f"{folder}/metrics.jsonl", "rb") as metrics:
             atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
         append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
@@ -252,6 +258,32 @@ def empty(missing):
             missing.get_nowait()
 
 
+def settings_of(run, args, flags, more):
+    """train_gsm8k.py's Settings of a run; raises UserError where they cannot be meant."""
+    command = run.command(f"{args.runs}/{run.name}", args.data, flags, more, True)
+    return read_settings(command[2:])                                    # behind python and the file
+
+
+def require_same_flags(row, run, args):
+    """Refuse to take a finished run for one of this study if other flags made it.
+
+    Rows of older versions say nothing but their steps.
+    """
+    told = row.get("flags", {"steps": row["steps"]})
+    names = told.keys() & args.flags.keys()
+    if "flags" in row:
+        names = told.keys() | args.flags.keys()
+    default = vars(settings_of(run, args, [], []))
+    if run.model:
+        default["data"] = "gsm8k"
+    for name in sorted(names):
+        theirs = told.get(name, default.get(name))
+        ours = args.flags.get(name, default.get(name))
+        if theirs != ours:
+            raise UserError(f"{args.out}/runs.jsonl has {run.name} with --{name.replace('_', '-')} "
+                            f"{theirs}, not {ours}; give another --out")
+
+
 def run_missing(flags, args):
     """Start a worker on each device; returns the names of the runs that failed.
 
@@ -272,14 +304,13 @@ def run_missing(flags, args):
     starts = []                        # seeds of the small policy's making
     for run in wanted:
         if run.name not in done:
+            settings_of(run, args, flags[run.arm], args.more)
             missing.put((run, run.start not in measured))
             measured.add(run.start)
             if run.model is None and run.start_seed not in starts:
                 starts.append(run.start_seed)
-        elif args.steps is not None and done[run.name]["steps"] != args.steps:
-            steps = done[run.name]["steps"]
-            raise UserError(f"{args.out}/runs.jsonl has {run.name} with {steps} steps, not "
-                            f"{args.steps}; give another --out")
+        else:
+            require_same_flags(done[run.name], run, args)
     print(f"{len(wanted)} runs, {missing.qsize()} missing")
     with creating(args.runs):
         os.makedirs(args.runs, exist_ok=True)
@@ -311,11 +342,12 @@ OWN_FLAGS = {
     "--skip-eval-before": "the study measures each start once",
     "--weights": "use --arms",
     "--method": "use --arms",
+    "--quantizer": "use --arms",
 }
 
 
 def read_more(args):
-    """Check the flags that go to train_gsm8k.py; args.steps: what they say of --steps, or None.
+    """Check the flags that go to train_gsm8k.py -> those on which a run's result depends.
 
     A flag that train_gsm8k.py does not know is refused here, not by one run after the other.
     """
@@ -323,7 +355,22 @@ def read_more(args):
         flag = text.partition("=")[0]
         if flag in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
-    args.steps = parse_flags(Settings, "", {}, args.more).get("steps")
+    given = parse_flags(Settings, "", {}, args.more)
+    free = {*FREE, "device"} - {"preset"}
+    flags = {name: value for name, value in given.items() if name not in free}
+    if args.data:
+        flags["data"] = args.data
+    for name in ("data", "eval"):                      # elsewhere they may lie in another folder
+        if name in flags:
+            flags[name] = base_names(flags[name])
+    return flags
+
+
+def base_names(paths):
+    """The last part of a path, or of each in a list."""
+    if isinstance(paths, list):
+        return [base_names(path) for path in paths]
+    return os.path.basename(os.path.normpath(paths))
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
@@ -346,10 +393,15 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--runs", help=f"folders of runs (default runs/{os.path.basename(out)})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
-    read_more(args)
+    for name in ("model", "data", "out", "runs"):
+        value = getattr(args, name)
+        values = value if name == "model" else [value]
+        require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
+    args.flags = read_more(args)
     require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     for lr in args.lrs or []:
         require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
+        require_flag(lr == float(f"{lr:g}"), "lrs", lr, "names of runs have six digits; round it")
     for seed in args.seeds or []:
         require_flag(seed >= 0, "seeds", seed, "must not be negative")
     if args.own_starts and args.model != [None]:
@@ -362,6 +414,9 @@ def arguments(argv, description, arms, default_arms, seeds, out):
         require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
                      "runs.jsonl; rename a folder")
     small = args.model == [None]
+    for name in ("small", "small-own-starts"):
+        require_flag(small or name not in names, "model", name, "is what the built-in policy is "
+                     "called in runs.jsonl; rename the folder")
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
     args.runs = args.runs or f"runs/{os.path.basename(out)}"
