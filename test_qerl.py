@@ -1115,7 +1115,7 @@ def test_answered_number(text, number):
     ("1,200 m2", 1200), ("5 km/h", 5), ("5 m^2", 5), ("5 t-shirts", 5), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
 def test_right_answers_are_read_or_refused(tmp_path, gold, number):
     line = json.dumps({"question": "q", "answer": f"so 7\n#### {gold}\n8"})
-    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
+    (tmp_path / "train.jsonl").write_text('{"question": "p", "answer": "#### 1"}\n' + line + "\n")
     if number is not None:
         assert final_number(read_questions(tmp_path, "train.jsonl")[1]) == number
     else:
@@ -2378,6 +2378,16 @@ def test_an_error_of_the_system_leaves_no_empty_folder(qwen, data, tmp_path, mon
     assert "Permission denied" in error and "--resume" not in error and not (tmp_path / "run").exists()
 
 
+def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
+    lines = [("a", "so\n#### 1"), ("b", "#### 1"), ("a ", "#### 2"), ("b", "#### 10"), ("c", "#### 3"), ("c", "or\n#### 3.0")]
+    write_jsonl(tmp_path / "train.jsonl", [{"question": question, "answer": answer} for question, answer in lines])
+    kept = questions.read_questions(str(tmp_path), "train*.jsonl")
+    assert [q["question"] for q in kept] == ["c", "c"] and "4 of 6 questions stand there with different" in capsys.readouterr().out
+    write_jsonl(tmp_path / "train.jsonl", [{"question": question, "answer": answer} for question, answer in lines[:4]])
+    with pytest.raises(qerl.UserError, match="each question stands there with different answers"):
+        questions.read_questions(str(tmp_path), "train*.jsonl")
+
+
 def bad_jsonl(tmp_path, line='{"question": "q"}'):
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n' + line + "\n")
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
@@ -3292,6 +3302,15 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
+def quick_study():
+    """QUICK without the flags that a study sets itself, and two steps."""
+    flags = list(map(str, QUICK))
+    for flag in ("--lr", "--quantizer"):
+        at = flags.index(flag)
+        del flags[at:at + 2]
+    return [*flags, "--steps", "2"]
+
+
 def call_in_a_fork(command, stdout, **_):
     """subprocess.call for a command of train_gsm8k.py, which here need not import torch anew; returns its exit status."""
     child = os.fork()
@@ -3315,11 +3334,8 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
     if hasattr(os, "fork") and not CUDA:
         monkeypatch.setattr(study.subprocess, "call", call_in_a_fork)
     arms = ["qerl", "rollout_correction:token-tis"]
-    quick = [*map(str, QUICK), "--steps", "2"]
-    lr = quick.index("--lr")
-    del quick[lr:lr + 2]
     assert compare.main(["--model", qwen[0], "--data", data, "--lrs", "1e-3", "--seeds", "0", "--arms", *arms, "--out", f"{tmp_path}/out",
-                         "--runs", f"{tmp_path}/runs", *quick]) == 0
+                         "--runs", f"{tmp_path}/runs", *quick_study()]) == 0
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in lines[4:]] == arms and "NVFP4 + LoRA, noise" in lines[-1]
     assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG" and "pass@1" in capsys.readouterr().out
@@ -3595,10 +3611,7 @@ def test_a_random_reward_knows_nothing_of_the_answer():
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "0",
-               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *map(str, QUICK), "--steps", "2"]
-    for flag in ("--lr", "--quantizer"):                                                 # the study sets them
-        at = options.index(flag)
-        del options[at:at + 2]
+               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *quick_study()]
     assert claims.main(options) == 0
     rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
     assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [

@@ -101,7 +101,21 @@ def read_questions(folder, pattern):
             questions += [read_question(line, path, number) for number, line in enumerate(f, 1)]
     if not questions:
         raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
-    return questions
+    return with_one_answer(questions, f"{folder}/{pattern}")
+
+
+def with_one_answer(questions, source):
+    """The questions without those that stand there with different answers; says how many."""
+    answers = {}
+    for question in questions:
+        answers.setdefault(question["question"].strip(), set()).add(final_number(question))
+    kept = [q for q in questions if len(answers[q["question"].strip()]) == 1]
+    if not kept:
+        raise UserError(f"{source}: each question stands there with different answers; mend them")
+    if len(kept) < len(questions):
+        print(f"{source}: {len(questions) - len(kept)} of {len(questions)} questions stand there with "
+              "different answers and are left out")
+    return kept
 
 
 def read_question(line, path, number):
