@@ -3385,7 +3385,8 @@ def test_a_row_goes_behind_a_torn_one(tmp_path):
 @pytest.mark.parametrize("flags,message", [
     (["--seed", "7"], "--seed: the study sets it for each run; use --seeds"), (["--lr=1e-5"], "--lr: .* use --lrs"),
     (["--eval-only"], "--eval-only: .* leave it out"), (["--resume"], "--resume: .* by itself"),
-    (["--weights", "nf4"], "--weights: .* use --arms"), (["--quantizer", "gptq"], "--quantizer: .* use --arms"), (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
+    (["--weights", "nf4"], "--weights: .* use --arms"), (["--quantizer", "gptq"], "--quantizer: .* use --arms"),
+    (["--foo"], "unrecognized arguments: --foo"), (["--steps", "x"], "argument --steps: invalid int value")])
 def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     for study_of in (claims, compare):
         with pytest.raises(qerl.UserError, match=message):

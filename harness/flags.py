@@ -68,10 +68,15 @@ def parse_flags(settings_class, description, presets, argv=None):
     given = vars(parser.parse_args(argv))
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        values = value if isinstance(value, list) else [value]
-        require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
-        require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
+        require_value(name, value)
     return given
+
+
+def require_value(name, value):
+    """Refuse an empty text, as an unset variable of the shell leaves it, or a NUL, also in a list."""
+    values = value if isinstance(value, list) else [value]
+    require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
+    require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
 
 
 def require_flag(ok, name, value, what):

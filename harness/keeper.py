@@ -13,7 +13,6 @@ from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
 
-
 # Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
 FREE = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
         "shard", "log", "preset", "save_quantized")

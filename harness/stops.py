@@ -106,12 +106,11 @@ def where_memory_ended(error):
 
 def what_failed(error, folder):
     """What an operating system's error is about, and the remedy."""
+    file = getattr(error, "filename", None)
     if getattr(error, "errno", None) in FULL or "No space left" in str(error):
-        file = getattr(error, "filename", None)
         place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
         return f"{place}: the disk is full, or the file larger than it may be; free some space"
     if isinstance(error, PermissionError):
-        file = getattr(error, "filename", None)
         if file and os.path.isfile(file) and not os.access(file, os.R_OK):
             return f"{error}; let it be read"
         return f"{error}; let it be written, and close the program that has it open"

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
+from functools import lru_cache, partial
 from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from harness.flags import Parser, parse_flags, require_flag
+from harness.flags import Parser, parse_flags, require_flag, require_value
 from harness.keeper import FREE
+from harness.math_data import source_name
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError
@@ -258,10 +259,12 @@ def empty(missing):
             missing.get_nowait()
 
 
-def settings_of(run, args, flags, more):
-    """train_gsm8k.py's Settings of a run; raises UserError where they cannot be meant."""
-    command = run.command(f"{args.runs}/{run.name}", args.data, flags, more, True)
-    return read_settings(command[2:])                                    # behind python and the file
+@lru_cache
+def default_settings(model):
+    """What train_gsm8k.py takes where no flag says otherwise, {name: value}; not to be changed."""
+    if model is None:
+        return vars(read_settings([]))
+    return {**vars(read_settings(["--model", model])), "data": "gsm8k"}
 
 
 def require_same_flags(row, run, args):
@@ -273,9 +276,7 @@ def require_same_flags(row, run, args):
     names = told.keys() & args.flags.keys()
     if "flags" in row:
         names = told.keys() | args.flags.keys()
-    default = vars(settings_of(run, args, [], []))
-    if run.model:
-        default["data"] = "gsm8k"
+    default = default_settings(run.model)
     for name in sorted(names):
         theirs = told.get(name, default.get(name))
         ours = args.flags.get(name, default.get(name))
@@ -304,7 +305,9 @@ def run_missing(flags, args):
     starts = []                        # seeds of the small policy's making
     for run in wanted:
         if run.name not in done:
-            settings_of(run, args, flags[run.arm], args.more)
+            command = run.command(f"{args.runs}/{run.name}", args.data, flags[run.arm], args.more,
+                                  measure_start=True)
+            read_settings(command[2:])                 # it refuses what the run would, but sooner
             missing.put((run, run.start not in measured))
             measured.add(run.start)
             if run.model is None and run.start_seed not in starts:
@@ -358,19 +361,11 @@ def read_more(args):
     given = parse_flags(Settings, "", {}, args.more)
     free = {*FREE, "device"} - {"preset"}
     flags = {name: value for name, value in given.items() if name not in free}
-    if args.data:
-        flags["data"] = args.data
-    for name in ("data", "eval"):                      # elsewhere they may lie in another folder
-        if name in flags:
-            flags[name] = base_names(flags[name])
+    if args.data:                                      # elsewhere it may lie in another folder
+        flags["data"] = os.path.basename(os.path.normpath(args.data))
+    if "eval" in flags:
+        flags["eval"] = [source_name(source) for source in flags["eval"]]
     return flags
-
-
-def base_names(paths):
-    """The last part of a path, or of each in a list."""
-    if isinstance(paths, list):
-        return [base_names(path) for path in paths]
-    return os.path.basename(os.path.normpath(paths))
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
@@ -394,9 +389,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     for name in ("model", "data", "out", "runs"):
-        value = getattr(args, name)
-        values = value if name == "model" else [value]
-        require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
+        require_value(name, getattr(args, name))
     args.flags = read_more(args)
     require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     for lr in args.lrs or []:
