@@ -1,4 +1,5 @@
 """The pictures of the claims study: differences, curves over the steps, learning rates, ablations."""
+import math
 from collections import Counter
 from statistics import fmean as mean
 from statistics import mode
@@ -13,6 +14,11 @@ CURVES = {
     "entropy": "entropy, nats a token",
     "mismatch_kl": "KL(rollout || trained), nats a token",
 }
+
+
+def short_name(model):
+    """A model's name without what chat models have in common."""
+    return model.removesuffix("-Instruct")
 
 
 def running_mean(values, width=5):
@@ -64,31 +70,55 @@ def plot_band(axis, curves, label, style):
     axis.fill_between(steps, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
+def exceptions(seeds, rates, usual):
+    """"arm, arm: 2 seeds, 5e-5; ...": arms whose number of seeds or learning rate is not the usual.
+
+    seeds, rates: {arm: its number, its rate}; usual: the (number, rate) of most arms.
+    """
+    others = {}                                                # {how they differ: arms}
+    for arm in seeds:
+        differs = []
+        if seeds[arm] != usual[0]:
+            differs.append(f"{seeds[arm]} seed{'s' if seeds[arm] > 1 else ''}")
+        if rates[arm] != usual[1]:
+            differs.append(rate_text(rates[arm]))
+        if differs:
+            others.setdefault(", ".join(differs), []).append(arm)
+    return "; ".join(f"{', '.join(arms)}: {what}" for what, arms in others.items())
+
+
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model, a line an arm of ARMS.
 
     runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone. An arm's learning rate is
-    that of shown_rates; most arms' is in the title. A curve is a running mean of five steps.
+    that of shown_rates; the titles have those of most arms. A curve is a running mean of five steps.
     """
     models = sorted({row["model"] for row, _ in runs})
-    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(7 * len(models), 9),
+    figure, axes = plt.subplots(len(CURVES), len(models), figsize=(1 + 3.3 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
+    lines = {}
     for column, model in zip(axes.T, models):
         shown = shown_rates([row for row, _ in runs if row["model"] == model])
-        usual = mode(shown.values())
+        own = {arm: [metrics for row, metrics in runs
+                     if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
+               for arm, lr in shown.items()}
         for axis, (measure, label) in zip(column, CURVES.items()):
-            for arm, lr in shown.items():
-                curves = [[m[measure] for m in metrics] for row, metrics in runs
-                          if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
-                other = "" if lr == usual else f", rate {rate_text(lr)}"
-                plot_band(axis, curves, f"{arm} ({len(curves)}{other})", style_of(arm))
-            axis.set(ylabel=label)
+            for arm, of_seeds in own.items():
+                curves = [[step[measure] for step in metrics] for metrics in of_seeds]
+                plot_band(axis, curves, arm, style_of(arm))
             axis.grid(alpha=0.3)
-        column[0].set(title=f"{model}, learning rate {rate_text(usual)}")
-        column[0].legend(frameon=False, title="arm (seeds)", fontsize=8, loc="upper left",
-                         bbox_to_anchor=(1, 1))
+        lines.update((line.get_label(), line) for line in column[0].lines)
+        seeds = {arm: len(of_seeds) for arm, of_seeds in own.items()}
+        usual = mode(seeds.values()), mode(shown.values())
+        column[0].set_title(f"{short_name(model)}\n{rate_text(usual[1])}, {usual[0]} seeds", fontsize=11)
+        column[-1].set_xlabel(f"step\n{exceptions(seeds, shown, usual)}", fontsize=8)
         mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
-        column[-1].set(xlabel="step", yscale="log" if mismatched else "linear")
+        column[-1].set(yscale="log" if mismatched else "linear")
+    for axis, label in zip(axes[:, 0], CURVES.values()):
+        axis.set(ylabel=label)
+    arms = [arm for arm in ARMS if arm in lines]
+    figure.legend([lines[arm] for arm in arms], arms, frameon=False, loc="outside lower center",
+                  ncols=6)
     return figure
 
 
@@ -104,9 +134,13 @@ def plot_rates(rows, plt):
     Arms stand 3 % of a rate apart, so that their error bars can be told from each other.
     """
     models = compared_rates(rows)
-    figure, axes = plt.subplots(1, len(models), figsize=(8 * len(models), 4.5),
+    columns = min(2, len(models))
+    lines = math.ceil(len(models) / columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(7 * columns, 4 * lines),
                                 layout="constrained", squeeze=False)
-    for axis, model in zip(axes[0], models):
+    for axis in axes.flat[len(models):]:
+        axis.remove()
+    for axis, model in zip(axes.flat, models):
         for i, arm in enumerate(ARMS):
             own = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
             rates = sorted({r["lr"] for r in own})
@@ -119,7 +153,7 @@ def plot_rates(rows, plt):
                               markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})",
                               **style_of(arm))
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
-        axis.set(title=model, xlabel="learning rate", ylabel="held-out pass@1 after, %",
+        axis.set(title=short_name(model), xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
         axis.set_xticks(tried, [rate_text(lr) for lr in tried], fontsize=8)
         axis.minorticks_off()
@@ -129,13 +163,13 @@ def plot_rates(rows, plt):
     return figure
 
 
-# What differences.png asks: a question of QUESTIONS, its title, and what is on either side of 0.
+# What differences.png asks: a question of QUESTIONS, and its title.
 ASKED = {
-    "4 bits": ("NVFP4 minus BF16", "16 bits", "4 bits"),
-    "noise": ("with AQN minus without", "without noise", "with"),
-    "both": ("NVFP4 + AQN minus BF16", "BF16", "NVFP4 + AQN"),
-    "4 bits by GPTQ": ("NVFP4 by GPTQ minus BF16", "16 bits", "4 bits"),
-    "both, 4 bits by AWQ": ("NVFP4 by AWQ + AQN minus BF16", "BF16", "NVFP4 by AWQ + AQN"),
+    "4 bits": "NVFP4\nminus BF16",
+    "noise": "with AQN\nminus without",
+    "both": "NVFP4 + AQN\nminus BF16",
+    "4 bits by GPTQ": "NVFP4 by GPTQ\nminus BF16",
+    "both, 4 bits by AWQ": "NVFP4 by AWQ + AQN\nminus BF16",
 }
 # Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,
@@ -159,7 +193,7 @@ def compared_settings(rows):
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
         by = by_arm_and_seed(rows, model, lr)
         if any(len(points(by, QUESTIONS[what], "accuracy_after")) > 1 for what in ASKED):
-            found.append((f"{model}, {rate_text(lr)}", by))
+            found.append((f"{short_name(model)}, {rate_text(lr)}", by))
     return found
 
 
@@ -174,7 +208,7 @@ def plot_differences(rows, plt):
     groups = [[s for s in settings if s[0].startswith("small") == small] for small in (False, True)]
     groups = [group for group in groups if group]
     figure, axes = plt.subplots(
-        len(groups), len(ASKED), figsize=(4.5 * len(ASKED), 1.8 + 0.5 * len(settings)),
+        len(groups), len(ASKED), figsize=(2 + 2.2 * len(ASKED), 2 + 0.4 * len(settings)),
         layout="constrained", sharex="row", sharey="row", squeeze=False,
         height_ratios=[len(group) + 1 for group in groups])
     for row, group in zip(axes, groups):
@@ -187,12 +221,13 @@ def plot_differences(rows, plt):
                 plot_seeds(axis, place, after)
             axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
+            axis.locator_params(axis="x", nbins=5)
         row[0].set_yticks(range(len(group)), [name for name, _ in group])
         row[0].set_ylim(len(group) - 0.5, -0.5)
-    for axis, (title, _, _) in zip(axes[0], ASKED.values()):
-        axis.set(title=title)
-    for axis, (_, left, right) in zip(axes[-1], ASKED.values()):
-        axis.set(xlabel=f"points of pass@1: {left} < > {right}")
+    for axis, title in zip(axes[0], ASKED.values()):
+        axis.set_title(title, fontsize=11)
+    figure.supxlabel("points of pass@1: left of 0 what is named first ends lower, right of it higher",
+                     fontsize=10)
     return figure
 
 
