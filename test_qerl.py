@@ -3,6 +3,7 @@
     python -m pytest -n auto                                     CPU, minutes; tests marked `gpu` skip without a GPU
     TRITON_INTERPRET=1 python -m pytest -k kernel                the kernels in Triton's interpreter (the first also does it)
 """
+import contextlib
 import copy
 import errno
 import glob
@@ -3219,6 +3220,24 @@ def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
     assert "| 25.0 ± 5.0 | 50.0 ± 0.0 |" in compare.table(qerls)[2]
     with pytest.raises(qerl.UserError, match="--own-starts: is for the small policy"):
         claims.main([*options, "--own-starts", "--model", "folder"])
+
+
+def test_a_warm_start_that_another_process_made_meanwhile_is_not_made_again(qwen, tmp_path, monkeypatch):
+    made = []
+
+    @contextlib.contextmanager
+    def waited(folder):                                      # the other one ends while this one waits
+        assert folder == str(tmp_path)
+        small_policy.keep_policy(qwen[1], next(wanted))
+        yield True
+
+    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    monkeypatch.setattr(small_policy, "train_policy", lambda seed: made.append(seed) or qwen[1])
+    monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
+    first = small_policy.warm_start(0)
+    wanted = iter([first.replace("seed0", "seed1")])
+    monkeypatch.setattr(small_policy, "one_at_a_time", waited)
+    assert small_policy.warm_start(1) == first.replace("seed0", "seed1") and made == [0]
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):

@@ -188,8 +188,9 @@ def make_tables(out, rows):
 
     Raises UserError where a run's metrics are missing; tables.md does without them.
     """
+    arms = arms_table(rows)
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
-             "", *arms_table(rows), "",
+             "", *arms, "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
              "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
              "", *paired_table(rows), "",
@@ -214,6 +215,8 @@ def make_tables(out, rows):
         save_figure(f"{out}/rates.png", plot_rates, factorial)
     if compared_changes(rows):
         save_figure(f"{out}/ablations.png", plot_changes, rows)
+    print("\n".join(arms))
+    print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 
 def main(argv):

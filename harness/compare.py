@@ -140,6 +140,7 @@ def make_table(out, rows):
              "seeds, in percent.", "", *table(rows)]
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
     write_lines(f"{out}/table.md", lines)
+    print("\n".join(lines))
 
 
 def main(argv):

@@ -21,7 +21,7 @@ import transformers
 from tqdm import tqdm
 
 import qerl
-from harness.run_folder import CACHE, is_whole, naming
+from harness.run_folder import CACHE, is_whole, naming, one_at_a_time
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
@@ -169,18 +169,23 @@ def warm_start(seed=0):
         return folder
     with naming(CACHE):
         os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
-    model = train_policy(seed)
+    with one_at_a_time(CACHE):                  # of torchrun's processes, say
+        if not usable(folder):                  # else another one was faster
+            keep_policy(train_policy(seed), folder)
+    return folder
+
+
+def keep_policy(model, folder):
+    """Save a transformers model as `folder`, of the cache, in one go."""
     temporary = tempfile.mkdtemp(dir=CACHE)
     transformers.utils.logging.disable_progress_bar()
     try:
         model.save_pretrained(temporary)
-        if not usable(folder):                  # else another run was faster
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.rename(temporary, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):      # where one_at_a_time cannot lock: it is there by now
+            os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def usable(folder):

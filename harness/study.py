@@ -417,10 +417,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
 
 
 def write_lines(path, lines):
-    """Write a table, and print it."""
-    text = "\n".join(lines)
-    atomic_write(path, text + "\n")
-    print(text)
+    atomic_write(path, "\n".join(lines) + "\n")
 
 
 def conduct(flags, args, make_tables):
