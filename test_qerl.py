@@ -3167,13 +3167,17 @@ def test_the_picture_of_ablations():
     axis, = claims_pictures.plot_changes(rows, plt).axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["dapo", "tis"] and axis.get_title() == "m, 1e-4"
     assert drawn(axis, "o") == [-5, 2, 3, 4, 5, 6] and drawn(axis, "D") == [4]
+    rows += [{**row, "arm": "rank 64", "accuracy_after": 0.2} for row in rows if row["arm"] == "nvfp4+aqn"]
+    upper, lower = claims_pictures.plot_changes(rows, plt).axes            # what changes much more has its own scale
+    assert [label.get_text() for label in lower.get_yticklabels()] == ["rank 64"] and drawn(lower, "o") == [-30] * 5
+    assert drawn(upper, "o") == [-5, 2, 3, 4, 5, 6]
     plt.close("all")
 
 
 def test_curves_say_which_arms_have_other_rates_or_fewer_seeds():
     seeds = {"nvfp4": 2, "bf16": 2, "nf4": 2, "mxfp4": 2, "full": 1}
     rates = {"nvfp4": 1.5e-4, "bf16": 1.5e-4, "nf4": 5e-5, "mxfp4": 5e-5, "full": 3e-6}
-    assert claims_pictures.exceptions(seeds, rates, (2, 1.5e-4)) == "nf4, mxfp4: 5e-5; full: 1 seed, 3e-6"
+    assert claims_pictures.exceptions(seeds, rates, (2, 1.5e-4)) == "NF4, MXFP4: 5e-5; full fine-tuning: 1 seed, 3e-6"
     assert claims_pictures.exceptions({"bf16": 2}, {"bf16": 1e-3}, (2, 1e-3)) == ""
 
 

@@ -5,9 +5,8 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the pictures
 
-How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md, differences.png,
-curves.png, rates.png and ablations.png are made from runs.jsonl and the metrics beside it; flags
-that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md and the pictures are
+made from runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
@@ -29,6 +28,11 @@ from qerl import UserError
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy", "entropy"]
 COMPARED = [*MEASURES[:3], "gained"]
+# The arms of each picture of curves; BF16 stands in both.
+CURVES_OF = {
+    "curves.png": ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"],
+    "curves-others.png": [arm for arm in ARMS if arm not in ("nvfp4+aqn", "nvfp4", "bf16+aqn")],
+}
 # Parts of a run, as slices of its steps. The first tenth has no noise; in the next two its sigma is
 # largest.
 PHASES = {
@@ -208,7 +212,10 @@ def make_tables(out, rows):
             lines += ["", f"{title}, by part of the run, then differences by seed:", "",
                       *phase_table(runs, measure, scale, digits)]
         write_lines(f"{out}/phases.md", lines)
-        save_figure(f"{out}/curves.png", plot_curves, runs)
+        for picture, arms in CURVES_OF.items():
+            chosen = [(row, metrics) for row, metrics in runs if row["arm"] in arms]
+            if chosen:
+                save_figure(f"{out}/{picture}", plot_curves, chosen)
     if compared_settings(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
     if compared_rates(factorial):

@@ -8,17 +8,25 @@ from harness.factorial import ABLATIONS, ARMS, CHANGES, QUESTIONS, best_rates, b
 from harness.factorial import differences_by_seed, with_gains
 from harness.study import rate_text, standard_error
 
-# Of metrics.jsonl: what curves.png shows, a row of panels each.
+# Of metrics.jsonl: what the curves show, a row of panels each.
 CURVES = {
     "accuracy": "training accuracy (temperature 1)",
     "entropy": "entropy, nats a token",
-    "mismatch_kl": "KL(rollout || trained), nats a token",
+    "mismatch_kl": "mismatch, nats a token",
 }
+SMALL = {"small": "one small policy", "small-own-starts": "ten small policies"}
+CODES = {"gptq": "NVFP4 by GPTQ", "awq": "NVFP4 by AWQ", "full": "full fine-tuning"}
 
 
 def short_name(model):
-    """A model's name without what chat models have in common."""
-    return model.removesuffix("-Instruct")
+    """A model's name as a picture shows it."""
+    return SMALL.get(model, model.removesuffix("-Instruct"))
+
+
+def arm_name(arm):
+    """An arm of ARMS as a picture shows it: "gptq+aqn" -> "NVFP4 by GPTQ + AQN"."""
+    weights, plus, _ = arm.partition("+aqn")
+    return CODES.get(weights, weights.upper()) + (" + AQN" if plus else "")
 
 
 def running_mean(values, width=5):
@@ -84,11 +92,12 @@ def exceptions(seeds, rates, usual):
             differs.append(rate_text(rates[arm]))
         if differs:
             others.setdefault(", ".join(differs), []).append(arm)
-    return "; ".join(f"{', '.join(arms)}: {what}" for what, arms in others.items())
+    named = {what: ", ".join(map(arm_name, arms)) for what, arms in others.items()}
+    return "; ".join(f"{names}: {what}" for what, names in named.items())
 
 
 def plot_curves(runs, plt):
-    """CURVES over the steps, a column a model, a line an arm of ARMS.
+    """CURVES over the steps, a column a model, a line an arm.
 
     runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone. An arm's learning rate is
     that of shown_rates; the titles have those of most arms. A curve is a running mean of five steps.
@@ -112,13 +121,15 @@ def plot_curves(runs, plt):
         usual = mode(seeds.values()), mode(shown.values())
         column[0].set_title(f"{short_name(model)}\n{rate_text(usual[1])}, {usual[0]} seeds", fontsize=11)
         column[-1].set_xlabel(f"step\n{exceptions(seeds, shown, usual)}", fontsize=8)
-        mismatched = any(max(line.get_ydata()) > 0 for line in column[-1].lines)
-        column[-1].set(yscale="log" if mismatched else "linear")
+        if any(max(line.get_ydata()) > 1e-8 for line in column[-1].lines):
+            column[-1].set_yscale("log")
+        else:                                          # nothing but rounding
+            column[-1].set_ylim(-1e-4, 1e-4)
     for axis, label in zip(axes[:, 0], CURVES.values()):
         axis.set(ylabel=label)
     arms = [arm for arm in ARMS if arm in lines]
-    figure.legend([lines[arm] for arm in arms], arms, frameon=False, loc="outside lower center",
-                  ncols=6)
+    figure.legend([lines[arm] for arm in arms], map(arm_name, arms), frameon=False,
+                  loc="outside lower center", ncols=5)
     return figure
 
 
@@ -150,7 +161,7 @@ def plot_rates(rows, plt):
             if rates:
                 places = [lr * (1 + 0.03 * (i - len(ARMS) // 2)) for lr in rates]
                 axis.errorbar(places, [mean(values) for values in reached], errors, marker="o",
-                              markersize=4, capsize=3, linewidth=1, label=f"{arm} ({seeds})",
+                              markersize=4, capsize=3, linewidth=1, label=f"{arm_name(arm)} ({seeds})",
                               **style_of(arm))
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=short_name(model), xlabel="learning rate", ylabel="held-out pass@1 after, %",
@@ -165,11 +176,11 @@ def plot_rates(rows, plt):
 
 # What differences.png asks: a question of QUESTIONS, and its title.
 ASKED = {
-    "4 bits": "NVFP4\nminus BF16",
-    "noise": "with AQN\nminus without",
-    "both": "NVFP4 + AQN\nminus BF16",
-    "4 bits by GPTQ": "NVFP4 by GPTQ\nminus BF16",
-    "both, 4 bits by AWQ": "NVFP4 by AWQ + AQN\nminus BF16",
+    "4 bits": "NVFP4 minus BF16\n(mean of both, with\nAQN and without)",
+    "noise": "with AQN minus without\n(mean of both,\nNVFP4 and BF16)",
+    "both": "NVFP4 + AQN\nminus BF16\nwithout AQN",
+    "4 bits by GPTQ": "NVFP4 by GPTQ\nminus BF16 (mean of\nboth, as on the left)",
+    "both, 4 bits by AWQ": "NVFP4 by AWQ + AQN\nminus BF16\nwithout AQN",
 }
 # Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,
@@ -205,7 +216,8 @@ def plot_differences(rows, plt):
     and its 95 % interval, too.
     """
     settings = compared_settings(rows)
-    groups = [[s for s in settings if s[0].startswith("small") == small] for small in (False, True)]
+    small = tuple(SMALL.values())
+    groups = [[s for s in settings if s[0].startswith(small) == wanted] for wanted in (False, True)]
     groups = [group for group in groups if group]
     figure, axes = plt.subplots(
         len(groups), len(ASKED), figsize=(2 + 2.2 * len(ASKED), 2 + 0.4 * len(settings)),
@@ -225,7 +237,7 @@ def plot_differences(rows, plt):
         row[0].set_yticks(range(len(group)), [name for name, _ in group])
         row[0].set_ylim(len(group) - 0.5, -0.5)
     for axis, title in zip(axes[0], ASKED.values()):
-        axis.set_title(title, fontsize=11)
+        axis.set_title(title, fontsize=10)
     figure.supxlabel("points of pass@1: left of 0 what is named first ends lower, right of it higher",
                      fontsize=10)
     return figure
@@ -250,22 +262,35 @@ def compared_changes(rows):
         by = by_arm_and_seed(rows, model, lr)
         changes = {arm: points(by, pairs, "accuracy_after") for arm, pairs in CHANGES.items()}
         if any(len(values) > 4 for values in changes.values()):
-            found.append((f"{model}, {rate_text(lr)}", changes))
+            found.append((f"{short_name(model)}, {rate_text(lr)}", changes))
     return found
 
 
 def plot_changes(rows, plt):
-    """What each of ABLATIONS changes: a panel a model and learning rate of compared_changes."""
+    """What each of ABLATIONS changes: a column a model and learning rate of compared_changes.
+
+    Those that change ten points and more have axes of their own, below, on another scale.
+    """
     settings = compared_changes(rows)
-    shown = [arm for arm in ABLATIONS if any(changes[arm] for _, changes in settings)]
-    figure, axes = plt.subplots(1, len(settings), figsize=(1.5 + 5 * len(settings), 1.2 + 0.35 * len(shown)),
-                                layout="constrained", sharex=True, sharey=True, squeeze=False)
-    for axis, (name, changes) in zip(axes[0], settings):
-        for place, arm in enumerate(shown):
-            plot_seeds(axis, place, changes[arm])
-        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
-        axis.grid(alpha=0.3)
-        axis.set(title=name, xlabel="points of pass@1: NVFP4 + AQN < > with the change")
-    axes[0, 0].set_yticks(range(len(shown)), shown)
-    axes[0, 0].set_ylim(len(shown) - 0.5, -0.5)
+    largest = {arm: max((abs(mean(changes[arm])) for _, changes in settings if changes[arm]), default=-1)
+               for arm in ABLATIONS}
+    groups = [[arm for arm in ABLATIONS if 0 <= largest[arm] < 10],
+              [arm for arm in ABLATIONS if largest[arm] >= 10]]
+    groups = [group for group in groups if group]
+    shown = sum(map(len, groups))
+    figure, axes = plt.subplots(
+        len(groups), len(settings), figsize=(1.5 + 5 * len(settings), 1.6 + 0.35 * shown),
+        layout="constrained", sharex="row", sharey="row", squeeze=False,
+        height_ratios=[len(group) + 1 for group in groups])
+    for row, group in zip(axes, groups):
+        for axis, (_, changes) in zip(row, settings):
+            for place, arm in enumerate(group):
+                plot_seeds(axis, place, changes[arm])
+            axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+            axis.grid(alpha=0.3)
+        row[0].set_yticks(range(len(group)), group)
+        row[0].set_ylim(len(group) - 0.5, -0.5)
+    for axis, (name, _) in zip(axes[0], settings):
+        axis.set(title=name)
+    figure.supxlabel("points of pass@1: left of 0 the change ends lower, right of it higher", fontsize=10)
     return figure
