@@ -3649,7 +3649,13 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
         ("nvfp4+aqn", True, "nvfp4", 2), ("bf16", False, "bf16", 2)]
     assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
     capsys.readouterr()
-    assert claims.main(options) == 0 and "2 runs, 0 missing" in capsys.readouterr().out
+    assert claims.main(options) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "2 runs, 0 missing"
+    assert printed[1:-1] == claims.arms_table(rows) and f"{tmp_path}/out/tables.md" in printed[-1]
+    assert not (tmp_path / "out" / "curves-others.png").exists()                          # BF16 alone stands in the other one
+    claims.make_tables(str(tmp_path / "out"), [rows[0], {**rows[1], "arm": "nf4"}])
+    assert (tmp_path / "out" / "curves-others.png").exists()
     failing = [*options, "--arms", "bf16", "--lora-rank", "1000", "--seeds", "2"]
     assert claims.main(failing) == 1                                                      # what fails is said, and is no row
     assert "ended with status 2" in capsys.readouterr().out

@@ -28,11 +28,8 @@ from qerl import UserError
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy", "entropy"]
 COMPARED = [*MEASURES[:3], "gained"]
-# The arms of each picture of curves; BF16 stands in both.
-CURVES_OF = {
-    "curves.png": ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"],
-    "curves-others.png": [arm for arm in ARMS if arm not in ("nvfp4+aqn", "nvfp4", "bf16+aqn")],
-}
+# What curves.png shows; the others are in curves-others.png, beside BF16.
+FOUR = ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"]
 # Parts of a run, as slices of its steps. The first tenth has no noise; in the next two its sigma is
 # largest.
 PHASES = {
@@ -212,10 +209,12 @@ def make_tables(out, rows):
             lines += ["", f"{title}, by part of the run, then differences by seed:", "",
                       *phase_table(runs, measure, scale, digits)]
         write_lines(f"{out}/phases.md", lines)
-        for picture, arms in CURVES_OF.items():
-            chosen = [(row, metrics) for row, metrics in runs if row["arm"] in arms]
-            if chosen:
-                save_figure(f"{out}/{picture}", plot_curves, chosen)
+        four = [(row, metrics) for row, metrics in runs if row["arm"] in FOUR]
+        if four:
+            save_figure(f"{out}/curves.png", plot_curves, four)
+        if len(four) < len(runs):
+            beside = [(row, metrics) for row, metrics in runs if row["arm"] not in FOUR[:3]]
+            save_figure(f"{out}/curves-others.png", plot_curves, beside)
     if compared_settings(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
     if compared_rates(factorial):
