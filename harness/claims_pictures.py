@@ -129,7 +129,7 @@ def plot_curves(runs, plt):
         axis.set(ylabel=label)
     arms = [arm for arm in ARMS if arm in lines]
     figure.legend([lines[arm] for arm in arms], map(arm_name, arms), frameon=False,
-                  loc="outside lower center", ncols=5)
+                  loc="outside lower center", ncols=1 + len(models))
     return figure
 
 
