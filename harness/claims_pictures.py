@@ -78,6 +78,10 @@ def plot_band(axis, curves, label, style):
     axis.fill_between(steps, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
+def seeds_text(count):
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
 def exceptions(seeds, rates, usual):
     """"arm, arm: 2 seeds, 5e-5; ...": arms whose number of seeds or learning rate is not the usual.
 
@@ -87,7 +91,7 @@ def exceptions(seeds, rates, usual):
     for arm in seeds:
         differs = []
         if seeds[arm] != usual[0]:
-            differs.append(f"{seeds[arm]} seed{'s' if seeds[arm] > 1 else ''}")
+            differs.append(seeds_text(seeds[arm]))
         if rates[arm] != usual[1]:
             differs.append(rate_text(rates[arm]))
         if differs:
@@ -119,7 +123,8 @@ def plot_curves(runs, plt):
         lines.update((line.get_label(), line) for line in column[0].lines)
         seeds = {arm: len(of_seeds) for arm, of_seeds in own.items()}
         usual = mode(seeds.values()), mode(shown.values())
-        column[0].set_title(f"{short_name(model)}\n{rate_text(usual[1])}, {usual[0]} seeds", fontsize=11)
+        setting = f"{rate_text(usual[1])}, {seeds_text(usual[0])}"
+        column[0].set_title(f"{short_name(model)}\n{setting}", fontsize=11)
         column[-1].set_xlabel(f"step\n{exceptions(seeds, shown, usual)}", fontsize=8)
         if any(max(line.get_ydata()) > 1e-8 for line in column[-1].lines):
             column[-1].set_yscale("log")

@@ -171,19 +171,23 @@ def warm_start(seed=0):
         os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
     with one_at_a_time(CACHE):                  # of torchrun's processes, say
         if not usable(folder):                  # else another one was faster
+            shutil.rmtree(folder, ignore_errors=True)
             keep_policy(train_policy(seed), folder)
     return folder
 
 
 def keep_policy(model, folder):
-    """Save a transformers model as `folder`, of the cache, in one go."""
+    """Save a transformers model as `folder`, of the cache, in one go, if there is none yet.
+
+    Where one_at_a_time cannot lock, another process may have made it meanwhile.
+    """
     temporary = tempfile.mkdtemp(dir=CACHE)
     transformers.utils.logging.disable_progress_bar()
     try:
         model.save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):      # where one_at_a_time cannot lock: it is there by now
-            os.rename(temporary, folder)
+        if not usable(folder):
+            with contextlib.suppress(OSError):
+                os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
