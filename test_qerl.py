@@ -2345,6 +2345,15 @@ def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, win
     assert "no such folder" in missing and not (tmp_path / "fails").exists()
 
 
+@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks otherwise")
+def test_a_file_system_without_locks_ends_no_run(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    run_folder.open_folder(str(tmp_path / "run"), False).close()
+    assert "cannot be locked (Function not implemented); start no second run there" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
 def test_a_folder_in_use_is_refused_without_fcntl(qwen, data, tmp_path, monkeypatch, capsys, windows):
     lock = run_folder.open_folder(str(tmp_path / "run"), False)
@@ -3387,7 +3396,7 @@ def whole_row(name, **columns):
 
 
 @pytest.mark.parametrize("columns", [{"accuracy_after": None}, {"greedy_after": "high"}, {"lr": "3e-3"}, {"accuracy_before": "x"},
-                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}, {"flags": [1]}])
+                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}, {"settings": [1]}])
 def test_a_row_with_another_kind_of_value_is_named(tmp_path, columns):
     write_jsonl(tmp_path / "runs.jsonl", [whole_row("good"), whole_row("bad", **columns)])
     with pytest.raises(qerl.UserError, match="a line is no run's.*remove it"):
@@ -3424,6 +3433,11 @@ def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     assert not os.listdir(tmp_path)
 
 
+def run_missing(flags, args):
+    """What a study does between its arguments and its tables, without looking for the model and the questions."""
+    return study.run_all(study.missing_runs(flags, args), flags, args)
+
+
 def study_arguments(tmp_path, *flags):
     args = study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"], "a study",
                            ["a", "b"], ["a", "b"], (1, 2), "results")
@@ -3445,37 +3459,79 @@ def test_studies_round_to_nearest_unless_told_otherwise():
 
 def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
     args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0", "--steps", "9")
-    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0", steps=1)])
+    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0", model="Model", arm="a", steps=1)])
     with pytest.raises(qerl.UserError, match="Model-a-lr5e-05-seed0 with --steps 1, not 9; give another --out"):
-        study.run_missing({"a": []}, args)
+        run_missing({"a": []}, args)
 
 
 @pytest.mark.parametrize("flags,message", [
     (["--prompts", "8"], None), (["--prompts", "8", "--slots", "7", "--data", "elsewhere/gsm8k"], None),
-    (["--prompts", "8", "--eval-questions", "0", "--device", "cpu"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
+    (["--prompts", "8", "--eval-questions", "0", "--save-every", "3"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
     (["--prompts", "16"], "has Model-a-lr5e-05-seed0 with --prompts 8, not 16; give another --out"),
     ([], "--prompts 8, not 64"), (["--prompts", "8", "--data", "other"], "--data gsm8k, not other"),
-    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--preset", "paper"], "--preset None, not paper")])
+    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--preset", "paper"], "--lr|--max-new-tokens 512, not 4096"),
+    (["--prompts", "16", "--seeds", "5"], "--prompts 8, not 16"), (["--prompts", "16", "--arms", "b"], "--prompts 8, not 16")])
 def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeypatch, flags, message):
     """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder its data lie."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(study.subprocess, "call", finished_run)
     begun = ["--arms", "a", "--seeds", "0", "--prompts", "8"]
-    assert not study.run_missing({"a": []}, study_arguments(tmp_path, *begun))
+    arms = {"a": [], "b": ["--algo", "dapo"]}
+    assert not run_missing(arms, study_arguments(tmp_path, *begun))
     args = study.arguments([*begun[:4], *flags, "--model", "moved/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"],
-                           "a study", ["a"], ["a"], (1, 2), "results")
-    monkeypatch.setattr(study.subprocess, "call", None)                                  # nothing is run again
+                           "a study", list(arms), list(arms), (1, 2), "results")
     if message is None:
-        assert not study.run_missing({"a": []}, args)
+        assert study.missing_runs(arms, args) == []
     else:
         with pytest.raises(qerl.UserError, match=message):
-            study.run_missing({"a": []}, args)
+            study.missing_runs(arms, args)
+
+
+def test_an_arm_that_is_another_now_is_no_row_of_this_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(study.subprocess, "call", finished_run)
+    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0")
+    assert not run_missing({"a": []}, args)
+    assert study.missing_runs({"a": []}, args) == [] and study.missing_runs({"a": [], "b": ["--group", "1"]}, args) == []
+    with pytest.raises(qerl.UserError, match="with --sigma-end 0.0005, not 0.0; give another --out"):
+        study.missing_runs({"a": study.NO_NOISE}, args)
+
+
+def test_a_run_that_another_study_made_meanwhile_is_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0")
+    missing = study.missing_runs({"a": []}, args)
+    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0")])
+    monkeypatch.setattr(study.subprocess, "call", None)
+    assert study.run_all(missing, {"a": []}, args) == [] and len(study.finished_runs(args.out)) == 1
+
+
+def test_what_a_study_begins_with_is_looked_for_once_and_first(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(study.subprocess, "call", None)
+    for options, message in ((["--data", f"{tmp_path}/none"], "no such folder"), (["--data", data], "Hugging Face does not give it")):
+        with pytest.raises(qerl.UserError, match=message):
+            claims.main(["--model", "no/such-model", "--out", f"{tmp_path}/out", *options])
+
+
+def test_the_tables_of_no_study_are_refused(tmp_path):
+    for study_of in (claims, compare):
+        with pytest.raises(qerl.UserError, match="there is no runs.jsonl"):
+            study_of.main(["--tables", "--out", f"{tmp_path}/typo"])
+    assert not os.listdir(tmp_path)
+
+
+def test_methods_are_compared_at_one_rate(tmp_path):
+    with pytest.raises(qerl.UserError, match="compared at one learning rate"):
+        compare.main(["--lrs", "1e-3", "3e-3", "--out", str(tmp_path)])
+    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a", model="small", arm="qerl", lr=1e-3), whole_row("b", model="other", arm="qerl")])
+    with pytest.raises(qerl.UserError, match="--lrs 0.003: .* has runs at 1e-3; give another --out"):
+        compare.main(["--out", str(tmp_path)])
 
 
 def test_flags_that_a_run_would_refuse_are_refused_before_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(study.subprocess, "call", None)
     with pytest.raises(qerl.UserError, match="--group 1: advantages compare"):
-        study.run_missing({"a": [], "b": []}, study_arguments(tmp_path, "--group", "1"))
+        run_missing({"a": [], "b": []}, study_arguments(tmp_path, "--group", "1"))
 
 
 @pytest.mark.parametrize("options,message", [
@@ -3491,7 +3547,7 @@ def finished_run(command, **_):
     """subprocess.call for a run that ends at once, with what row_of reads."""
     folder = command[command.index("--out") + 1]
     os.makedirs(folder)
-    settings = {"weights": "bf16", "sigma_start": 0, "sigma_end": 0, "lora_rank": 0, "algo": "grpo", "lr": 1e-3}
+    settings = keeper.lasting(train_gsm8k.read_settings(command[2:]))
     with open(f"{folder}/summary.json", "w") as f:
         json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
     step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}
@@ -3512,7 +3568,7 @@ def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, 
         return 0
     monkeypatch.setattr(study.subprocess, "call", call)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
-    failed = study.run_missing({"a": [], "b": []}, args)
+    failed = run_missing({"a": [], "b": []}, args)
     assert sorted(failed) == ["Model-a-lr5e-05-seed0", "Model-a-lr5e-05-seed1", "Model-b-lr5e-05-seed1"]
     assert [row["name"] for row in study.finished_runs(args.out)] == ["Model-b-lr5e-05-seed0"]
     assert os.listdir(f"{args.out}/metrics") == ["Model-b-lr5e-05-seed0.jsonl"]
@@ -3536,11 +3592,12 @@ def test_a_start_is_measured_once(tmp_path, monkeypatch, own, expected):
     out = tmp_path / "out"
     out.mkdir()
     model = "small-own-starts" if own else "small"
-    done = whole_row(f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2, start_seed=2 if own else 0, accuracy_before=0.2)
+    done = whole_row(f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2, start_seed=2 if own else 0,
+                     accuracy_before=0.2, steps=50)
     write_jsonl(out / "runs.jsonl", [done])
     args = study.arguments([*own, "--arms", "nvfp4", "bf16", "--seeds", "2", "1", "--lrs", "5e-5", "1e-4", "--out", str(out), "--runs",
                             f"{tmp_path}/runs"], "a study", list(factorial.ARMS), [], (2, 2), str(out))
-    study.run_missing(factorial.FLAGS, args)
+    run_missing(factorial.FLAGS, args)
     assert measured == expected
 
 
@@ -3571,7 +3628,7 @@ def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(study.subprocess, "call", call)
     args = study_arguments(tmp_path, "--seeds", "0", "1", "2", "3", "--jobs", "2")
     with pytest.raises(KeyboardInterrupt):
-        study.run_missing({"a": [], "b": []}, args)
+        run_missing({"a": [], "b": []}, args)
     assert 1 <= len(begun) <= 3 and len(study.finished_runs(args.out)) == len(begun) - 1
 
 
@@ -3580,7 +3637,7 @@ def test_a_study_whose_runs_cannot_be_kept_says_so(tmp_path, monkeypatch):
     args = study_arguments(tmp_path)
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(qerl.UserError, match="runs"):
-        study.run_missing({"a": [], "b": []}, args)
+        run_missing({"a": [], "b": []}, args)
 
 
 def test_a_run_without_its_metrics_is_named(tmp_path, monkeypatch):
@@ -3656,10 +3713,11 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out" / "curves-others.png").exists()                          # BF16 alone stands in the other one
     claims.make_tables(str(tmp_path / "out"), [rows[0], {**rows[1], "arm": "nf4"}])
     assert (tmp_path / "out" / "curves-others.png").exists()
-    failing = [*options, "--arms", "bf16", "--lora-rank", "1000", "--seeds", "2"]
-    assert claims.main(failing) == 1                                                      # what fails is said, and is no row
-    assert "ended with status 2" in capsys.readouterr().out
-    assert len(open(tmp_path / "out" / "runs.jsonl").readlines()) == 2
+    failing = [*options, "--arms", "bf16", "--lora-rank", "1000"]
+    with pytest.raises(qerl.UserError, match="with --lora-rank 2, not 1000"):
+        claims.main(failing)
+    assert claims.main([*failing, "--out", f"{tmp_path}/other"]) == 1                     # what fails is said, and is no row
+    assert "ended with status 2" in capsys.readouterr().out and not (tmp_path / "other" / "runs.jsonl").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -7453,7 +7511,7 @@ def test_a_row_names_the_commit_at_which_its_run_began(tmp_path, monkeypatch):
         return finished_run(command)
     monkeypatch.setattr(study.subprocess, "call", call)
     args = study_arguments(tmp_path, "--seeds", "0")
-    study.run_missing({"a": [], "b": []}, args)
+    run_missing({"a": [], "b": []}, args)
     assert [row["commit"] for row in study.finished_runs(args.out)] == ["first", "second"]
 
 

@@ -111,16 +111,23 @@ def paired_table(rows):
 
 
 def rates_table(rows):
-    """What the next larger learning rate changes in each arm, and in NVFP4 + AQN alone."""
+    """What the next larger of an arm's learning rates changes, and in NVFP4 + AQN alone.
+
+    The latter, "both", is as in the paper, whose 16 bit has the smaller rate.
+    """
     lines = list(PAIRED_HEAD)
     rows = with_gains(rows)
     for model in sorted({r["model"] for r in rows}):
         by = {((r["arm"], r["lr"]), r["seed"]): r for r in rows if r["model"] == model}
-        for low, high in pairwise(sorted({lr for (_, lr), _ in by})):
-            questions = {arm: [((arm, high), (arm, low))] for arm in ARMS}
-            # As in the paper, whose 16 bit has the smaller rate.
-            questions["both, 16 bit at the smaller"] = [(("nvfp4+aqn", high), ("bf16", low))]
-            lines += differences(by, f"{model} | {rate_text(low)} to {rate_text(high)}", questions)
+        questions = {}                                         # {(low, high): {what: pairs}}
+        for arm in ARMS:
+            tried = sorted({lr for (name, lr), _ in by if name == arm})
+            for low, high in pairwise(tried):
+                questions.setdefault((low, high), {})[arm] = [((arm, high), (arm, low))]
+        for (low, high), asked in sorted(questions.items()):
+            if "nvfp4+aqn" in asked:
+                asked["both, 16 bit at the smaller"] = [(("nvfp4+aqn", high), ("bf16", low))]
+            lines += differences(by, f"{model} | {rate_text(low)} to {rate_text(high)}", asked)
     return lines
 
 
@@ -180,7 +187,7 @@ def metrics_of(out, row):
     for step in metrics:
         if not isinstance(step, dict) or not all(is_number(step.get(key)) for key in CURVES):
             raise UserError(f"{path}: a step lacks one of {', '.join(CURVES)}; remove the run from "
-                            "runs.jsonl, and it is made again")
+                            "runs.jsonl, and its folder from --runs, and it is made again")
     return metrics
 
 

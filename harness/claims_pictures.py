@@ -14,13 +14,18 @@ CURVES = {
     "entropy": "entropy, nats a token",
     "mismatch_kl": "mismatch, nats a token",
 }
-SMALL = {"small": "one small policy", "small-own-starts": "ten small policies"}
+SMALL = {"small": "one small policy", "small-own-starts": "small policies"}
 CODES = {"gptq": "NVFP4 by GPTQ", "awq": "NVFP4 by AWQ", "full": "full fine-tuning"}
 
 
 def short_name(model):
     """A model's name as a picture shows it."""
     return SMALL.get(model, model.removesuffix("-Instruct"))
+
+
+def setting_name(model, lr):
+    """A model and a learning rate as a picture shows them."""
+    return f"{short_name(model)}, {rate_text(lr)}"
 
 
 def arm_name(arm):
@@ -203,13 +208,13 @@ def points(by, pairs, measure):
 
 
 def compared_settings(rows):
-    """[(name, {(arm, seed): row})] of each model and rate of which two seeds answer one of ASKED."""
+    """[(model, rate, {(arm, seed): row})] of those of which two seeds answer one of ASKED."""
     rows = with_gains(rows)
     found = []
     for model, lr in sorted({(r["model"], r["lr"]) for r in rows}):
         by = by_arm_and_seed(rows, model, lr)
         if any(len(points(by, QUESTIONS[what], "accuracy_after")) > 1 for what in ASKED):
-            found.append((f"{short_name(model)}, {rate_text(lr)}", by))
+            found.append((model, lr, by))
     return found
 
 
@@ -221,8 +226,7 @@ def plot_differences(rows, plt):
     and its 95 % interval, too.
     """
     settings = compared_settings(rows)
-    small = tuple(SMALL.values())
-    groups = [[s for s in settings if s[0].startswith(small) == wanted] for wanted in (False, True)]
+    groups = [[s for s in settings if s[0] not in SMALL], [s for s in settings if s[0] in SMALL]]
     groups = [group for group in groups if group]
     figure, axes = plt.subplots(
         len(groups), len(ASKED), figsize=(2 + 2.2 * len(ASKED), 2 + 0.4 * len(settings)),
@@ -230,7 +234,7 @@ def plot_differences(rows, plt):
         height_ratios=[len(group) + 1 for group in groups])
     for row, group in zip(axes, groups):
         for axis, what in zip(row, ASKED):
-            for place, (_, by) in enumerate(group):
+            for place, (_, _, by) in enumerate(group):
                 after = points(by, QUESTIONS[what], "accuracy_after")
                 gained = points(by, QUESTIONS[what], "gained")
                 if after:
@@ -239,7 +243,7 @@ def plot_differences(rows, plt):
             axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
             axis.locator_params(axis="x", nbins=5)
-        row[0].set_yticks(range(len(group)), [name for name, _ in group])
+        row[0].set_yticks(range(len(group)), [setting_name(model, lr) for model, lr, _ in group])
         row[0].set_ylim(len(group) - 0.5, -0.5)
     for axis, title in zip(axes[0], ASKED.values()):
         axis.set_title(title, fontsize=10)
@@ -267,7 +271,7 @@ def compared_changes(rows):
         by = by_arm_and_seed(rows, model, lr)
         changes = {arm: points(by, pairs, "accuracy_after") for arm, pairs in CHANGES.items()}
         if any(len(values) > 4 for values in changes.values()):
-            found.append((f"{short_name(model)}, {rate_text(lr)}", changes))
+            found.append((setting_name(model, lr), changes))
     return found
 
 

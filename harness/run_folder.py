@@ -64,12 +64,12 @@ def naming(path):
 
 
 @contextlib.contextmanager
-def creating(out):
-    """Around what first writes in the folder --out, so that an OSError names it."""
+def creating(folder, flag="--out"):
+    """Around what first writes in the folder of a flag, so that an OSError names them."""
     try:
         yield
     except OSError as e:
-        raise UserError(f"--out {out}: cannot be written ({e.strerror}); choose another folder")
+        raise UserError(f"{flag} {folder}: cannot be written ({e.strerror}); choose another folder")
 
 
 def choose_folder(stem, resume):
@@ -121,16 +121,17 @@ def open_folder(out, resume):
 
 def take(lock):
     """Hold the lock, which the system gives back when the file is closed, or refuse."""
+    out = os.path.dirname(lock.name)
     try:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-    except OSError:
-        raise UserError(
-            f"--out {os.path.dirname(lock.name)}: in use by a running process; "
-            "wait for it or choose another folder"
-        )
+    except (BlockingIOError, PermissionError):             # the latter on Windows
+        raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
+    except OSError as e:                                   # some network file systems have no locks
+        print(f"warning: --out {out}: cannot be locked ({e.strerror}); start no second run there",
+              file=sys.stderr)
 
 
 @contextlib.contextmanager

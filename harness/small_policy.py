@@ -185,9 +185,11 @@ def keep_policy(model, folder):
     transformers.utils.logging.disable_progress_bar()
     try:
         model.save_pretrained(temporary)
-        if not usable(folder):
-            with contextlib.suppress(OSError):
-                os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)        # over a folder that has files it fails
+        except OSError:
+            if not usable(folder):
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -5,16 +5,15 @@ same order. Each is a process of its own, and is resumed if it was stopped. One 
 line of runs.jsonl, and its metrics are kept in the folder metrics; tables and pictures are made
 from these files alone. Flags that a study does not know go to train_gsm8k.py.
 """
-import contextlib
 import json
 import math
 import os
-import queue
 import shutil
 import subprocess
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import lru_cache, partial
+from functools import partial
 from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
@@ -23,12 +22,13 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from harness.flags import Parser, parse_flags, require_flag, require_value
-from harness.keeper import FREE
+from harness.flags import Parser, full_name, parse_flags, require_flag, require_value
+from harness.keeper import lasting
 from harness.math_data import source_name
+from harness.questions import load_questions
 from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
-from qerl import UserError
+from qerl import UserError, model_folder
 from train_gsm8k import Settings, read_settings
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
@@ -65,11 +65,12 @@ class Run(NamedTuple):
         return self.model_name, self.arm, self.start_seed
 
     def command(self, folder, data, flags, more, measure_start):
-        """The process of this run: `flags` are the arm's, `more` those of all runs.
+        """The command line of this run: `flags` are the arm's, `more` those of all runs.
 
-        pass@1 is the mean of four answers to each question. measure_start: whether the policy is
-        measured before its training, too; a stopped run goes on as it began. All formats round to
-        the nearest code.
+        Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
+        answers to each question. measure_start: whether the policy is measured before its training,
+        too; a stopped run goes on as it began. Weights round to the nearest code, unless the arm has
+        another --quantizer.
         """
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
@@ -113,7 +114,7 @@ def standard_error(values):
 
 
 def with_error(values, scale=100, digits=1):
-    """"mean ± standard error" of fractions, in percent."""
+    """"mean ± standard error" of the values times scale; by default of fractions, in percent."""
     error = standard_error(values)
     rounded = round(scale * mean(values), digits) + 0.0             # never -0.0
     text = f"{rounded:.{digits}f}"
@@ -138,11 +139,8 @@ def commit():
     return f"{found}-dirty" if found and changed else found or None
 
 
-def row_of(run, folder, code, flags):
-    """What runs.jsonl says of a finished run.
-
-    code: the commit at which it began; flags: what all runs of the study were told, {name: value}.
-    """
+def row_of(run, folder, code):
+    """What runs.jsonl says of a finished run. code: the commit at which its process began."""
     with open(f"{folder}/summary.json") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
@@ -169,7 +167,7 @@ def row_of(run, folder, code, flags):
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
         "commit": code,
-        "flags": flags,
+        "settings": settings,
     }
 
 
@@ -189,7 +187,7 @@ def is_row(row):
     if not isinstance(row, dict) or not TEXTS | NUMBERS <= row.keys():
         return False
     numbers = NUMBERS | (NOT_OF_EVERY_RUN & row.keys())
-    return (isinstance(row.get("flags", {}), dict)
+    return (isinstance(row.get("settings", {}), dict)
             and all(isinstance(row[column], str) for column in TEXTS)
             and all(is_number(row[column]) for column in numbers))
 
@@ -212,17 +210,22 @@ def finished_runs(out):
 
 
 def run_one(run, measure_start, environment, flags, args):
-    """Make a run and note its row -> None, or what went wrong, in a line."""
+    """Make a run and note its row -> None, or what went wrong, in a line.
+
+    None, too, if another study has made it meanwhile.
+    """
     folder = f"{args.runs}/{run.name}"
     code = commit()
     command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
     try:
+        if any(row["name"] == run.name for row in finished_runs(args.out)):
+            return None
         with open(f"{folder}.log", "a") as log:
             status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
                                      stderr=log)
         if status:
             return f"ended with status {status}; {folder}.log says why"
-        row = row_of(run, folder, code, args.flags)
+        row = row_of(run, folder, code)
         with open(f"{folder}/metrics.jsonl", "rb") as metrics:
             atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
         append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
@@ -235,7 +238,7 @@ def run_one(run, measure_start, environment, flags, args):
 
 
 def work(device, missing, flags, args, failed):
-    """Run what is in the queue, one after the other, on a device: "cpu" or the number of a GPU."""
+    """Run what is missing, one after the other, on a device: "cpu" or the number of a GPU."""
     environment = dict(os.environ)
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
@@ -243,8 +246,8 @@ def work(device, missing, flags, args, failed):
         environment["CUDA_VISIBLE_DEVICES"] = device
     while True:
         try:
-            run, measure_start = missing.get_nowait()
-        except queue.Empty:
+            run, measure_start = missing.popleft()     # which no other worker then has
+        except IndexError:
             return
         print(f"{device}: {run.name}", flush=True)
         problem = run_one(run, measure_start, environment, flags, args)
@@ -253,46 +256,68 @@ def work(device, missing, flags, args, failed):
             print(f"{run.name}: {problem}", flush=True)
 
 
-def empty(missing):
-    with contextlib.suppress(queue.Empty):
-        while True:
-            missing.get_nowait()
+# Settings that a study's runs may have otherwise, each for itself.
+OWN_SETTINGS = {"model", "device", "lr", "seed", "start_seed", "skip_eval_before"}
 
 
-@lru_cache
-def default_settings(model):
-    """What train_gsm8k.py takes where no flag says otherwise, {name: value}; not to be changed."""
-    if model is None:
-        return vars(read_settings([]))
-    return {**vars(read_settings(["--model", model])), "data": "gsm8k"}
+def shared_settings(settings):
+    """What all runs of an arm must have alike, of lasting settings {name: value}.
 
-
-def require_same_flags(row, run, args):
-    """Refuse to take a finished run for one of this study if other flags made it.
-
-    Rows of older versions say nothing but their steps.
+    Data and held-out questions are called by their names: elsewhere they may lie in another folder.
     """
-    told = row.get("flags", {"steps": row["steps"]})
-    names = told.keys() & args.flags.keys()
-    if "flags" in row:
-        names = told.keys() | args.flags.keys()
-    default = default_settings(run.model)
-    for name in sorted(names):
-        theirs = told.get(name, default.get(name))
-        ours = args.flags.get(name, default.get(name))
-        if theirs != ours:
-            raise UserError(f"{args.out}/runs.jsonl has {run.name} with --{name.replace('_', '-')} "
-                            f"{theirs}, not {ours}; give another --out")
+    shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+    if settings.get("model"):
+        shared["data"] = settings["data"] or "gsm8k"
+    if shared.get("data"):
+        shared["data"] = os.path.basename(os.path.normpath(shared["data"]))
+    if shared.get("eval"):
+        shared["eval"] = [source_name(source) for source in shared["eval"]]
+    if shared.get("dtype") == "auto":                  # which a run's own settings say as it is
+        del shared["dtype"]
+    return shared
 
 
-def run_missing(flags, args):
-    """Start a worker on each device; returns the names of the runs that failed.
+def settings_of(run, flags, args):
+    """shared_settings of a run of this study. Raises UserError if the run would refuse its flags."""
+    command = run.command(f"{args.runs}/{run.name}", args.data, flags[run.arm], args.more,
+                          measure_start=True)
+    return shared_settings(lasting(read_settings(command[2:])))
+
+
+def require_same_settings(rows, flags, args):
+    """Refuse to go on with a study whose finished runs other settings have made.
+
+    rows: of runs.jsonl; those of other models are left alone. Of rows of older versions the steps
+    count, and what else they say.
+    """
+    for model in args.model:
+        ours = {}
+        for arm in flags:
+            run = Run(arm, model, args.lrs[0], args.seeds[0], args.own_starts)
+            try:
+                ours[arm] = settings_of(run, flags, args)
+            except UserError:
+                if arm in args.arms:
+                    raise
+        for row in rows:
+            expected = ours.get(row["arm"], {}) if row["model"] == run.model_name else {}
+            theirs = shared_settings({"steps": row["steps"], **row.get("settings", {})})
+            for name in sorted(theirs.keys() & expected.keys()):
+                if theirs[name] != expected[name]:
+                    raise UserError(f"{args.out}/runs.jsonl has {row['name']} with "
+                                    f"--{name.replace('_', '-')} {theirs[name]}, not {expected[name]}; "
+                                    "give another --out")
+
+
+def missing_runs(flags, args):
+    """What runs.jsonl lacks of a study -> [(Run, whether it measures its policy before training)].
 
     flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
     the next begins. Of the runs that begin with the same policy one measures it, the first that is
-    missing if none has. Ctrl-C reaches the runs, too: they stop, and no other is begun.
+    missing if none has.
     """
     done = {row["name"]: row for row in finished_runs(args.out)}
+    require_same_settings(done.values(), flags, args)
     wanted = [
         Run(arm, model, lr, seed, args.own_starts)
         for lr in args.lrs
@@ -300,34 +325,46 @@ def run_missing(flags, args):
         for seed in args.seeds
         for arm in args.arms
     ]
-    missing = queue.Queue()
+    missing = []
     measured = {start_of(row) for row in done.values() if "accuracy_before" in row}
-    starts = []                        # seeds of the small policy's making
     for run in wanted:
         if run.name not in done:
-            command = run.command(f"{args.runs}/{run.name}", args.data, flags[run.arm], args.more,
-                                  measure_start=True)
-            read_settings(command[2:])                 # it refuses what the run would, but sooner
-            missing.put((run, run.start not in measured))
+            missing.append((run, run.start not in measured))
             measured.add(run.start)
-            if run.model is None and run.start_seed not in starts:
-                starts.append(run.start_seed)
-        else:
-            require_same_flags(done[run.name], run, args)
-    print(f"{len(wanted)} runs, {missing.qsize()} missing")
-    with creating(args.runs):
+    print(f"{len(wanted)} runs, {len(missing)} missing")
+    return missing
+
+
+def prepare(missing, args):
+    """Find or make what the runs begin with, before several of them ask for it at the same time.
+
+    A model or questions that cannot be had are named here, not by one run after the other.
+    """
+    for model in args.model:
+        load_questions(args.data, args.eval, model)
+        if model:
+            model_folder(full_name(model))
+    for seed in dict.fromkeys(run.start_seed for run, _ in missing if run.model is None):
+        warm_start(seed)
+
+
+def run_all(missing, flags, args):
+    """Start a worker on each device; returns the names of the runs that failed.
+
+    missing: see missing_runs. Ctrl-C reaches the runs, too: they stop, and no other is begun.
+    """
+    with creating(args.runs, "--runs"):
         os.makedirs(args.runs, exist_ok=True)
-    for start in starts:               # before several runs ask for it at the same time
-        warm_start(start)
+    waiting = deque(missing)
     failed = []
-    devices = visible_devices() * args.jobs
+    devices = (["cpu"] if args.device == "cpu" else visible_devices()) * args.jobs
     with ThreadPoolExecutor(len(devices)) as pool:
-        workers = [pool.submit(work, device, missing, flags, args, failed) for device in devices]
+        workers = [pool.submit(work, device, waiting, flags, args, failed) for device in devices]
         try:
             for worker in as_completed(workers):
                 worker.result()
         except BaseException:
-            empty(missing)             # then the pool waits for what is running
+            waiting.clear()            # then the pool waits for what is running
             print("no other run is begun; the same command goes on", flush=True)
             raise
     return failed
@@ -349,8 +386,8 @@ OWN_FLAGS = {
 }
 
 
-def read_more(args):
-    """Check the flags that go to train_gsm8k.py -> those on which a run's result depends.
+def check_more(args):
+    """Check the flags that go to train_gsm8k.py, args.more, and keep its --eval and --device.
 
     A flag that train_gsm8k.py does not know is refused here, not by one run after the other.
     """
@@ -359,13 +396,10 @@ def read_more(args):
         if flag in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
     given = parse_flags(Settings, "", {}, args.more)
-    free = {*FREE, "device"} - {"preset"}
-    flags = {name: value for name, value in given.items() if name not in free}
-    if args.data:                                      # elsewhere it may lie in another folder
-        flags["data"] = os.path.basename(os.path.normpath(args.data))
-    if "eval" in flags:
-        flags["eval"] = [source_name(source) for source in flags["eval"]]
-    return flags
+    args.eval = given.get("eval")
+    args.device = given.get("device", "cuda")
+    require_flag(args.device in ("cuda", "cpu"), "device", args.device, "a study takes all GPUs that it "
+                 "sees, or the CPU; choose some by CUDA_VISIBLE_DEVICES")
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
@@ -385,12 +419,12 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--jobs", type=int, default=1,
                    help="processes on each GPU, or on the CPU (default 1)")
     p.add_argument("--out", default=out, help=f"results (default {out})")
-    p.add_argument("--runs", help=f"folders of runs (default runs/{os.path.basename(out)})")
+    p.add_argument("--runs", help="folders of runs (default: runs in --out)")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     for name in ("model", "data", "out", "runs"):
         require_value(name, getattr(args, name))
-    args.flags = read_more(args)
+    check_more(args)
     require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     for lr in args.lrs or []:
         require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
@@ -412,7 +446,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
                      "called in runs.jsonl; rename the folder")
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
-    args.runs = args.runs or f"runs/{os.path.basename(out)}"
+    args.runs = args.runs or f"{args.out}/runs"
     return args
 
 
@@ -423,11 +457,18 @@ def write_lines(path, lines):
 def conduct(flags, args, make_tables):
     """Run what is missing, unless --tables is given -> exit status.
 
-    Then make_tables(folder, rows of its runs.jsonl), if there are any.
+    flags: see missing_runs. Then make_tables(folder, rows of its runs.jsonl), if there are any.
     """
+    if args.tables and not os.path.exists(f"{args.out}/runs.jsonl"):
+        raise UserError(f"--tables --out {args.out}: there is no runs.jsonl; give a study's folder")
     with creating(args.out):
         os.makedirs(f"{args.out}/metrics", exist_ok=True)
-    failed = [] if args.tables else run_missing(flags, args)
+    failed = []
+    if not args.tables:
+        missing = missing_runs(flags, args)
+        if missing:
+            prepare(missing, args)
+        failed = run_all(missing, flags, args)
     rows = finished_runs(args.out)
     if rows:
         make_tables(args.out, rows)
