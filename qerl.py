@@ -224,11 +224,12 @@ FORMATS = {
 class PackedWeight:
     """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole.
 
-    On a GPU fp4_kernels.TiledWeight takes its place, which multiplies the codes without that detour.
+    On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
+    tiles: it multiplies the codes without that detour.
     """
-    # TiledWeight stores its columns in the order in which the GPU's threads take them. What it is
-    # multiplied with must have its columns in that order, too, so in decoding norm, attention and
-    # silu_mul write x "interleaved" for it. Here columns stay where they are.
+    # Of TiledWeight alone this is True: it stores its columns in the order in which the GPU's threads
+    # take them. What it is multiplied with must have its columns in that order, too, so in decoding
+    # norm, attention and silu_mul write x "interleaved" for it.
     interleaved = False
 
     def __init__(self, format, *parts):
@@ -240,7 +241,8 @@ class PackedWeight:
         return self.format.dequantize(*self.parts, dtype)
 
     def prepare_lora(self, A, B, sizes, scaling, dtype):
-        """LoRA of stacked layers as multiply takes it: (A, B'), so that x Aᵀ B'ᵀ is that of all.
+        """LoRA of stacked layers as multiply takes it: (A, B'). One product x Aᵀ B'ᵀ is then LoRA's
+        share in all of the layers.
 
         A [layers * r, in] stays; of B [out, r] each layer's piece becomes a block on the diagonal of
         B' [out, layers * r], times α/r. sizes: the layers' out_features.
@@ -264,11 +266,15 @@ class PackedWeight:
 
 
 class FrozenLinear(torch.autograd.Function):
-    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> x Ŵᵀ + b + h Bᵀ [n, out].
+    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> y = x Ŵᵀ + b + LoRA, [n, out].
 
-    layer: the QuantLinear; h and B are None without LoRA. Ŵ has no gradient; it is kept for backward
-    only while a block is recomputed (see Transformer.recompute_in_backward), else dequantised
-    again. x Aᵀ is left to autograd; the product with B is here so that it is added to y in place.
+    Of each stacked layer LoRA is its columns of h times its rows of B. layer: the QuantLinear; h and
+    B are None without LoRA.
+
+    Autograd alone would keep the dequantised Ŵ of every layer until backward. This dequantises it
+    again there, unless the block is recomputed just before (Transformer.recompute_in_backward). Ŵ
+    has no gradient. x Aᵀ is left to autograd; the product with B is here so that it is added to y in
+    place.
     """
 
     @staticmethod
@@ -326,6 +332,9 @@ class QuantLinear(nn.Module):
             self.lora_A = nn.Parameter(A)
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank))
 
+    def extra_repr(self):
+        return f"{', '.join(self.names)}: {self.sizes}, LoRA of rank {self.rank}"
+
     def pieces(self, y, h, B):
         """The stacked layers' shares of y [n, out], h [n, layers * r] and B [out, r]."""
         if h is None:
@@ -333,7 +342,7 @@ class QuantLinear(nn.Module):
         return zip(y.split(self.sizes, -1), h.split(self.rank, -1), B.split(self.sizes))
 
     def lora_gradients(self, grad, h, B):
-        """The gradients of h and B in y = ... + h Bᵀ, from y's, [n, out]; None without LoRA."""
+        """The gradients of FrozenLinear's h and B from that of y, [n, out]; None without LoRA."""
         if h is None:
             return None, None
         pieces = list(self.pieces(grad, h, B))
@@ -364,6 +373,7 @@ class QuantLinear(nn.Module):
 # 3. RMSNorm with Adaptive Quantization Noise                                           (Eq. 7-10)
 #
 #    RMSNorm_noise(x) = w_noise ⊙ x / √(mean(x²) + δ),     w_noise = w + Z,     Z ~ N(0, σ²)
+#    σ_k = σ_start (σ_end / σ_start)^((k-1) / (K-1))        in stage k of K                (Eq. 8)
 #
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
@@ -421,9 +431,9 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 
     The others fall from start to end, exponentially by Eq. 8, whose K is here the number of noisy
     stages, stages - 1: so the last one has `end`, as appendix F says (Algorithm 1's line 7 takes all
-    stages for K, and would stop short of it). Of two stages the noisy one has `start`. With fewer
-    steps than stages some are skipped, perhaps that of `start` or `end`. "exponential" needs start and
-    end positive, or both 0.
+    stages for K, and would stop short of it). Ten stages have 0, 0.01, 0.0069, 0.0047, ..., 0.0005.
+    Of two stages the noisy one has `start`. With fewer steps than stages some are skipped, perhaps
+    that of `start` or `end`. "exponential" needs start and end positive, or both 0.
     """
     stage = step * stages // steps
     assert schedule in SCHEDULES, schedule
@@ -431,15 +441,15 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
         return 0.0
     if start == end:
         return start
-    t = (stage - 1) / max(stages - 2, 1)               # 0 in the first noisy stage, 1 in the last
+    progress = (stage - 1) / max(stages - 2, 1)        # 0 in the first noisy stage, 1 in the last
     if schedule == "exponential":
-        return start * (end / start) ** t
-    fall = {
-        "linear": t,
-        "cosine": (1 - math.cos(math.pi * t)) / 2,
+        return start * (end / start) ** progress
+    fallen = {
+        "linear": progress,
+        "cosine": (1 - math.cos(math.pi * progress)) / 2,
         "logarithmic": math.log(stage) / math.log(max(stages - 1, 2)),
     }
-    return start + (end - start) * fall[schedule]
+    return start + (end - start) * fallen[schedule]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -447,7 +457,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 #
 # A module's `forward` (the whole model's: `hidden`) takes whole sequences, to train on and as
 # prompts. `decode` takes one new token of every slot of the sampler, without gradient. Both
-# compute the same, from the same packed weights.
+# compute the same, from the same packed weights. checkpoint.linear and checkpoint.norm hand out the
+# layers with their weights (section 8).
 
 # cuDNN's attention prepares 0.1 s for each new shape [B, T], and hardly two batches have the same one.
 # PyTorch takes another of its attention kernels instead.
@@ -463,7 +474,7 @@ def rope_frequencies(config, head_dim):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. checkpoint hands out the layers (see Checkpoint)."""
+    """Grouped-query attention: several heads of q share one of k and v."""
 
     def __init__(self, config, checkpoint, name, index):
         super().__init__()
@@ -485,24 +496,24 @@ class Attention(nn.Module):
         """q, k, v [..., heads, head_dim] of the stacked projections [..., q + k + v]."""
         return (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
 
-    def forward(self, x, rope, cache=None, slots=None, packing=None):
+    def forward(self, x, rope, cache=None, into_slots=None, packing=None):
         """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim].
 
-        cache and slots: see Transformer.hidden. With a packing (see pack) x is a line of tokens
+        cache and into_slots: see Transformer.hidden. With a packing (see pack) x is a line of tokens
         [S, d], which attention lays out as rows.
         """
         qkv = self.qkv(x)
-        if packing is not None:
+        if packing is not None:            # in training: from the line to rows
             qkv = gather_rows(qkv, packing.place)                              # [B, T, q + k + v]
         q, k, v = self.heads(qkv)
         q = fp4_kernels.rotary(self.q_norm(q), *rope).transpose(1, 2)    # [B, heads, T, head_dim]
         k = fp4_kernels.rotary(self.k_norm(k), *rope).transpose(1, 2)
         v = v.transpose(1, 2)
-        if cache is not None:
-            cache.store_prompts(self.index, slots, k, v)
+        if cache is not None:              # before decoding: these are prompts
+            cache.store_prompts(self.index, into_slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y = y.transpose(1, 2).flatten(2)                                         # [B, T, q]
-        if packing is not None:
+        if packing is not None:            # and back to the line
             # origin names no position twice: here indexing's gradient has no sums (see gather_rows).
             y = y.flatten(0, 1).index_select(0, packing.origin)                  # [S, q]
         return self.o(y)
@@ -514,8 +525,9 @@ class Attention(nn.Module):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
+        cos, sin = rope
         y = fp4_kernels.decode_attention(
-            qkv, *rope, *cache.layer(self.index), interleaved=self.o.weight.interleaved)
+            qkv, cos, sin, *cache.layer(self.index), interleaved=self.o.weight.interleaved)
         return self.o.decode(y, residual)
 
 
@@ -552,8 +564,8 @@ class Block(nn.Module):
         self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", d, eps)
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
-    def forward(self, x, rope, cache=None, slots=None, packing=None):
-        x = x + self.attention(self.attention_norm(x), rope, cache, slots, packing)
+    def forward(self, x, rope, cache=None, into_slots=None, packing=None):
+        x = x + self.attention(self.attention_norm(x), rope, cache, into_slots, packing)
         return x + self.mlp(self.mlp_norm(x))
 
     def decode(self, x, rope, cache):
@@ -597,11 +609,11 @@ class Transformer(nn.Module):
         sin = angles.sin() * self.rope_factor
         return cos.to(dtype), sin.to(dtype)
 
-    def hidden(self, tokens, cache=None, slots=None, packing=None):
+    def hidden(self, tokens, cache=None, into_slots=None, packing=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row.
 
-        With a cache and slots int64 [B * G] it prefills: the keys and values of row b also go to the
-        G slots of slots[b * G:(b + 1) * G].
+        With a cache and into_slots int64 [B * G] it prefills: the keys and values of row b also go to
+        the G slots of into_slots[b * G:(b + 1) * G].
         With a packing (see pack): tokens [S] -> [S, d].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
@@ -616,7 +628,7 @@ class Transformer(nn.Module):
                 x = recompute(block, x, rope, None, None, packing, use_reentrant=True,
                               preserve_rng_state=False)
             else:
-                x = block(x, rope, cache, slots, packing)
+                x = block(x, rope, cache, into_slots, packing)
         return self.norm(x)
 
     def decode(self, tokens, cache):
@@ -661,12 +673,13 @@ def trainable(model):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# This is continuous batching: a slot decodes one completion at a time and takes the next when it is
-# done; all slots decode together. A prompt enters once G slots are idle: its keys and values are
-# computed once and copied to all of them. Everything that a decode step needs lives in tensors of
-# fixed shape on the device, so that on a GPU the whole step is one recorded CUDA graph (all its
-# kernels, started by one launch), and the host looks at the slots only every 8 tokens. Once no
-# prompt waits and half of the slots are idle, the other half goes on alone (from 32 slots on).
+# This is continuous batching. All slots decode together, a completion each. One that is done leaves
+# its slot idle: it decodes on from an empty cache, and what it writes goes to a spare row. Once G
+# slots are idle the next prompt takes them: its keys and values are computed once and copied to all.
+# Once no prompt waits and half of the slots are idle, the other half goes on alone (from 32 slots
+# on). Everything that a decode step needs lives in tensors of fixed shape on the device, so that on a
+# GPU the whole step is one recorded CUDA graph (all its kernels, started by one launch), and the host
+# looks at the slots only every 8 tokens.
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
 PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
@@ -675,9 +688,9 @@ PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
 class KVCache:
     """Keys and values of every slot; filled int64 [slots]: how many positions each holds.
 
-    A layer's lie in pieces [2, slots, kv_heads, positions, head_dim], keys then values. A piece has
-    CACHE_PIECE positions, the last one the rest, and is made when the first slot gets there. Kernels
-    find pieces by their addresses, so that a recorded CUDA graph goes on with new ones.
+    Those of a layer lie in pieces [2, slots, kv_heads, positions, head_dim], keys then values. A piece
+    has CACHE_PIECE positions, the last one the rest, and is made when the first slot gets there.
+    Kernels find pieces by their addresses, so that a recorded CUDA graph goes on with new ones.
     """
 
     def __init__(self, model, slots, max_len):
@@ -702,15 +715,17 @@ class KVCache:
                 pieces.append(self.filled.new_zeros(shape, dtype=self.dtype))
                 self.addresses[layer, len(pieces) - 1] = pieces[-1].data_ptr()
 
-    def store_prompts(self, layer, slots, k, v):
-        """k, v [P, kv_heads, T, head_dim] of P prompts; prompt p's go to slots[p * G:(p + 1) * G].
+    def store_prompts(self, layer, into_slots, k, v):
+        """k, v [P, kv_heads, T, head_dim]; those of prompt p go to into_slots[p * G:(p + 1) * G].
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
         self.reserve(k.shape[2])
+        groups = into_slots.view(len(k), -1)                                     # [P, G]
         for_each_slot = torch.stack([k, v])[:, :, None]        # [2, P, 1, kv_heads, T, head_dim]
         for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
-            piece[:, slots.view(len(k), -1), :, :part.shape[4]] = part
+            # [2, P, G, kv_heads, t, head_dim] = [2, P, 1, ...]: each of the G slots gets a copy
+            piece[:, groups, :, :part.shape[4]] = part
 
     def keep(self, slots):
         """Forget all slots but these, int64 [fewer]; piece by piece, so there is never a second cache."""
@@ -744,7 +759,8 @@ def length_mask(length, longest):
 def nucleus(probs, top_p):
     """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V]."""
     ordered, index = probs.sort(-1, descending=True)
-    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+    of_likelier = ordered.cumsum(-1) - ordered         # the probability of all likelier tokens
+    ordered[of_likelier >= top_p] = 0
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 
@@ -753,9 +769,9 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
     Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
     temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
-    the Gumbel-max trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p. Unlike
-    torch.multinomial it does not make the host wait for the GPU. The kernel draws so, too, from a
-    random stream of its own.
+    an exponential race: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p (in
+    logarithms this is the Gumbel-max trick). Unlike torch.multinomial it does not make the host wait
+    for the GPU. The kernel draws so, too, from a random stream of its own.
     """
     if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
@@ -793,9 +809,10 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         # Of each slot; how many keys and values it has is cache.filled.
-        self.completion = torch.full((slots,), IDLE, device=device)    # which one it continues
-        self.position = torch.zeros_like(self.completion)              # column of its next token
+        self.completion = torch.full((slots,), IDLE, device=device)    # what it continues, a row below
+        self.position = torch.zeros_like(self.completion)              # its next token's column there
         self.token = torch.zeros_like(self.completion)                 # the next input
+        self.logits = None                                             # float [slots, V], of this step
         self.cache = KVCache(model, slots, max_len)
 
         # Of each completion, and of one more, into which idle slots write.
@@ -867,16 +884,17 @@ class Sampler:
     def pick(self):
         """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
         token, logprob, entropy = sample(self.logits, self.temperature, self.top_p, self.generator)
-        place = self.completion, self.position
-        self.tokens[place] = token
-        self.logprobs[place] = logprob
-        self.entropy[place] = entropy
-        length = self.position + 1
+        row = self.completion                          # [slots]; IDLE, -1, is the spare last row
+        column = self.position                         # [slots]
+        self.tokens[row, column] = token
+        self.logprobs[row, column] = logprob
+        self.entropy[row, column] = entropy
+        so_far = column + 1
         ended = (token[:, None] == self.eos).any(1)
-        self.length[self.completion] = length
-        self.finished[self.completion] = ended
+        self.length[row] = so_far
+        self.finished[row] = ended
         self.token.copy_(token)
-        self.advance(ended | (length >= self.limit[self.completion]) | (self.completion == IDLE))
+        self.advance(ended | (so_far >= self.limit[row]) | (row == IDLE))
 
     def advance(self, stopped):
         """Every slot moves one token on; those that stopped, bool [slots], are idle and empty."""
@@ -902,7 +920,6 @@ class Sampler:
         return Rollout(*cut, self.length[:-1], self.finished[:-1])
 
 
-@torch.no_grad()
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
              slots=256, generator=None, sampler_class=Sampler):
     """Sample group_size completions for each prompt -> Rollout of N = P * group_size, on model.device.
@@ -918,24 +935,25 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
-    sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
-                            generator)
-    entered = 0                                                # prompts that have had their slots
-    while True:
-        idle = (sampler.completion == IDLE).nonzero()[:, 0]
-        busy = len(sampler.completion) - len(idle)
-        admitted = min(len(idle) // group_size, len(prompts) - entered)
-        if not busy and not admitted:
-            return sampler.rollout()
-        if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 32:
-            sampler.shrink()                                # `idle` is stale now: no prompt waits
-        if busy:            # first, so that the GPU decodes while the host issues the prefill
-            sampler.steps(check_every)
-        if admitted:        # slots that were idle have stayed so
-            first = entered * group_size
-            completions = torch.arange(first, first + admitted * group_size, device=model.device)
-            sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
-            entered += admitted
+    with torch.no_grad():
+        sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
+                                generator)
+        entered = 0                                                # prompts that have had their slots
+        while True:
+            idle = (sampler.completion == IDLE).nonzero()[:, 0]
+            busy = len(sampler.completion) - len(idle)
+            admitted = min(len(idle) // group_size, len(prompts) - entered)
+            if not busy and not admitted:
+                return sampler.rollout()
+            if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 32:
+                sampler.shrink()                                # `idle` is stale now: no prompt waits
+            if busy:            # first, so that the GPU decodes while the host issues the prefill
+                sampler.steps(check_every)
+            if admitted:        # slots that were idle have stayed so
+                first = entered * group_size
+                completions = torch.arange(first, first + admitted * group_size, device=model.device)
+                sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
+                entered += admitted
 
 
 # --------------------------------------------------------------------------------------------------
@@ -946,14 +964,16 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    ρ   = π_θ / π_old per token                                                           (Eq. 3)
 #
 # E is the mean over the tokens of a completion, then over completions; in DAPO over all tokens.
+# ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too; Eq. 3 has them equal.
 #
-# Four policies: π_θ is trained; π_old is π_θ before this batch's updates; π_rollout sampled the
-# batch: π_old with AQN, in the decoding kernels' arithmetic; π_ref is π_θ without adapters, the
-# policy that training began with (Algorithm 1 with a single iteration of its outer loop).
-# Algorithm 1 names the noisy π_rollout π_old; as in the paper's code, ρ divides by the π_old
-# without noise. How far π_old is from π_rollout is logged (`mismatch`), and may be corrected by
-# `truncated_importance`. ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too;
-# Eq. 3 has them equal.
+#    π_θ         is trained
+#    π_old       π_θ before the updates of this step, without noise
+#    π_rollout   π_old with AQN, by the arithmetic of decode: it sampled the completions
+#    π_ref       π_θ without adapters: the policy that training began with
+#
+# Algorithm 1 calls the noisy π_rollout π_old; as in the paper's code, ρ divides by the one without
+# noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may correct it.
+# π_ref is that of Algorithm 1 with a single iteration of its outer loop.
 
 @contextlib.contextmanager
 def adapters_off(model):
@@ -1001,10 +1021,10 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
-    or both [B, C]; weights [B, C] of token_weights. A weight is a token's share of the whole
-    minibatch, so that the losses of its micro-batches add up to the minibatch's, and the KLs to its
-    mean. KL is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance
-    [B, C] multiplies the gain, not the KL: see truncated_importance.
+    or both [B, C]; weights [B, C]: how much each token counts, by token_weights. Over a minibatch the
+    weights add up to 1 (grpo), so that the losses of its micro-batches simply add up to its loss. KL
+    is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
+    multiplies the gain, not the KL: see truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
     advantage = advantages[:, None]
@@ -1043,7 +1063,20 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 # The completions of a group share their prompt. All layers but attention work on single tokens,
 # so a batch goes through them as one line of tokens, in which a shared prompt stands once and
 # padding never (as in Prefix Grouper, arXiv 2506.05433). Attention lays the line out as rows and
-# takes it back.
+# takes it back. token_logprobs does so; token_logprobs_one_by_one says in few lines what it gives.
+
+def token_logprobs_one_by_one(model, prompts, completions, length):
+    """What token_logprobs gives, a completion at a time: slower, to read and to test against."""
+    rows = []
+    for prompt, completion, n in zip(prompts, completions, length.tolist()):
+        tokens = torch.cat([to_device(prompt, completion.device), completion[:n]])
+        logits = model(tokens[None])[0]                                  # [prompt + n, V]
+        # The logits at a token are of the next one: the prompt's last gives the completion's first.
+        logprobs = logits[len(prompt) - 1:-1].float().log_softmax(-1)    # [n, V]
+        chosen = logprobs.gather(1, completion[:n, None])[:, 0]          # [n]
+        rows.append(F.pad(chosen, (0, len(completion) - n)))
+    return torch.stack(rows)
+
 
 Packing = namedtuple("Packing", "place origin start")                    # see pack
 
@@ -1107,6 +1140,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
         return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
 
     mask = length_mask(length, longest)
+    # `predicts` and `mask` both go row by row, so that hidden states and tokens are in one order.
     # Reentrant recomputation, as in Transformer.hidden, warns where there is no gradient.
     pieces = zip(hidden.split(chunk), completions[mask].split(chunk))
     logprobs = [recompute(output, *piece, use_reentrant=False, preserve_rng_state=False)

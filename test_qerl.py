@@ -759,6 +759,12 @@ def test_training_logprobs_equal_the_samplers(qwen):
         torch.testing.assert_close(logprobs, rollout.logprobs, rtol=1e-4, atol=1e-4)
     kl, ratio = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
     assert abs(kl) < 1e-6 and 1 <= ratio < 1.001
+    assert 1 < rollout.length.min() < rollout.length.max()                               # with padding, and the tokens' gradients, too
+    one_by_one = qerl.token_logprobs_one_by_one(model, prompts, rollout.tokens, rollout.length)
+    torch.testing.assert_close(one_by_one, logprobs, rtol=1e-5, atol=1e-5)
+    parameters = list(qerl.trainable(model).values())
+    for expected, found in zip(*(torch.autograd.grad(t.square().sum(), parameters) for t in (one_by_one, logprobs)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_packing_holds_each_prompt_once():

@@ -163,22 +163,22 @@ def train(settings):
         keeper.save()
     clock = Clock(model.device)
 
-    def complete(asked, phase="rollout", **options):
+    def complete(step_questions, phase="rollout", **options):
         """A group of completions for each of these questions, and their rewards."""
         with clock(phase):
             rollout = method.generate(                 # qerl.generate
-                model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
+                model, [q["prompt"] for q in step_questions], settings.max_new_tokens, settings.group,
                 eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng, **options,
             )
         with clock("reward"):
             finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
-            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
+            return score(step_questions, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def sample_and_score():
         """Complete and score this process's share of the next questions."""
-        asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
-        state["drawn"] += len(asked)
-        return complete(ranks.share(asked, settings.updates))
+        step_questions = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
+        state["drawn"] += len(step_questions)
+        return complete(ranks.share(step_questions, settings.updates))
 
     steps = range(state["step"], settings.steps)
     progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step",
@@ -192,7 +192,7 @@ def train(settings):
             settings.sigma_start, settings.sigma_end, settings.schedule,
         )
         with method.noise(model, sigma, noise_rng):    # qerl.adaptive_quantization_noise
-            samples = sample_and_score()
+            samples = sample_and_score()        # questions -> completions -> rewards
             if settings.algo == "dapo":         # its further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score, ranks, settings.updates)
             samples = method.explore(samples, complete, noise_rng)      # may add groups; QeRL does not
@@ -203,12 +203,12 @@ def train(settings):
 
         # Log-probabilities under the policy before its update, and the reference: without LoRA.
         with clock("logprobs"):
-            batch.old_logprobs = method.old_logprobs(model, batch)                    # [N, C]
+            batch.old_logprobs = method.old_logprobs(model, batch)     # qerl.token_logprobs  [N, C]
             if settings.beta:
                 with method.reference(model):          # qerl.adapters_off
                     batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
 
-        measured = method.before_updates(batch)
+        method_metrics = method.before_updates(batch)
 
         # Update: an optimiser step a minibatch. Its gradient is summed over micro-batches that fit
         # memory, in which a token has the weight that it has in the whole minibatch.
@@ -236,7 +236,7 @@ def train(settings):
 
         # Log and save.
         state["step"] = step + 1
-        learned = {
+        update_metrics = {
             "sigma": sigma,
             "kl": sum(kl for _, kl in losses) / settings.updates,
             # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
@@ -244,10 +244,10 @@ def train(settings):
             "lr": optimizer.param_groups[0]["lr"],
         }
         if scaler.is_enabled():
-            learned["loss_scale"] = scaler.get_scale()
-        seen = describe(samples, batch, clock)
-        measured |= method.after_updates()           # a neighbour's own figures win
-        logged = ranks.join({**learned, **seen, **measured})
+            update_metrics["loss_scale"] = scaler.get_scale()
+        sample_metrics = describe(samples, batch, clock)
+        method_metrics |= method.after_updates()     # a neighbour's own figures win
+        logged = ranks.join({**update_metrics, **sample_metrics, **method_metrics})
         keeper.log({"step": step + 1, **logged})
         progress.set_postfix_str(PROGRESS.format(**logged))
         checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps

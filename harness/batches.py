@@ -48,14 +48,14 @@ class Batch:
         for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
             yield self.rows(chosen)
 
-    @torch.no_grad()
     def logprobs_under(self, model, budget):
         """log π(token) of all completions under the model as it is, float32 [N, C]; padding: 0."""
         result = torch.zeros_like(self.rollout_logprobs)
         for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
             prompts = [self.prompts[i] for i in chosen]
             tokens = self.tokens[chosen]
-            result[chosen] = qerl.token_logprobs(model, prompts, tokens, self.length[chosen])
+            with torch.no_grad():
+                result[chosen] = qerl.token_logprobs(model, prompts, tokens, self.length[chosen])
         return result
 
 
