@@ -49,6 +49,7 @@ import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, factorial, fp8_blocks, fp8_layers, keeper, lora_starts, memory
 from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, stops, study, trained_codes
+from harness import cache as cache_folder
 from harness import worked
 from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
 from harness.batches import Batch, cut_rows
@@ -2203,7 +2204,7 @@ def test_a_broken_warm_start_is_made_again(qwen, tmp_path, monkeypatch, capsys):
     def train_policy(seed):
         made.append(seed)
         return qwen[1]
-    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
     monkeypatch.setattr(small_policy, "train_policy", train_policy)
     monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
     folder = small_policy.warm_start()
@@ -3247,20 +3248,20 @@ def test_a_warm_start_that_another_process_made_meanwhile_is_not_made_again(qwen
     @contextlib.contextmanager
     def waited(folder):                                      # the other one ends while this one waits
         assert folder == str(tmp_path)
-        small_policy.keep_policy(qwen[1], next(wanted))
+        qwen[1].save_pretrained(next(wanted))
         yield True
 
-    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
     monkeypatch.setattr(small_policy, "train_policy", lambda seed: made.append(seed) or qwen[1])
     monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
     first = small_policy.warm_start(0)
     wanted = iter([first.replace("seed0", "seed1")])
-    monkeypatch.setattr(small_policy, "one_at_a_time", waited)
+    monkeypatch.setattr(cache_folder, "one_at_a_time", waited)
     assert small_policy.warm_start(1) == first.replace("seed0", "seed1") and made == [0]
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
-    monkeypatch.setattr(small_policy, "CACHE", str(tmp_path))
+    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
     train_policy = small_policy.train_policy
     monkeypatch.setattr(small_policy, "train_policy", lambda seed: train_policy(seed, steps=1, batch=2))
     monkeypatch.setattr(small_policy.inspect, "getsource", lambda maker: "source")
@@ -5446,7 +5447,7 @@ def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The folder in which quantised models are kept, for one test."""
-    monkeypatch.setattr(run_folder, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -5569,7 +5570,7 @@ def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qw
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: packed_folder.cached_folder(qwen[0], "slow", ["key"], make), range(3)))
     assert found == 3 * [folder] and os.listdir(cache) == [os.path.basename(folder)]
-    assert len(made) == 2 or packed_folder.run_folder.fcntl is None
+    assert len(made) == 2 or run_folder.fcntl is None
     hub = "/hub/models--Qwen--Qwen2.5-3B-Instruct/snapshots/0123abcd"
     assert packed_folder.model_name(hub) == "Qwen2.5-3B-Instruct" and packed_folder.model_name("/models/mine/") == "mine"
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 import qerl
-from harness import run_folder
+from harness.cache import made_once
 from harness.loading import load_with_progress
 from harness.shards import ShardWriter, check_new_folder, copy_companions, new_folder, size_gb
 from harness.shards import write_config
@@ -177,33 +177,12 @@ def cached_folder(source, name, key, make):
     """The folder that make(path) filled when it was first asked for with this key (JSON).
 
     It is made of the weights in the folder `source`, and named after it and `name`. It is made
-    again once these weights, or the code of make's module, have changed. Of several processes one
-    makes it, and the others wait.
+    again once these weights, or the code of make's module, have changed.
     """
     code = inspect.getsource(inspect.getmodule(make))
     digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
-    folder = os.path.join(run_folder.CACHE, f"{model_name(source)}-{name}-{digest[:12]}")
-    if not_cut_off(folder):
-        return folder
-    os.makedirs(run_folder.CACHE, exist_ok=True)
-    with run_folder.one_at_a_time(run_folder.CACHE) as alone:
-        if not_cut_off(folder):           # another process has made it meanwhile
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
-            shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
-        try:
-            with new_folder(folder, source) as temporary:
-                make(temporary)
-        except qerl.UserError:
-            if not os.path.exists(folder):      # not alone, another was faster
-                raise
-    return folder
-
-
-def not_cut_off(folder):
-    """Whether a folder of the cache is there and its weights are not cut off."""
-    return run_folder.is_whole(folder, partial(qerl.open_tensors, device="cpu"))
+    name = f"{model_name(source)}-{name}-{digest[:12]}"
+    return made_once(name, partial(qerl.open_tensors, device="cpu"), make, source)
 
 
 def model_name(folder):

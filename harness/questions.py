@@ -12,8 +12,9 @@ import random
 import urllib.request
 
 from harness.answers import final_number, right_answer
+from harness.cache import CACHE
 from harness.math_data import is_text, math_questions, source_name
-from harness.run_folder import CACHE, atomic_write
+from harness.run_folder import atomic_write
 from harness.small_policy import made_up_problems
 from qerl import UserError
 

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 
-from qerl import UserError, reason
+from qerl import UserError
 
 try:
     import fcntl
@@ -30,8 +30,6 @@ FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", 
 
 # The numbers that each line of metrics.jsonl holds at least, besides its step.
 FIGURES = ("accuracy", "reward", "entropy", "length", "sigma")
-
-CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
 
 def atomic_write(path, data):
@@ -132,38 +130,6 @@ def take(lock):
     except OSError as e:                                   # some network file systems have no locks
         print(f"warning: --out {out}: cannot be locked ({e.strerror}); start no second run there",
               file=sys.stderr)
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder):
-    """Wait until no other process is in here with this folder.
-
-    Gives whether that is so: Windows, and some network file systems, cannot lock a folder.
-    """
-    if fcntl is None:
-        yield False
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        alone = False
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            alone = True
-        yield alone
-    finally:
-        os.close(handle)                    # which unlocks it
-
-
-def is_whole(folder, read):
-    """Whether a folder of the cache is there and read(folder) finds it sound; says so if not."""
-    if not os.path.exists(folder):
-        return False
-    try:
-        read(folder)
-    except UserError as e:
-        print(f"{folder} is broken and is made again ({reason(e)})")
-        return False
-    return True
 
 
 def traces(out):

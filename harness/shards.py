@@ -108,21 +108,22 @@ def write_config(source, folder, quantization=None):
 
 
 def check_new_folder(out, source):
-    """Refuse to write a model to `out` where something is, or into the folder that is read."""
+    """Refuse to write a model to `out` where something is, or into the folder that is read, if any."""
     qerl.require(not os.path.lexists(out) or os.path.isdir(out),
                  f"{out}: is a file; choose another folder")
     qerl.require(not os.path.isdir(out) or not os.listdir(out),
                  f"{out}: is not empty; choose another folder, or remove what it holds")
-    read = os.path.realpath(source)
-    inside = os.path.commonpath([read, os.path.realpath(out)]) == read
-    qerl.require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
+    if source:
+        read = os.path.realpath(source)
+        inside = os.path.commonpath([read, os.path.realpath(out)]) == read
+        qerl.require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
 
 
 @contextlib.contextmanager
 def new_folder(out, source):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
-    source: the folder that is read. A kill leaves at most OUT.PROCESS.tmp. Raises UserError.
+    source: the folder that is read, or None. A kill leaves at most OUT.PROCESS.tmp. Raises UserError.
     """
     check_new_folder(out, source)
     temporary = f"{os.path.abspath(out)}.{os.getpid()}.tmp"

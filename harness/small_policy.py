@@ -5,13 +5,9 @@ careless. It can do the format and the arithmetic; which operation a problem nee
 to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then
 "#### number".
 """
-import contextlib
 import hashlib
 import inspect
-import os
 import random
-import shutil
-import tempfile
 from functools import partial
 
 import tiktoken
@@ -21,7 +17,7 @@ import transformers
 from tqdm import tqdm
 
 import qerl
-from harness.run_folder import CACHE, is_whole, naming, one_at_a_time
+from harness.cache import made_once
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
@@ -164,36 +160,12 @@ def warm_start(seed=0):
     constants = repr((NAMES, THINGS, sorted(OPERATIONS), CARELESS))
     sources = constants + "".join(inspect.getsource(maker) for maker in makers)
     digest = hashlib.sha256(sources.encode()).hexdigest()
-    folder = os.path.join(CACHE, f"warm-start-{digest[:12]}-seed{seed}")
-    if usable(folder):
-        return folder
-    with naming(CACHE):
-        os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
-    with one_at_a_time(CACHE):                  # of torchrun's processes, say
-        if not usable(folder):                  # else another one was faster
-            shutil.rmtree(folder, ignore_errors=True)
-            keep_policy(train_policy(seed), folder)
-    return folder
+    name = f"warm-start-{digest[:12]}-seed{seed}"
+    return made_once(name, partial(qerl.load_model, weights="bf16"), partial(save_policy, seed=seed))
 
 
-def keep_policy(model, folder):
-    """Save a transformers model as `folder`, of the cache, in one go, if there is none yet.
-
-    Where one_at_a_time cannot lock, another process may have made it meanwhile.
-    """
-    temporary = tempfile.mkdtemp(dir=CACHE)
+def save_policy(folder, seed):
+    """Make the small policy of a seed and write it into a folder that is there."""
+    model = train_policy(seed)
     transformers.utils.logging.disable_progress_bar()
-    try:
-        model.save_pretrained(temporary)
-        try:
-            os.rename(temporary, folder)        # over a folder that has files it fails
-        except OSError:
-            if not usable(folder):
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def usable(folder):
-    """Whether it holds a whole model; says so if it holds a broken one."""
-    return is_whole(folder, partial(qerl.load_model, weights="bf16"))
+    model.save_pretrained(folder)
