@@ -3193,8 +3193,8 @@ def test_the_picture_of_ablations():
 def test_curves_say_which_arms_have_other_rates_or_fewer_seeds():
     seeds = {"nvfp4": 2, "bf16": 2, "nf4": 2, "mxfp4": 2, "full": 1}
     rates = {"nvfp4": 1.5e-4, "bf16": 1.5e-4, "nf4": 5e-5, "mxfp4": 5e-5, "full": 3e-6}
-    assert claims_pictures.exceptions(seeds, rates, (2, 1.5e-4)) == "NF4, MXFP4: 5e-5; full fine-tuning: 1 seed, 3e-6"
-    assert claims_pictures.exceptions({"bf16": 2}, {"bf16": 1e-3}, (2, 1e-3)) == ""
+    assert claims_pictures.unusual_arms(seeds, rates, (2, 1.5e-4)) == "NF4, MXFP4: 5e-5; full fine-tuning: 1 seed, 3e-6"
+    assert claims_pictures.unusual_arms({"bf16": 2}, {"bf16": 1e-3}, (2, 1e-3)) == ""
 
 
 def test_an_arms_line_tells_its_weights_by_colour_and_its_noise_by_dashes():

@@ -191,14 +191,10 @@ def metrics_of(out, row):
     return metrics
 
 
-def make_tables(out, rows):
-    """tables.md from runs.jsonl; phases.md and the pictures, if there is something to show.
-
-    Raises UserError where a run's metrics are missing; tables.md does without them.
-    """
-    arms = arms_table(rows)
+def write_tables(out, rows):
+    """tables.md from runs.jsonl."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
-             "", *arms, "",
+             "", *arms_table(rows), "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
              "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
              "", *paired_table(rows), "",
@@ -208,27 +204,46 @@ def make_tables(out, rows):
              "", *best_table(rows), "",
              "The larger learning rate minus the smaller, by seed, in points:", "", *rates_table(rows)]
     write_lines(f"{out}/tables.md", lines)
-    factorial = [row for row in rows if row["arm"] in ARMS]
-    if factorial:
-        runs = [(row, metrics_of(out, row)) for row in factorial]
-        lines = ["Made by `python bench.py claims --tables` from metrics/: means ± standard errors of seeds."]
-        for measure, (title, scale, digits) in OVER_TIME.items():
-            lines += ["", f"{title}, by part of the run, then differences by seed:", "",
-                      *phase_table(runs, measure, scale, digits)]
-        write_lines(f"{out}/phases.md", lines)
-        four = [(row, metrics) for row, metrics in runs if row["arm"] in FOUR]
-        if four:
-            save_figure(f"{out}/curves.png", plot_curves, four)
-        if len(four) < len(runs):
-            beside = [(row, metrics) for row, metrics in runs if row["arm"] not in FOUR[:3]]
-            save_figure(f"{out}/curves-others.png", plot_curves, beside)
+
+
+def write_phases(out, runs):
+    """phases.md. runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone."""
+    lines = ["Made by `python bench.py claims --tables` from metrics/: means ± standard errors of seeds."]
+    for measure, (title, scale, digits) in OVER_TIME.items():
+        lines += ["", f"{title}, by part of the run, then differences by seed:", "",
+                  *phase_table(runs, measure, scale, digits)]
+    write_lines(f"{out}/phases.md", lines)
+
+
+def draw(out, rows, runs):
+    """The pictures for which there are rows enough. runs: see write_phases."""
+    four = [(row, metrics) for row, metrics in runs if row["arm"] in FOUR]
+    others = [(row, metrics) for row, metrics in runs if row["arm"] not in FOUR]
+    if four:
+        save_figure(f"{out}/curves.png", plot_curves, four)
+    if others:
+        bf16 = [(row, metrics) for row, metrics in runs if row["arm"] == "bf16"]
+        save_figure(f"{out}/curves-others.png", plot_curves, bf16 + others)
     if compared_settings(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
+    factorial = [row for row, _ in runs]
     if compared_rates(factorial):
         save_figure(f"{out}/rates.png", plot_rates, factorial)
     if compared_changes(rows):
         save_figure(f"{out}/ablations.png", plot_changes, rows)
-    print("\n".join(arms))
+
+
+def make_tables(out, rows):
+    """tables.md from the rows of runs.jsonl; phases.md and the pictures from the metrics, too.
+
+    Raises UserError where a run's metrics are missing; tables.md does without them.
+    """
+    write_tables(out, rows)
+    runs = [(row, metrics_of(out, row)) for row in rows if row["arm"] in ARMS]
+    if runs:
+        write_phases(out, runs)
+    draw(out, rows, runs)
+    print("\n".join(arms_table(rows)))
     print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 

@@ -87,7 +87,7 @@ def seeds_text(count):
     return "1 seed" if count == 1 else f"{count} seeds"
 
 
-def exceptions(seeds, rates, usual):
+def unusual_arms(seeds, rates, usual):
     """"arm, arm: 2 seeds, 5e-5; ...": arms whose number of seeds or learning rate is not the usual.
 
     seeds, rates: {arm: its number, its rate}; usual: the (number, rate) of most arms.
@@ -130,7 +130,7 @@ def plot_curves(runs, plt):
         usual = mode(seeds.values()), mode(shown.values())
         setting = f"{rate_text(usual[1])}, {seeds_text(usual[0])}"
         column[0].set_title(f"{short_name(model)}\n{setting}", fontsize=11)
-        column[-1].set_xlabel(f"step\n{exceptions(seeds, shown, usual)}", fontsize=8)
+        column[-1].set_xlabel(f"step\n{unusual_arms(seeds, shown, usual)}", fontsize=8)
         if any(max(line.get_ydata()) > 1e-8 for line in column[-1].lines):
             column[-1].set_yscale("log")
         else:                                          # nothing but rounding
