@@ -1021,8 +1021,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
-    or both [B, C]; weights [B, C]: how much each token counts, by token_weights. Over a minibatch the
-    weights add up to 1 (grpo), so that the losses of its micro-batches simply add up to its loss. KL
+    or both [B, C]; weights [B, C]: how much each token counts, by token_weights. Over a whole
+    minibatch they add up to 1, so that the losses of its micro-batches simply add up to its loss. KL
     is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
     multiplies the gain, not the KL: see truncated_importance.
     """

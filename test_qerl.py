@@ -2320,7 +2320,8 @@ def windows(monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied")
         assert os.lseek(fd, 0, os.SEEK_CUR) == 0 and count == 1         # all lock the same byte
         locked[file] = fd
-    monkeypatch.setattr(run_folder, "fcntl", None)
+    for module in (run_folder, cache_folder):
+        monkeypatch.setattr(module, "fcntl", None)
     monkeypatch.setattr(run_folder, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
     for name in ("replace", "rename", "remove", "unlink"):
         def strict(*paths, original=getattr(os, name), **options):
@@ -3476,7 +3477,7 @@ def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
     (["--prompts", "8", "--eval-questions", "0", "--save-every", "3"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
     (["--prompts", "16"], "has Model-a-lr5e-05-seed0 with --prompts 8, not 16; give another --out"),
     ([], "--prompts 8, not 64"), (["--prompts", "8", "--data", "other"], "--data gsm8k, not other"),
-    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--preset", "paper"], "--lr|--max-new-tokens 512, not 4096"),
+    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--dtype", "float32"], "--dtype auto, not float32"), (["--prompts", "8", "--preset", "paper"], "--max-new-tokens 512, not 4096"),
     (["--prompts", "16", "--seeds", "5"], "--prompts 8, not 16"), (["--prompts", "16", "--arms", "b"], "--prompts 8, not 16")])
 def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeypatch, flags, message):
     """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder its data lie."""
@@ -3513,7 +3514,7 @@ def test_a_run_that_another_study_made_meanwhile_is_not_made_again(tmp_path, mon
     assert study.run_all(missing, {"a": []}, args) == [] and len(study.finished_runs(args.out)) == 1
 
 
-def test_what_a_study_begins_with_is_looked_for_once_and_first(tmp_path, data, monkeypatch):
+def test_what_a_study_begins_with_is_looked_for_first(tmp_path, data, monkeypatch):
     monkeypatch.setattr(study.subprocess, "call", None)
     for options, message in ((["--data", f"{tmp_path}/none"], "no such folder"), (["--data", data], "Hugging Face does not give it")):
         with pytest.raises(qerl.UserError, match=message):
@@ -3530,8 +3531,8 @@ def test_the_tables_of_no_study_are_refused(tmp_path):
 def test_methods_are_compared_at_one_rate(tmp_path):
     with pytest.raises(qerl.UserError, match="compared at one learning rate"):
         compare.main(["--lrs", "1e-3", "3e-3", "--out", str(tmp_path)])
-    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a", model="small", arm="qerl", lr=1e-3), whole_row("b", model="other", arm="qerl")])
-    with pytest.raises(qerl.UserError, match="--lrs 0.003: .* has runs at 1e-3; give another --out"):
+    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a", model="small", arm="gptq", lr=1e-3), whole_row("b", model="other", arm="qerl")])
+    with pytest.raises(qerl.UserError, match="--lrs 0.003: .* has a; give another --out"):
         compare.main(["--out", str(tmp_path)])
 
 
@@ -5558,6 +5559,7 @@ def test_a_folder_of_codes_keeps_them(qwen, data, cache, capsys):
     assert "is in 4 bits already: its codes stay" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks no folder")
 def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qwen, cache):
     made = []
 
@@ -5570,9 +5572,42 @@ def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qw
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: packed_folder.cached_folder(qwen[0], "slow", ["key"], make), range(3)))
     assert found == 3 * [folder] and os.listdir(cache) == [os.path.basename(folder)]
-    assert len(made) == 2 or run_folder.fcntl is None
+    assert len(made) == 2
     hub = "/hub/models--Qwen--Qwen2.5-3B-Instruct/snapshots/0123abcd"
     assert packed_folder.model_name(hub) == "Qwen2.5-3B-Instruct" and packed_folder.model_name("/models/mine/") == "mine"
+
+
+def test_without_locks_the_first_folder_stays(qwen, cache, monkeypatch):
+    monkeypatch.setattr(cache_folder, "fcntl", None)
+
+    def make(path, another_is_faster):
+        if another_is_faster:
+            cache_folder.made_once("name", read, partial(make, another_is_faster=False))
+        shutil.copy(f"{qwen[0]}/model.safetensors", path)
+        (cache / path / "maker").write_text("slow" if another_is_faster else "fast")
+    read = partial(qerl.open_tensors, device="cpu")
+    folder = cache_folder.made_once("name", read, partial(make, another_is_faster=True))
+    assert (cache / "name" / "maker").read_text() == "fast" and folder == str(cache / "name") and os.listdir(cache) == ["name"]
+
+    def fail(path):
+        raise qerl.UserError("no")
+    with pytest.raises(qerl.UserError, match="no"):
+        cache_folder.made_once("other", read, fail)
+    assert os.listdir(cache) == ["name"]
+
+
+@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks no folder")
+def test_who_waits_for_another_process_says_so(tmp_path, capsys):
+    def enter():
+        with cache_folder.one_at_a_time(str(tmp_path)) as alone:
+            return alone
+    with ThreadPoolExecutor(1) as pool, cache_folder.one_at_a_time(str(tmp_path)):
+        second = pool.submit(enter)
+        deadline = time.monotonic() + 60
+        while not (said := capsys.readouterr().out) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "waiting for another process" in said and not second.done()
+    assert second.result()
 
 
 def test_a_run_does_not_go_on_with_other_codes(qwen, data, tmp_path, cache, monkeypatch, capsys):
@@ -7146,7 +7181,7 @@ def test_a_kill_leaves_no_half_folder(qwen, tmp_path, small_shards, event, numbe
     options = ("--model", qwen[0], "--device", "cpu", "--quantizer", "rtn", "--save-quantized", tmp_path / "out")
     assert killed_at(event, number, when, *options) is None
     left, = tmp_path.iterdir()
-    assert re.fullmatch(r"out\.\d+\.tmp", left.name)
+    assert re.fullmatch(r"out\.\w{8}\.tmp", left.name)
     assert killed_at(event, 0, when, *options) >= number                      # it is no obstacle
     qerl.load_model(str(tmp_path / "out"))
 

@@ -222,7 +222,8 @@ def draw(out, rows, runs):
     if four:
         save_figure(f"{out}/curves.png", plot_curves, four)
     if others:
-        bf16 = [(row, metrics) for row, metrics in runs if row["arm"] == "bf16"]
+        models = {row["model"] for row, _ in others}
+        bf16 = [(row, metrics) for row, metrics in runs if row["arm"] == "bf16" and row["model"] in models]
         save_figure(f"{out}/curves-others.png", plot_curves, bf16 + others)
     if compared_settings(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from harness.figures import save_figure
 from harness.flags import require_flag
 from harness.quantizers import QUANTIZERS
-from harness.study import NO_NOISE, Run, arguments, conduct, finished_runs, rate_text
-from harness.study import standard_error, with_error, write_lines
+from harness.study import NO_NOISE, Run, arguments, conduct, finished_runs, standard_error
+from harness.study import with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -145,23 +145,24 @@ def make_table(out, rows):
     print("\n".join(lines))
 
 
-def require_one_rate(args):
+def require_one_rate(flags, args):
     """Refuse to compare methods at several learning rates: table.md has a line a method.
 
-    Those that train all weights have a rate of their own, see flags_of.
+    flags: flags_of; a method that has an --lr there keeps that.
     """
     require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
                  "each an --out of its own")
     names = [Run("", model, 0, 0, args.own_starts).model_name for model in args.model]
     for row in finished_runs(args.out):
-        if row["model"] in names and row["arm"] == "qerl":
+        if row["model"] in names and "--lr" not in flags.get(row["arm"], ["--lr"]):
             require_flag(row["lr"] == args.lrs[0], "lrs", args.lrs[0],
-                         f"{args.out} has runs at {rate_text(row['lr'])}; give another --out")
+                         f"{args.out} has {row['name']}; give another --out")
 
 
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="results/methods")
+    flags = flags_of(small=args.model == [None])
     if not args.tables:
-        require_one_rate(args)
-    return conduct(flags_of(small=args.model == [None]), args, make_table)
+        require_one_rate(flags, args)
+    return conduct(flags, args, make_table)

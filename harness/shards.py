@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import shutil
+import uuid
 
 import safetensors
 import safetensors.torch
@@ -123,10 +124,10 @@ def check_new_folder(out, source):
 def new_folder(out, source):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
-    source: the folder that is read, or None. A kill leaves at most OUT.PROCESS.tmp. Raises UserError.
+    source: the folder that is read, or None. A kill leaves at most OUT.xxxxxxxx.tmp. Raises UserError.
     """
     check_new_folder(out, source)
-    temporary = f"{os.path.abspath(out)}.{os.getpid()}.tmp"
+    temporary = f"{os.path.abspath(out)}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with writing(out):
             os.makedirs(temporary)

@@ -139,8 +139,11 @@ def commit():
     return f"{found}-dirty" if found and changed else found or None
 
 
-def row_of(run, folder, code):
-    """What runs.jsonl says of a finished run. code: the commit at which its process began."""
+def row_of(run, folder, code, shared):
+    """What runs.jsonl says of a finished run.
+
+    code: the commit at which its process began; shared: its settings_of.
+    """
     with open(f"{folder}/summary.json") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
@@ -167,7 +170,7 @@ def row_of(run, folder, code):
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
         "commit": code,
-        "settings": settings,
+        "settings": shared,
     }
 
 
@@ -225,7 +228,7 @@ def run_one(run, measure_start, environment, flags, args):
                                      stderr=log)
         if status:
             return f"ended with status {status}; {folder}.log says why"
-        row = row_of(run, folder, code)
+        row = row_of(run, folder, code, settings_of(run, flags, args))
         with open(f"{folder}/metrics.jsonl", "rb") as metrics:
             atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
         append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
@@ -260,28 +263,21 @@ def work(device, missing, flags, args, failed):
 OWN_SETTINGS = {"model", "device", "lr", "seed", "start_seed", "skip_eval_before"}
 
 
-def shared_settings(settings):
-    """What all runs of an arm must have alike, of lasting settings {name: value}.
+def settings_of(run, flags, args):
+    """What all runs of an arm must have alike, {name: value}: its lasting settings but OWN_SETTINGS.
 
     Data and held-out questions are called by their names: elsewhere they may lie in another folder.
+    Raises UserError if the run would refuse its flags.
     """
-    shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    if settings.get("model"):
-        shared["data"] = settings["data"] or "gsm8k"
-    if shared.get("data"):
-        shared["data"] = os.path.basename(os.path.normpath(shared["data"]))
-    if shared.get("eval"):
-        shared["eval"] = [source_name(source) for source in shared["eval"]]
-    if shared.get("dtype") == "auto":                  # which a run's own settings say as it is
-        del shared["dtype"]
-    return shared
-
-
-def settings_of(run, flags, args):
-    """shared_settings of a run of this study. Raises UserError if the run would refuse its flags."""
     command = run.command(f"{args.runs}/{run.name}", args.data, flags[run.arm], args.more,
                           measure_start=True)
-    return shared_settings(lasting(read_settings(command[2:])))
+    settings = lasting(read_settings(command[2:]))
+    shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+    if run.model:
+        shared["data"] = os.path.basename(os.path.normpath(args.data or "gsm8k"))
+    if args.eval:
+        shared["eval"] = [source_name(source) for source in args.eval]
+    return shared
 
 
 def require_same_settings(rows, flags, args):
@@ -301,7 +297,7 @@ def require_same_settings(rows, flags, args):
                     raise
         for row in rows:
             expected = ours.get(row["arm"], {}) if row["model"] == run.model_name else {}
-            theirs = shared_settings({"steps": row["steps"], **row.get("settings", {})})
+            theirs = {"steps": row["steps"], **row.get("settings", {})}
             for name in sorted(theirs.keys() & expected.keys()):
                 if theirs[name] != expected[name]:
                     raise UserError(f"{args.out}/runs.jsonl has {row['name']} with "
@@ -340,8 +336,9 @@ def prepare(missing, args):
 
     A model or questions that cannot be had are named here, not by one run after the other.
     """
-    for model in args.model:
-        load_questions(args.data, args.eval, model)
+    models = list(dict.fromkeys(run.model for run, _ in missing))
+    load_questions(args.data, args.eval, models[0])
+    for model in models:
         if model:
             model_folder(full_name(model))
     for seed in dict.fromkeys(run.start_seed for run, _ in missing if run.model is None):
@@ -430,7 +427,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
         require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
         require_flag(lr == float(f"{lr:g}"), "lrs", lr, "names of runs have six digits; round it")
     for seed in args.seeds or []:
-        require_flag(seed >= 0, "seeds", seed, "must not be negative")
+        require_flag(0 <= seed < 2 ** 63, "seeds", seed, "must be at least 0 and below 2 ** 63")
     if args.own_starts and args.model != [None]:
         raise UserError("--own-starts: is for the small policy; leave it out with --model")
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
@@ -461,13 +458,12 @@ def conduct(flags, args, make_tables):
     """
     if args.tables and not os.path.exists(f"{args.out}/runs.jsonl"):
         raise UserError(f"--tables --out {args.out}: there is no runs.jsonl; give a study's folder")
-    with creating(args.out):
-        os.makedirs(f"{args.out}/metrics", exist_ok=True)
     failed = []
-    if not args.tables:
-        missing = missing_runs(flags, args)
-        if missing:
-            prepare(missing, args)
+    missing = [] if args.tables else missing_runs(flags, args)
+    if missing:
+        with creating(args.out):
+            os.makedirs(f"{args.out}/metrics", exist_ok=True)
+        prepare(missing, args)
         failed = run_all(missing, flags, args)
     rows = finished_runs(args.out)
     if rows:
