@@ -176,7 +176,7 @@ def plot_rates(rows, plt):
         tried = sorted({r["lr"] for r in rows if r["model"] == model})
         axis.set(title=short_name(model), xlabel="learning rate", ylabel="held-out pass@1 after, %",
                  xscale="log")
-        axis.set_xticks(tried, [rate_text(lr) for lr in tried], fontsize=8)
+        axis.set_xticks(tried, [rate_text(lr) for lr in tried], fontsize=8, rotation=30)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8, title="arm (seeds at each rate)",
