@@ -20,7 +20,7 @@ from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
-from harness.study import arguments, conduct, is_number, rate_text, start_of
+from harness.study import arguments, is_number, rate_text, run_study, start_of
 from harness.study import with_error, write_lines
 from qerl import UserError
 
@@ -251,4 +251,4 @@ def make_tables(out, rows):
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(FLAGS), list(ARMS), seeds=(10, 4), out="results/claims")
-    return conduct(FLAGS, args, make_tables)
+    return run_study(FLAGS, args, make_tables)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from harness.figures import save_figure
 from harness.flags import require_flag
 from harness.quantizers import QUANTIZERS
-from harness.study import NO_NOISE, Run, arguments, conduct, finished_runs, standard_error
+from harness.study import NO_NOISE, Run, arguments, finished_runs, run_study, standard_error
 from harness.study import with_error, write_lines
 
 
@@ -165,4 +165,4 @@ def main(argv):
     flags = flags_of(small=args.model == [None])
     if not args.tables:
         require_one_rate(flags, args)
-    return conduct(flags, args, make_table)
+    return run_study(flags, args, make_table)

@@ -240,7 +240,7 @@ def run_one(run, measure_start, environment, flags, args):
     return None
 
 
-def work(device, missing, flags, args, failed):
+def run_on(device, missing, flags, args, failed):
     """Run what is missing, one after the other, on a device: "cpu" or the number of a GPU."""
     environment = dict(os.environ)
     if device == "cpu":
@@ -356,7 +356,7 @@ def run_all(missing, flags, args):
     failed = []
     devices = (["cpu"] if args.device == "cpu" else visible_devices()) * args.jobs
     with ThreadPoolExecutor(len(devices)) as pool:
-        workers = [pool.submit(work, device, waiting, flags, args, failed) for device in devices]
+        workers = [pool.submit(run_on, device, waiting, flags, args, failed) for device in devices]
         try:
             for worker in as_completed(workers):
                 worker.result()
@@ -451,7 +451,7 @@ def write_lines(path, lines):
     atomic_write(path, "\n".join(lines) + "\n")
 
 
-def conduct(flags, args, make_tables):
+def run_study(flags, args, make_tables):
     """Run what is missing, unless --tables is given -> exit status.
 
     flags: see missing_runs. Then make_tables(folder, rows of its runs.jsonl), if there are any.
