@@ -3134,6 +3134,11 @@ def test_claims_tables():
     assert "| 1 | 3.0 |" in claims.paired_table(rows[:4])[2]                             # one seed has no error
     assert not any("noise" in line for line in claims.paired_table(rows[:1]))
     assert len(claims.ablation_table(rows)) == 2                                         # the head alone
+    assert len(claims.over_rates_table(rows)) == 2                                       # of one rate there is no mean
+    larger = [{**row, "lr": 2e-4, "accuracy_after": row["accuracy_after"] + 0.02 * (row["arm"] == "nvfp4+aqn")} for row in rows]
+    single = {**rows[0], "lr": 3e-4}                                                     # a rate that answers no question is left out
+    expected = "| m | 1e-4, 2e-4 | noise in NVFP4 | 2 | 5.0 ± 1.0 | 4.0 ± 1.0 | 4.0 ± 1.0 | 5.0 ± 1.0 |"
+    assert expected in claims.over_rates_table([*rows, *larger, single])
     changed = [{**row, "arm": "tis", "accuracy_after": row["accuracy_after"] + 0.02 + 0.01 * row["seed"]} for row in rows
                if row["arm"] == "nvfp4+aqn"]
     assert claims.ablation_table(rows + changed)[2:] == ["| m | 1e-4 | tis | 2 | 2.5 ± 0.5 | 0.0 ± 0.0 | 0.0 ± 0.0 | 2.5 ± 0.5 |"]

@@ -10,7 +10,7 @@ made from runs.jsonl and the metrics beside it; flags that are not named here go
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
-from itertools import pairwise
+from itertools import combinations
 from statistics import fmean as mean
 
 from harness.claims_pictures import CURVES, compared_changes, compared_rates, compared_settings
@@ -95,6 +95,36 @@ PAIRED_HEAD = ["| model | lr | what | seeds | pass@1 | greedy | training accurac
                "|---|---|---|---|---|---|---|---|"]
 
 
+def differences_over_rates(rows, question, measure):
+    """(learning rates, {seed: a question's difference, the mean of these rates}).
+
+    The rates are those at which most seeds answer it; only their common seeds count.
+    """
+    pairs = QUESTIONS[question]
+    found = {lr: differences_by_seed(by_arm_and_seed(rows, rows[0]["model"], lr), pairs, measure)
+             for lr in sorted({r["lr"] for r in rows})}
+    most = max(map(len, found.values()))
+    found = {lr: by_seed for lr, by_seed in found.items() if len(by_seed) == most}
+    common = set.intersection(*(set(by_seed) for by_seed in found.values()))
+    return list(found), {seed: mean([by_seed[seed] for by_seed in found.values()]) for seed in sorted(common)}
+
+
+def over_rates_table(rows):
+    """The differences of each model in the mean of the learning rates that a question has."""
+    lines = list(PAIRED_HEAD)
+    rows = with_gains(rows)
+    for model in sorted({r["model"] for r in rows}):
+        own = [r for r in rows if r["model"] == model]
+        for question in QUESTIONS:
+            rates, by_seed = differences_over_rates(own, question, COMPARED[0])
+            if len(rates) > 1 and len(by_seed) > 1:
+                found = [differences_over_rates(own, question, measure)[1] for measure in COMPARED]
+                cells = [cell(list(values.values())) for values in found]
+                named = ", ".join(map(rate_text, rates))
+                lines.append(f"| {model} | {named} | {question} | {len(by_seed)} | {' | '.join(cells)} |")
+    return lines
+
+
 def paired_table(rows):
     """The differences of each model at equal learning rates, then with each arm at its own best."""
     lines = list(PAIRED_HEAD)
@@ -111,7 +141,7 @@ def paired_table(rows):
 
 
 def rates_table(rows):
-    """What the next larger of an arm's learning rates changes, and in NVFP4 + AQN alone.
+    """What a larger one of an arm's learning rates changes, and in NVFP4 + AQN alone.
 
     The latter, "both", is as in the paper, whose 16 bit has the smaller rate.
     """
@@ -122,7 +152,7 @@ def rates_table(rows):
         questions = {}                                         # {(low, high): {what: pairs}}
         for arm in ARMS:
             tried = sorted({lr for (name, lr), _ in by if name == arm})
-            for low, high in pairwise(tried):
+            for low, high in combinations(tried, 2):
                 questions.setdefault((low, high), {})[arm] = [((arm, high), (arm, low))]
         for (low, high), asked in sorted(questions.items()):
             if "nvfp4+aqn" in asked:
@@ -198,6 +228,7 @@ def write_tables(out, rows):
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
              "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
              "", *paired_table(rows), "",
+             "The same in the mean of the learning rates named:", "", *over_rates_table(rows), "",
              "Ablations: NVFP4 + AQN with one change, minus without it, by seed, in points:",
              "", *ablation_table(rows), "",
              "Each arm at the learning rate with the highest training accuracy:",
