@@ -768,6 +768,11 @@ def test_training_logprobs_equal_the_samplers(qwen):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_batch_is_printed_as_shapes():
+    batch = Batch([[1, 2]] * 3, torch.zeros(3, 4, dtype=torch.long), *[torch.zeros(3)] * 4)
+    assert repr(batch).startswith("Batch of 3 prompts: tokens torch.int64 [3, 4], length torch.float32 [3]") and "old_" not in repr(batch)
+
+
 def test_packing_holds_each_prompt_once():
     prompts, length = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [4, 5]], torch.tensor([2, 4, 5, 1, 3])
     rows = [p + [10 * i + k for k in range(n)] for i, (p, n) in enumerate(zip(prompts, length.tolist(), strict=True), 1)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import qerl
 
 
-@dataclass
+@dataclass(repr=False)
 class Batch:
     """N completions with what the loss has to know of each. C: the longest completion."""
     prompts: list                       # N lists of token ids
@@ -23,6 +23,12 @@ class Batch:
     old_logprobs: torch.Tensor = None   # float32 [N, C], of the policy before this step's updates
     ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
     weights: torch.Tensor = None        # float32 [N, C], each token's in the loss: token_weights
+
+    def __repr__(self):
+        """Dtypes and shapes alone, for who prints it in a debugger."""
+        named = ((f.name, getattr(self, f.name)) for f in fields(self)[1:])
+        tensors = [f"{name} {value.dtype} {list(value.shape)}" for name, value in named if value is not None]
+        return f"Batch of {len(self.prompts)} prompts: {', '.join(tensors)}"
 
     @property
     def sampled(self):
