@@ -241,8 +241,7 @@ class PackedWeight:
         return self.format.dequantize(*self.parts, dtype)
 
     def prepare_lora(self, A, B, sizes, scaling, dtype):
-        """LoRA of stacked layers as multiply takes it: (A, B'). One product x Aᵀ B'ᵀ is then LoRA's
-        share in all of the layers.
+        """LoRA of stacked layers as multiply takes it: (A, B'), for one product x Aᵀ B'ᵀ.
 
         A [layers * r, in] stays; of B [out, r] each layer's piece becomes a block on the diagonal of
         B' [out, layers * r], times α/r. sizes: the layers' out_features.

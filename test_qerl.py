@@ -49,8 +49,8 @@ import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, factorial, fp8_blocks, fp8_layers, keeper, lora_starts, memory
 from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, stops, study, trained_codes
-from harness import cache as cache_folder
 from harness import worked
+from harness import cache as cache_folder
 from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
 from harness.batches import Batch, cut_rows
 from harness.chat_text import check_tokens
@@ -3487,7 +3487,9 @@ def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
     (["--prompts", "8", "--eval-questions", "0", "--save-every", "3"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
     (["--prompts", "16"], "has Model-a-lr5e-05-seed0 with --prompts 8, not 16; give another --out"),
     ([], "--prompts 8, not 64"), (["--prompts", "8", "--data", "other"], "--data gsm8k, not other"),
-    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"), (["--prompts", "8", "--dtype", "float32"], "--dtype auto, not float32"), (["--prompts", "8", "--preset", "paper"], "--max-new-tokens 512, not 4096"),
+    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"),
+    (["--prompts", "8", "--dtype", "float32"], "--dtype auto, not float32"),
+    (["--prompts", "8", "--preset", "paper"], "--max-new-tokens 512, not 4096"),
     (["--prompts", "16", "--seeds", "5"], "--prompts 8, not 16"), (["--prompts", "16", "--arms", "b"], "--prompts 8, not 16")])
 def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeypatch, flags, message):
     """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder its data lie."""

@@ -95,33 +95,26 @@ PAIRED_HEAD = ["| model | lr | what | seeds | pass@1 | greedy | training accurac
                "|---|---|---|---|---|---|---|---|"]
 
 
-def differences_over_rates(rows, question, measure):
-    """(learning rates, {seed: a question's difference, the mean of these rates}).
-
-    The rates are those at which most seeds answer it; only their common seeds count.
-    """
-    pairs = QUESTIONS[question]
-    found = {lr: differences_by_seed(by_arm_and_seed(rows, rows[0]["model"], lr), pairs, measure)
-             for lr in sorted({r["lr"] for r in rows})}
-    most = max(map(len, found.values()))
-    found = {lr: by_seed for lr, by_seed in found.items() if len(by_seed) == most}
-    common = set.intersection(*(set(by_seed) for by_seed in found.values()))
-    return list(found), {seed: mean([by_seed[seed] for by_seed in found.values()]) for seed in sorted(common)}
+def by_tried_arm_and_seed(rows, model):
+    """{((arm, learning rate), seed): row} of a model: for differences, an arm is another at each rate."""
+    return {((r["arm"], r["lr"]), r["seed"]): r for r in rows if r["model"] == model}
 
 
 def over_rates_table(rows):
-    """The differences of each model in the mean of the learning rates that a question has."""
+    """The differences of each model in the mean of the learning rates at which most seeds answer."""
     lines = list(PAIRED_HEAD)
     rows = with_gains(rows)
     for model in sorted({r["model"] for r in rows}):
-        own = [r for r in rows if r["model"] == model]
-        for question in QUESTIONS:
-            rates, by_seed = differences_over_rates(own, question, COMPARED[0])
-            if len(rates) > 1 and len(by_seed) > 1:
-                found = [differences_over_rates(own, question, measure)[1] for measure in COMPARED]
-                cells = [cell(list(values.values())) for values in found]
+        by = by_tried_arm_and_seed(rows, model)
+        tried = sorted({lr for (_, lr), _ in by})
+        for what, pairs in QUESTIONS.items():
+            at_rate = {lr: [((arm, lr), (other, lr)) for arm, other in pairs] for lr in tried}
+            seeds = {lr: len(differences_by_seed(by, at_rate[lr], COMPARED[0])) for lr in at_rate}
+            rates = [lr for lr in seeds if seeds[lr] == max(seeds.values()) > 1]
+            if len(rates) > 1:
                 named = ", ".join(map(rate_text, rates))
-                lines.append(f"| {model} | {named} | {question} | {len(by_seed)} | {' | '.join(cells)} |")
+                at_all = [pair for lr in rates for pair in at_rate[lr]]
+                lines += differences(by, f"{model} | {named}", {what: at_all})
     return lines
 
 
@@ -148,7 +141,7 @@ def rates_table(rows):
     lines = list(PAIRED_HEAD)
     rows = with_gains(rows)
     for model in sorted({r["model"] for r in rows}):
-        by = {((r["arm"], r["lr"]), r["seed"]): r for r in rows if r["model"] == model}
+        by = by_tried_arm_and_seed(rows, model)
         questions = {}                                         # {(low, high): {what: pairs}}
         for arm in ARMS:
             tried = sorted({lr for (name, lr), _ in by if name == arm})
@@ -221,10 +214,10 @@ def metrics_of(out, row):
     return metrics
 
 
-def write_tables(out, rows):
-    """tables.md from runs.jsonl."""
+def write_tables(out, rows, arms):
+    """tables.md from runs.jsonl. arms: arms_table."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
-             "", *arms_table(rows), "",
+             "", *arms, "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
              "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
              "", *paired_table(rows), "",
@@ -270,12 +263,13 @@ def make_tables(out, rows):
 
     Raises UserError where a run's metrics are missing; tables.md does without them.
     """
-    write_tables(out, rows)
+    arms = arms_table(rows)
+    write_tables(out, rows, arms)
     runs = [(row, metrics_of(out, row)) for row in rows if row["arm"] in ARMS]
     if runs:
         write_phases(out, runs)
     draw(out, rows, runs)
-    print("\n".join(arms_table(rows)))
+    print("\n".join(arms))
     print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 

@@ -262,7 +262,7 @@ def plot_seeds(axis, place, values):
 
 
 def compared_changes(rows):
-    """[(name, {arm: differences by seed})] of each model and rate that has ABLATIONS of five seeds.
+    """[(model, rate, {arm: differences by seed})] of those that have ABLATIONS of five seeds.
 
     The differences are to NVFP4 + AQN, in points of pass@1.
     """
@@ -271,7 +271,7 @@ def compared_changes(rows):
         by = by_arm_and_seed(rows, model, lr)
         changes = {arm: points(by, pairs, "accuracy_after") for arm, pairs in CHANGES.items()}
         if any(len(values) > 4 for values in changes.values()):
-            found.append((setting_name(model, lr), changes))
+            found.append((model, lr, changes))
     return found
 
 
@@ -281,7 +281,7 @@ def plot_changes(rows, plt):
     Those that change ten points and more have axes of their own, below, on another scale.
     """
     settings = compared_changes(rows)
-    largest = {arm: max((abs(mean(changes[arm])) for _, changes in settings if changes[arm]), default=-1)
+    largest = {arm: max((abs(mean(changes[arm])) for _, _, changes in settings if changes[arm]), default=-1)
                for arm in ABLATIONS}
     groups = [[arm for arm in ABLATIONS if 0 <= largest[arm] < 10],
               [arm for arm in ABLATIONS if largest[arm] >= 10]]
@@ -292,14 +292,14 @@ def plot_changes(rows, plt):
         layout="constrained", sharex="row", sharey="row", squeeze=False,
         height_ratios=[len(group) + 1 for group in groups])
     for row, group in zip(axes, groups):
-        for axis, (_, changes) in zip(row, settings):
+        for axis, (_, _, changes) in zip(row, settings):
             for place, arm in enumerate(group):
                 plot_seeds(axis, place, changes[arm])
             axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
         row[0].set_yticks(range(len(group)), group)
         row[0].set_ylim(len(group) - 0.5, -0.5)
-    for axis, (name, _) in zip(axes[0], settings):
-        axis.set(title=name)
+    for axis, (model, lr, _) in zip(axes[0], settings):
+        axis.set(title=setting_name(model, lr))
     figure.supxlabel("points of pass@1: left of 0 the change ends lower, right of it higher", fontsize=10)
     return figure

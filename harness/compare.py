@@ -13,8 +13,8 @@ from typing import NamedTuple
 from harness.figures import save_figure
 from harness.flags import require_flag
 from harness.quantizers import QUANTIZERS
-from harness.study import NO_NOISE, Run, arguments, finished_runs, run_study, standard_error
-from harness.study import with_error, write_lines
+from harness.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
+from harness.study import standard_error, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -152,7 +152,7 @@ def require_one_rate(flags, args):
     """
     require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
                  "each an --out of its own")
-    names = [Run("", model, 0, 0, args.own_starts).model_name for model in args.model]
+    names = [name_in_rows(model, args.own_starts) for model in args.model]
     for row in finished_runs(args.out):
         if row["model"] in names and "--lr" not in flags.get(row["arm"], ["--lr"]):
             require_flag(row["lr"] == args.lrs[0], "lrs", args.lrs[0],

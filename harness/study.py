@@ -35,6 +35,13 @@ NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
 
 
+def name_in_rows(model, own_start=False):
+    """What runs.jsonl calls a model: a Hugging Face name or folder, or None, the small policy."""
+    if own_start:
+        return "small-own-starts"
+    return os.path.basename(os.path.normpath(model)) if model else "small"
+
+
 class Run(NamedTuple):
     """One training run of a study."""
     arm: str
@@ -45,9 +52,7 @@ class Run(NamedTuple):
 
     @property
     def model_name(self):
-        if self.own_start:
-            return "small-own-starts"
-        return os.path.basename(os.path.normpath(self.model)) if self.model else "small"
+        return name_in_rows(self.model, self.own_start)
 
     @property
     def name(self):
@@ -273,11 +278,28 @@ def settings_of(run, flags, args):
                           measure_start=True)
     settings = lasting(read_settings(command[2:]))
     shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    if run.model:
+    if run.model or args.data:
         shared["data"] = os.path.basename(os.path.normpath(args.data or "gsm8k"))
     if args.eval:
         shared["eval"] = [source_name(source) for source in args.eval]
     return shared
+
+
+def settings_by_arm(flags, args):
+    """{(model's name in rows, arm): settings_of its runs}.
+
+    An arm that these flags do not suit is left out, unless the study is to run it.
+    """
+    found = {}
+    for model in args.model:
+        for arm in flags:
+            run = Run(arm, model, args.lrs[0], args.seeds[0], args.own_starts)
+            try:
+                found[run.model_name, arm] = settings_of(run, flags, args)
+            except UserError:
+                if arm in args.arms:
+                    raise
+    return found
 
 
 def require_same_settings(rows, flags, args):
@@ -286,23 +308,14 @@ def require_same_settings(rows, flags, args):
     rows: of runs.jsonl; those of other models are left alone. Of rows of older versions the steps
     count, and what else they say.
     """
-    for model in args.model:
-        ours = {}
-        for arm in flags:
-            run = Run(arm, model, args.lrs[0], args.seeds[0], args.own_starts)
-            try:
-                ours[arm] = settings_of(run, flags, args)
-            except UserError:
-                if arm in args.arms:
-                    raise
-        for row in rows:
-            expected = ours.get(row["arm"], {}) if row["model"] == run.model_name else {}
-            theirs = {"steps": row["steps"], **row.get("settings", {})}
-            for name in sorted(theirs.keys() & expected.keys()):
-                if theirs[name] != expected[name]:
-                    raise UserError(f"{args.out}/runs.jsonl has {row['name']} with "
-                                    f"--{name.replace('_', '-')} {theirs[name]}, not {expected[name]}; "
-                                    "give another --out")
+    wanted = settings_by_arm(flags, args)
+    for row in rows:
+        ours = wanted.get((row["model"], row["arm"]), {})
+        theirs = {"steps": row["steps"], **row.get("settings", {})}
+        for name in sorted(theirs.keys() & ours.keys()):
+            if theirs[name] != ours[name]:
+                raise UserError(f"{args.out}/runs.jsonl has {row['name']} with --{name.replace('_', '-')} "
+                                f"{theirs[name]}, not {ours[name]}; give another --out")
 
 
 def missing_runs(flags, args):
@@ -433,7 +446,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
         if getattr(args, name):
             setattr(args, name, list(dict.fromkeys(getattr(args, name))))
-    names = [Run("", model, 0, 0).model_name for model in args.model]
+    names = [name_in_rows(model) for model in args.model]
     for name in names:
         require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
                      "runs.jsonl; rename a folder")
