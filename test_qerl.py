@@ -3507,6 +3507,14 @@ def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeyp
             study.missing_runs(arms, args)
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "some/Model"]])
+def test_a_study_calls_its_data_by_name(model):
+    """The small policy's, too: elsewhere they lie in another folder."""
+    for folder in ("here/gsm8k", "there/gsm8k/"):
+        args = study.arguments([*model, "--data", folder], "a study", ["a"], ["a"], (1, 2), "results")
+        assert study.settings_of(study.Run("a", args.model[0], 1e-3, 0), {"a": []}, args)["data"] == "gsm8k"
+
+
 def test_an_arm_that_is_another_now_is_no_row_of_this_study(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(study.subprocess, "call", finished_run)
