@@ -59,6 +59,7 @@ import fp4_kernels
 import qerl
 from harness import claims, compare, entropy, memory_bench, scaling_bench
 from harness.batches import Batch
+from harness.earlier import keep_others, read_earlier
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
@@ -1280,39 +1281,6 @@ def results_name(args):
     processes = Ranks().count
     several = f"-{processes}-processes" if processes > 1 else ""
     return args.what + several + ("-sharded" if args.shard else "")
-
-
-TABLES = {"rows", "means", "vllm", "busy", "long"}
-
-
-def read_earlier(path):
-    """{table: rows} of what an earlier call measured, empty without one; raises UserError.
-
-    Each row names the command and the date of that call, because the file will name this call's.
-    """
-    if not os.path.exists(path):
-        return {}
-    try:
-        with open(path, encoding="utf-8") as f:
-            earlier = json.load(f)
-        origin = {key: earlier[key] for key in ("command", "date") if key in earlier}
-        tables = {key: [{**origin, **row} for row in earlier[key]] for key in TABLES & earlier.keys()}
-    except (ValueError, TypeError, AttributeError):
-        raise qerl.UserError(f"{path}: not what bench.py writes; remove it, or give another --out")
-    return tables
-
-
-def keep_others(earlier, result):
-    """Add to a result what an earlier call measured and this call did not."""
-    for key in TABLES & set(result):
-        measured = {subject(row) for row in result[key]}
-        others = [row for row in earlier.get(key, []) if subject(row) not in measured]
-        result[key] = others + result[key]
-
-
-def subject(row):
-    """What a row is a measurement of: as much of this as its table has."""
-    return tuple(row.get(key) for key in ("model", "weights", "rank", "prompts", "group"))
 
 
 def run(args):

@@ -3715,6 +3715,20 @@ def test_entropy_before_training(tmp_path, monkeypatch, capsys):
     assert row["mismatch_kl"] < 1e-6 < result["rows"][7]["mismatch_kl"]                  # 0.5 is far from the clean policy
     assert (tmp_path / "out" / "entropy.png").read_bytes()[:4] == b"\x89PNG"
     assert "entropy" in capsys.readouterr().out
+    assert entropy.main([*options, "--weights", "bf16", "--draws", "1"]) == 0             # of NVFP4 the file keeps the rows
+    again = json.loads((tmp_path / "out" / "entropy.json").read_text())["rows"]
+    assert [r["entropy"] for r in again] == [r["entropy"] for r in result["rows"] if r["weights"] == "nvfp4" or r["draw"] == 0]
+    assert [r.get("command") for r in again] == 4 * [result["command"]] + 2 * [None]
+    with pytest.raises(qerl.UserError, match="entropy.json has rows of prompts 4, not 5; give another --out"):
+        entropy.main([*options, "--prompts", "5"])
+
+
+def test_the_stored_entropies_take_further_formats():
+    asked = {"model": "Qwen2.5-Coder-1.5B-Instruct", "data": "gsm8k", "prompts": 64}
+    for folder, differs in ((".", {"model": "small", "data": None}), ("qwen2.5-coder-1.5b", {}),
+                            ("qwen2.5-coder-0.5b", {"model": "Qwen2.5-Coder-0.5B-Instruct"})):
+        rows = entropy.read_same_questions(f"{HERE}/results/claims/{folder}/entropy.json", {**asked, **differs})["rows"]
+        assert {row["weights"] for row in rows} == set(entropy.COLORS)
 
 
 def test_a_random_reward_knows_nothing_of_the_answer():

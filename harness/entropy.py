@@ -5,7 +5,8 @@
 
 The paper's first claim: quantisation raises the entropy, and noise raises it further. Each format
 answers the same questions, without noise and with more and more of it; a draw of noise serves one
-rollout, so several are taken. Written to entropy.json, and a picture of it.
+rollout, so several are taken. Written to entropy.json, and a picture of it; formats that an earlier
+call measured, and this one does not, stay there.
 """
 import json
 import os
@@ -16,11 +17,12 @@ import torch
 import methods
 import qerl
 import train_gsm8k
+from harness.earlier import keep_others, read_earlier
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
-from harness.study import standard_error
+from harness.study import data_in_rows, name_in_rows, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
 COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
@@ -58,8 +60,29 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
     }
 
 
+def asked_in_rows(args):
+    """What every row of a file has alike: the policy, and the questions that it answers."""
+    return {
+        "model": name_in_rows(args.model),
+        "data": data_in_rows(args.model, args.data),
+        "prompts": args.prompts,
+    }
+
+
+def read_same_questions(path, asked):
+    """What an earlier call measured; raises UserError where its policy or questions were others."""
+    earlier = read_earlier(path)
+    for row in earlier.get("rows", []):
+        for name, value in asked.items():
+            if row.get(name) != value:
+                raise qerl.UserError(f"{path} has rows of {name} {row.get(name)}, not {value}; "
+                                     "give another --out")
+    return earlier
+
+
 def measure_formats(args):
     """The rows of all formats, growing: a list after each format."""
+    asked = asked_in_rows(args)
     rows = []
     for weights in args.weights:
         given = [] if args.model is None else ["--model", args.model]
@@ -71,7 +94,7 @@ def measure_formats(args):
         for sigma in args.sigmas:
             for draw in range(args.draws):
                 row = measure(model, tokenizer, questions[:args.prompts], settings, sigma, draw)
-                rows.append({"weights": weights, **row})
+                rows.append({**asked, "weights": weights, **row})
             means = {k: fmean(r[k] for r in rows[-args.draws:]) for k in ("entropy", "accuracy")}
             print("{} sigma {:g}: entropy {entropy:.4f} nats, accuracy {accuracy:.1%}".format(
                 weights, sigma, **means), flush=True)
@@ -138,10 +161,13 @@ def main(argv):
     args.sigmas = list(dict.fromkeys(args.sigmas))
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
+    path = f"{args.out}/entropy.json"
+    earlier = read_same_questions(path, asked_in_rows(args))
     what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"
     for rows in measure_formats(args):
         result = {"command": command_line(), "what": what, "rows": rows, **environment(args.device)}
-        atomic_write(f"{args.out}/entropy.json", json.dumps(result, indent=1))
-    save_figure(f"{args.out}/entropy.png", plot_entropy, rows)
-    print(f"written to {args.out}/entropy.json and .png")
+        keep_others(earlier, result)
+        atomic_write(path, json.dumps(result, indent=1))
+    save_figure(f"{args.out}/entropy.png", plot_entropy, result["rows"])
+    print(f"written to {path} and .png")
     return 0

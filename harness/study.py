@@ -42,6 +42,12 @@ def name_in_rows(model, own_start=False):
     return os.path.basename(os.path.normpath(model)) if model else "small"
 
 
+def data_in_rows(model, data):
+    """What the results call the questions; None, the small policy's made-up ones."""
+    given = data or (model and "gsm8k")
+    return os.path.basename(os.path.normpath(given)) if given else None
+
+
 class Run(NamedTuple):
     """One training run of a study."""
     arm: str
@@ -279,7 +285,7 @@ def settings_of(run, flags, args):
     settings = lasting(read_settings(command[2:]))
     shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
     if run.model or args.data:
-        shared["data"] = os.path.basename(os.path.normpath(args.data or "gsm8k"))
+        shared["data"] = data_in_rows(run.model, args.data)
     if args.eval:
         shared["eval"] = [source_name(source) for source in args.eval]
     return shared
