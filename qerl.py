@@ -372,12 +372,13 @@ class QuantLinear(nn.Module):
 # 3. RMSNorm with Adaptive Quantization Noise                                           (Eq. 7-10)
 #
 #    RMSNorm_noise(x) = w_noise ⊙ x / √(mean(x²) + δ),     w_noise = w + Z,     Z ~ N(0, σ²)
-#    σ_k = σ_start (σ_end / σ_start)^((k-1) / (K-1))        in stage k of K                (Eq. 8)
+#    σ_k = σ_start (σ_end / σ_start)^((k-1) / (K-1))        in noisy stage k of K          (Eq. 8)
 #
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
-# noise, for one addition per rollout. The paper's text names the two norms of a block, its code
-# takes every RMSNorm. So does ours: the final norm and Qwen3's norms of q and k are noisy, too.
+# noise, for one addition per rollout. The paper's text names the two norms of a block; its code
+# takes every RMSNorm of Qwen2 and Llama, the final one, too. Ours takes every RMSNorm: that
+# Qwen3's norms of q and k are noisy is our choice.
 
 class RMSNorm(nn.Module):
     """x [..., size] -> normalised x, same dtype; computed in float32.
@@ -429,10 +430,11 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """σ of 0-based `step`: training is cut into `stages` equal parts, of which the first has no noise.
 
     The others fall from start to end, exponentially by Eq. 8, whose K is here the number of noisy
-    stages, stages - 1: so the last one has `end`, as appendix F says (Algorithm 1's line 7 takes all
-    stages for K, and would stop short of it). Ten stages have 0, 0.01, 0.0069, 0.0047, ..., 0.0005.
-    Of two stages the noisy one has `start`. With fewer steps than stages some are skipped, perhaps
-    that of `start` or `end`. "exponential" needs start and end positive, or both 0.
+    stages, stages - 1: so the last one has `end`, as in the authors' code. (Algorithm 1's line 7 takes
+    all stages for K, and would stop short of it; appendix F's text has it end at σ_start, a slip.) Ten
+    stages have 0, 0.01, 0.0069, 0.0047, ..., 0.0005. Of two stages the noisy one has `start`. With fewer
+    steps than stages some are skipped, perhaps that of `start` or `end`. "exponential" needs start and
+    end positive, or both 0.
     """
     stage = step * stages // steps
     assert schedule in SCHEDULES, schedule
@@ -1017,13 +1019,14 @@ def token_weights(mask, algorithm="grpo"):
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
                 ref_logprobs=None, beta=0.0, importance=None):
-    """-J of Eq. 3 for B sequences -> (loss, KL to the reference).
+    """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
     or both [B, C]; weights [B, C]: how much each token counts, by token_weights. Over a whole
     minibatch they add up to 1, so that the losses of its micro-batches simply add up to its loss. KL
-    is Schulman's unbiased estimate e^x - x - 1 with x = log π_ref - log π_θ. importance [B, C]
-    multiplies the gain, not the KL: see truncated_importance.
+    is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ: never negative, and unbiased if
+    π_θ drew the tokens (here π_rollout did). importance [B, C] multiplies the gain, not the KL: see
+    truncated_importance.
     """
     log_ratio = logprobs - old_logprobs
     advantage = advantages[:, None]
@@ -1044,7 +1047,7 @@ def mismatch(old_logprobs, rollout_logprobs, mask):
     The ratio is of the two policies at a token, either way. With AQN the noise is part of it;
     without, only rounding is (decoding and training add in different orders).
     """
-    x = (old_logprobs - rollout_logprobs)[mask]
+    x = (old_logprobs - rollout_logprobs)[mask].clamp(-20, 20)         # so that e^x stays finite
     return (x.exp() - x - 1).mean().item(), x.abs().max().exp().item()
 
 
@@ -1118,9 +1121,9 @@ def gather_rows(x, index):
 def token_logprobs(model, prompts, completions, length, chunk=2048):
     """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
 
-    length int64 [B]; 0 at padding. At temperature 1. Rows are padded on the right, so causal
-    attention alone hides the padding. The output layer runs on `chunk` tokens at a time and again
-    in backward: [tokens, V] logits never exist whole.
+    At temperature 1; the result is 0 at padding. length: int64 [B], of the completions. Rows are
+    padded on the right, so causal attention alone hides the padding. The output layer runs on
+    `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
     """
     device = completions.device
     packing = pack(prompts, length)

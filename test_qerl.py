@@ -1853,10 +1853,10 @@ def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_
 def test_an_infinite_gradient_ends_a_run_that_scales_no_loss():
     for options in (dict(enabled=False), dict(init_scale=1.0)):
         with pytest.raises(qerl.UserError, match="gradient norm inf"):
-            train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu", **options))
-    train_gsm8k.finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu"))
+            train_gsm8k.require_finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu", **options))
+    train_gsm8k.require_finite_update([(0.5, 0.0)], torch.tensor(math.inf), torch.amp.GradScaler("cpu"))
     with pytest.raises(qerl.UserError, match="loss nan"):
-        train_gsm8k.finite_update([(math.nan, 0.0)], torch.tensor(1.0), torch.amp.GradScaler("cpu"))
+        train_gsm8k.require_finite_update([(math.nan, 0.0)], torch.tensor(1.0), torch.amp.GradScaler("cpu"))
 
 
 def test_the_dtype_that_suits_the_device(monkeypatch):
@@ -3731,6 +3731,12 @@ def test_the_stored_entropies_take_further_formats():
         assert {row["weights"] for row in rows} == set(entropy.COLORS)
 
 
+def test_a_mismatch_beyond_all_bounds_is_a_number():
+    """It is a diagnostic: a run does not end for it."""
+    kl, ratio = qerl.mismatch(torch.tensor([[-100.0, -1.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert kl == pytest.approx(9.5) and ratio == pytest.approx(math.exp(20))
+
+
 def test_a_random_reward_knows_nothing_of_the_answer():
     texts = [f"\\boxed{{{n}}}" for n in range(400)]
     rewards = [train_gsm8k.reward(text, Decimal(5), "random") for text in texts]
@@ -5110,7 +5116,7 @@ def resumes_bit_for_bit(monkeypatch, tmp_path, options):
         def stop(model, prompt, count=iter(range(3, -1, -1))):
             if next(count) == 0:
                 raise qerl.UserError("stopped")
-        patch.setattr(train_gsm8k, "finite_policy", stop)
+        patch.setattr(train_gsm8k, "require_finite_policy", stop)
         with pytest.raises(SystemExit):
             run_main(patch, *options, "--out", tmp_path / "stopped")
     assert read_checkpoint(str(tmp_path / "stopped"), {}, must_agree=["none"])[0]["step"] == 2

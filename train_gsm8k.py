@@ -31,8 +31,8 @@ from harness.answers import answered_number, stated_number
 from harness.batches import Batch, pick_groups
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore
-from harness.checks import check_settings, finite_policy, finite_rollout, finite_update, rank_fits
-from harness.checks import say_what_stays
+from harness.checks import check_settings, require_finite_policy, require_finite_rollout
+from harness.checks import require_finite_update, require_rank_fits, say_what_stays
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
@@ -75,7 +75,7 @@ class Settings:
                              ["rtn", "four-over-six", "awq", "gptq"])
     lora_rank: int = setting(32, "rank of LoRA [§4.1]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
-    train_norms: bool = setting(False, "train the RMSNorm scales, too [code]")
+    train_norms: bool = setting(False, "train the RMSNorm scales, too [code: on, the two of a block]")
 
     # The rollout
     prompts: int = setting(64, "questions a step")
@@ -92,7 +92,7 @@ class Settings:
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
-    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format; random: 0 or 1 whatever it says",
+    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 whatever it says",
                           ["answer", "paper", "random"])
     beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
@@ -101,7 +101,7 @@ class Settings:
 
     # The optimiser
     steps: int = setting(300, "rollouts, each followed by its updates")
-    updates: int = setting(4, "minibatches a rollout, an optimiser step each [T4]")
+    updates: int = setting(4, "minibatches a rollout, an optimiser step each; a completion is in one [T4]")
     lr: float = setting(1e-4, "learning rate; paper with --weights bf16: 5e-6")
     warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
     weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
@@ -134,7 +134,9 @@ PRESETS = {
     # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
                   lr=3e-3, steps=50, eval_questions=256, save_every=5, quantizer="rtn"),
-    # Table 4; AWQ: section 4.1. Appendix E has no KL loss, the authors' code --beta 0.04.
+    # Table 4, whose batch of 128 is read as questions, and 4 updates as minibatches (Algorithm 1 has
+    # passes over all completions). AWQ: section 4.1, which has it for MXFP4, too. Appendix E has no
+    # KL loss, the authors' code --beta 0.04.
     "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", lr=1e-5, quantizer="awq"),
 }
 DAPO = dict(beta=0.0)                           # DAPO has no KL term
@@ -171,7 +173,7 @@ def train(settings):
                 eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng, **options,
             )
         with clock("reward"):
-            finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
+            require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
             return score(step_questions, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def sample_and_score():
@@ -228,11 +230,11 @@ def train(settings):
                 ranks.add_gradients(trained)
                 scaler.unscale_(optimizer)
                 norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                finite_update(losses, norm, scaler)
+                require_finite_update(losses, norm, scaler)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            finite_policy(model, batch.prompts[0])
+            require_finite_policy(model, batch.prompts[0])
 
         # Log and save.
         state["step"] = step + 1
@@ -263,6 +265,7 @@ def train(settings):
 # --------------------------------------------------------------------------------------------------
 # The model, the questions, the text
 
+# "paper" asks for the tags of the paper's appendix E, in our words.
 SYSTEM = {
     "answer": "Please reason step by step, and put your final answer within \\boxed{}.",
     "paper": "Please reason step by step, and put your final answer within \\boxed{}. Write the "
@@ -273,7 +276,10 @@ SYSTEM["random"] = SYSTEM["answer"]
 
 
 def load_all(settings, method, ranks=Ranks()):
-    """(model, tokenizer, questions to train on, held-out questions)."""
+    """(model, tokenizer, questions to train on, held-out questions).
+
+    Where settings.slots and .micro_tokens are None it sets them, by the memory that is left.
+    """
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     if settings.model:
         folder = qerl.model_folder(settings.model)
@@ -299,7 +305,7 @@ def load_all(settings, method, ranks=Ranks()):
         model.recompute_in_backward()
     if settings.lora_rank == 0:
         train_all_weights(model)
-    rank_fits(model, settings.lora_rank)
+    require_rank_fits(model, settings.lora_rank)
     say_what_stays(model.config)
     if not settings.shard:
         keep_decoded(model, ranks.collect)
@@ -392,8 +398,9 @@ def reward(completion, answer, scheme):
 def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
     """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
 
-    Groups that are all right or all wrong teach nothing. After `attempts` draws they fill the rest.
-    Of several processes each has its share of the groups that all of them have drawn.
+    Groups whose rewards are all equal teach nothing. After `attempts` draws they fill the rest. (DAPO
+    itself asks for right and wrong answers; --reward paper tells formats apart, too.) Of several
+    processes each has its share of the groups that all of them have drawn.
     """
     own_draws = [samples]
     draws = [ranks.pool(samples, updates)]
@@ -419,7 +426,8 @@ def make_batch(samples, advantages, algo):
     prompts = [q["prompt"] for q in samples.questions for _ in range(group)]
     mask = rollout.mask
     if algo == "dapo":
-        mask = mask & rollout.finished[:, None]        # a truncated completion gives no gradient
+        # A truncated completion gives no gradient. (The authors' code leaves it out for GRPO, too.)
+        mask = mask & rollout.finished[:, None]
     return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
 
 
@@ -479,7 +487,7 @@ def answer_all(model, tokenizer, questions, settings, samples, temperature, top_
         model, prompts, settings.max_new_tokens, samples, temperature, top_p,
         eos=tokenizer.eos, slots=settings.slots, generator=rng,
     )
-    finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
+    require_finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
     places = [i * samples + k for i in own for k in range(samples)]
     ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
     return [(text, length) for _, text, length in sorted(ranks.collect(list(ours)))]

@@ -80,7 +80,7 @@ def require_noise(settings):
                         "0.01 and --stages 10")
 
 
-def rank_fits(model, rank):
+def require_rank_fits(model, rank):
     """Refuse a rank of LoRA above what the smallest layer can have."""
     layers = model.quantized_layers() if rank else []
     shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in layers]
@@ -97,14 +97,14 @@ def say_what_stays(config):
               "(32 on a CPU), only weights are 4 bit")
 
 
-def finite_rollout(rollout, remedy):
+def require_finite_rollout(rollout, remedy):
     """Refuse completions of a policy whose logits are NaN or infinite."""
     sampled = torch.stack([rollout.logprobs, rollout.entropy])
     if not torch.isfinite(sampled).all():
         raise UserError(f"the policy's logits are NaN or infinite: {KEPT}; {remedy}")
 
 
-def finite_update(losses, norm, scaler):
+def require_finite_update(losses, norm, scaler):
     """Stop before an optimiser step that would put NaN into the policy.
 
     A gradient that overflowed in float16 is no reason, as long as the scaler (torch.amp.GradScaler)
@@ -119,7 +119,7 @@ def finite_update(losses, norm, scaler):
 
 
 @torch.no_grad()
-def finite_policy(model, prompt):
+def require_finite_policy(model, prompt):
     """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
     tokens = torch.tensor([prompt], device=model.device)
     logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
@@ -131,7 +131,7 @@ def finite_policy(model, prompt):
             )
 
 
-def finite_metrics(metrics):
+def require_finite_metrics(metrics):
     """Refuse a step's figures if one is no number; JSON has none for NaN and infinity."""
     for name, value in metrics.items():
         if isinstance(value, float) and not math.isfinite(value):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from harness.checkpoint import fingerprint, read_checkpoint, require_same_kind, restore
 from harness.checkpoint import save_checkpoint, weights_checksum
-from harness.checks import finite_metrics
+from harness.checks import require_finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, import_tracker, open_tracker
 from harness.report import report_on
@@ -129,7 +129,7 @@ class Keeper:
 
     def log(self, logged):
         """Add a step's figures to metrics.jsonl, and to the tracker if there is one."""
-        finite_metrics(logged)
+        require_finite_metrics(logged)
         if not self.writes:
             return
         self.metrics.append(logged)
