@@ -48,7 +48,7 @@ import qerl
 import train_gsm8k
 from harness import branches, calibration, checkpoint, checks, claims, claims_pictures, compare, cross_compile
 from harness import demonstration, eight_bit, entropy, factorial, fp8_blocks, fp8_layers, keeper, lora_starts, memory
-from harness import packed_folder, quantizers, questions, report, run_folder, small_policy, stops, study, trained_codes
+from harness import math_data, packed_folder, quantizers, questions, report, run_folder, small_policy, stops, study, trained_codes
 from harness import worked
 from harness import cache as cache_folder
 from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
@@ -7546,6 +7546,63 @@ def test_entropy_of_one_question_has_no_standard_error(tmp_path):
     assert entropy.main([*options, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "entropy.json").read_text())["rows"]
     assert [row["standard_error"] for row in rows] == [None]
+
+
+def test_an_empty_box_is_no_answer(tmp_path):
+    """Else a completion with an empty box would be right."""
+    for answer in ("\\\\boxed{}", "so \\\\boxed{ }"):
+        (tmp_path / "q.jsonl").write_text(f'{{"problem": "q", "answer": "{answer}"}}\n')
+        with pytest.raises(qerl.UserError, match="q.jsonl:1: no question or no answer"):
+            math_data.math_questions(str(tmp_path / "q.jsonl"))
+
+
+def test_a_folder_is_no_file_of_questions(tmp_path):
+    with pytest.raises(qerl.UserError, match="is a folder; name a file in it"):
+        math_data.math_questions(str(tmp_path))
+
+
+def test_a_run_that_another_study_has_finished_meanwhile_is_noted_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    options = ["--arms", "bf16", "--seeds", "0", "--out", str(tmp_path), *quick_study()]
+    run_it, noted = subprocess.call, []
+
+    def run_and_be_overtaken(command, **keywords):
+        status = run_it(command, **keywords)
+        if not noted:
+            noted.append("the other study, in the same folder")
+            assert claims.main(options) == 0
+        return status
+    monkeypatch.setattr(subprocess, "call", run_and_be_overtaken)
+    assert claims.main(options) == 0 and noted
+    assert len(study.finished_runs(str(tmp_path))) == 1
+
+
+def test_metrics_that_lack_a_step_make_no_tables(tmp_path):
+    steps = [{"step": 1}, {"step": 3}]
+    for found, count in ((steps, 3), ([*steps, {"step": 2}], 3), ([{"step": 1}, {"step": 1}], 1)):
+        with pytest.raises(qerl.UserError, match="m.jsonl: does not hold the steps 1 to .*, each once; remove the run"):
+            study.require_all_steps("m.jsonl", found, count)
+    study.require_all_steps("m.jsonl", [{"step": 1}, {"step": 2}], 2)
+
+
+def test_entropy_without_noise_and_beside_a_damaged_file(tmp_path):
+    options = ["--prompts", "1", "--draws", "1", "--weights", "bf16", "--sigmas", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert entropy.main(options) == 0
+    assert (tmp_path / "entropy.png").exists()
+    path = tmp_path / "entropy.json"
+    whole = json.loads(path.read_text())
+    for change in ({"weights": ["bf16"]}, {"sigma": None}, {"entropy": "x"}):
+        path.write_text(json.dumps({"rows": [{**whole["rows"][0], **change}]}))
+        with pytest.raises(qerl.UserError, match="a row is none of bench.py's; remove the file"):
+            entropy.main(options)
+    path.write_text("[" * 100_000)
+    with pytest.raises(qerl.UserError, match="not what bench.py writes"):
+        entropy.main(options)
+    path.unlink()
+    with pytest.raises(qerl.UserError, match="--prompts 100000: there are .* questions; lower it"):
+        entropy.main([*options, "--prompts", "100000"])
+    with pytest.raises(qerl.UserError, match="--data '': is empty"):
+        entropy.main([*options, "--data", ""])
 
 
 def test_folders_that_runs_choose_at_the_same_time_differ(tmp_path):

@@ -20,7 +20,7 @@ from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure
 from harness.run_folder import read_jsonl
-from harness.study import arguments, is_number, rate_text, run_study, start_of
+from harness.study import arguments, is_number, rate_text, require_all_steps, run_study, start_of
 from harness.study import with_error, write_lines
 from qerl import UserError
 
@@ -207,6 +207,7 @@ def metrics_of(out, row):
     metrics = read_jsonl(path)
     if not metrics:
         raise UserError(f"{path}: is missing or empty; copy it, too, or remove the run from runs.jsonl")
+    require_all_steps(path, metrics, row["steps"])
     for step in metrics:
         if not isinstance(step, dict) or not all(is_number(step.get(key)) for key in CURVES):
             raise UserError(f"{path}: a step lacks one of {', '.join(CURVES)}; remove the run from "

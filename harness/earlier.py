@@ -19,7 +19,7 @@ def read_earlier(path):
             earlier = json.load(f)
         origin = {key: earlier[key] for key in ("command", "date", "hardware") if key in earlier}
         tables = {key: [{**origin, **row} for row in earlier[key]] for key in TABLES & earlier.keys()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: not what bench.py writes; remove it, or give another --out")
     return tables
 

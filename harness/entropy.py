@@ -19,12 +19,13 @@ import qerl
 import train_gsm8k
 from harness.earlier import keep_others, read_earlier
 from harness.figures import save_figure
-from harness.flags import Parser, check_device, full_name, require_flag
+from harness.flags import Parser, check_device, full_name, require_flag, require_value
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
-from harness.study import data_in_rows, name_in_rows, standard_error
+from harness.study import data_in_rows, is_number, name_in_rows, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
+MEASURED = ["sigma", "entropy", "accuracy", "mismatch_kl"]                # what the picture needs
 COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
 
 
@@ -73,6 +74,9 @@ def read_same_questions(path, asked):
     """What an earlier call measured; raises UserError where its policy or questions were others."""
     earlier = read_earlier(path)
     for row in earlier.get("rows", []):
+        if row.get("weights") not in list(COLORS) or not all(is_number(row.get(m)) for m in MEASURED):
+            raise qerl.UserError(f"{path}: a row is none of bench.py's; remove the file, or give "
+                                 "another --out")
         for name, value in asked.items():
             if row.get(name) != value:
                 raise qerl.UserError(f"{path} has rows of {name} {row.get(name)}, not {value}; "
@@ -91,6 +95,8 @@ def measure_formats(args):
         settings = train_gsm8k.arguments(given)
         settings.slots = args.slots
         model, tokenizer, questions, _ = train_gsm8k.load_all(settings, methods.Method(settings))
+        require_flag(args.prompts <= len(questions), "prompts", args.prompts,
+                     f"there are {len(questions)} questions; lower it")
         for sigma in args.sigmas:
             for draw in range(args.draws):
                 row = measure(model, tokenizer, questions[:args.prompts], settings, sigma, draw)
@@ -134,7 +140,8 @@ def plot_entropy(rows, plt):
         axis.set_xticks(list(places.values()), names, fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[2].set_yscale("log")
+    if any(r["sigma"] > 0 and r["mismatch_kl"] > 0 for r in rows):
+        axes[2].set_yscale("log")
     axes[0].legend(frameon=False)
     return figure
 
@@ -152,6 +159,8 @@ def main(argv):
     p.add_argument("--out", default="results/claims", help="folder (default results/claims)")
     args = p.parse_args(argv)
     check_device(args.device)
+    for name in ("model", "data", "out"):
+        require_value(name, getattr(args, name))
     for name in ("draws", "prompts", "slots"):
         require_flag(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     for sigma in args.sigmas:
@@ -162,11 +171,12 @@ def main(argv):
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
     path = f"{args.out}/entropy.json"
-    earlier = read_same_questions(path, asked_in_rows(args))
+    asked = asked_in_rows(args)
+    read_same_questions(path, asked)                   # refused before anything is measured
     what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"
     for rows in measure_formats(args):
         result = {"command": command_line(), "what": what, "rows": rows, **environment(args.device)}
-        keep_others(earlier, result)
+        keep_others(read_same_questions(path, asked), result)
         atomic_write(path, json.dumps(result, indent=1))
     save_figure(f"{args.out}/entropy.png", plot_entropy, result["rows"])
     print(f"written to {path} and .png")

@@ -52,12 +52,14 @@ def math_questions(source):
     for number, row in enumerate(rows_of(source), 1):
         question = bare(first_column(row, QUESTION))
         answer = answer_of(row)
+        if is_text(answer):
+            answer = final_part(answer)                # of which an empty box leaves nothing
         if not is_text(question) or not is_text(answer):
             raise UserError(
                 f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
                 f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
             )
-        question = {"question": question, "answer": final_part(answer), "source": name}
+        question = {"question": question, "answer": answer, "source": name}
         right = right_answer(question)
         if right is None:
             raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
@@ -81,6 +83,8 @@ def rows_of(source):
     repository, split = DATASETS.get(source, (source, "train"))
     if os.path.isfile(source) and not source.endswith(FILES):
         raise UserError(f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
+    if os.path.isdir(source):
+        raise UserError(f"{source}: is a folder; name a file in it")
     if not os.path.isfile(source) and not NAME.fullmatch(source):
         raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
     try:
@@ -88,11 +92,13 @@ def rows_of(source):
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     try:
-        if source.endswith(FILES):
+        if os.path.isfile(source):
             kind = "parquet" if source.endswith(".parquet") else "json"
             return datasets.load_dataset(kind, data_files=source, split="train")
         return datasets.load_dataset(repository, split=split)
     except Exception as e:
+        if os.path.isfile(source):
+            raise UserError(f"{source}: cannot be read ({reason(e)}); mend the file")
         raise UserError(
             f"{source}: no such folder or file, and Hugging Face gives no dataset {repository} with a "
             f"split {split} ({reason(e)}); known by name are {', '.join(DATASETS)}"

@@ -4,6 +4,11 @@
 
 The page is one file and loads nothing. Its text and its looks are in report.html.jinja.
 """
+from harness import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_importing()
+
 import bisect
 import json
 import math
@@ -245,13 +250,14 @@ def report_on(folder):
     """write_report; raises UserError where someone has changed the run's files."""
     try:
         write_report(folder)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as e:
         raise UserError(f"{folder}: its files are not those of a run ({type(e).__name__}: {e}), so "
                         "report.html is not renewed")
 
 
 def main(argv=None):
     with one_line():
+        interrupts.as_exception()
         parser = Parser(__doc__, prog="python -m harness.report")
         parser.add_argument("folder", help="of a run")
         folder = parser.parse_args(argv).folder

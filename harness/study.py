@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from harness.cache import one_at_a_time
 from harness.flags import Parser, full_name, parse_flags, require_flag, require_value
 from harness.keeper import lasting
 from harness.math_data import source_name
@@ -150,6 +151,14 @@ def commit():
     return f"{found}-dirty" if found and changed else found or None
 
 
+def require_all_steps(path, metrics, steps):
+    """Refuse the metrics of a run of which a step is missing, or stands there twice."""
+    found = [entry.get("step") for entry in metrics if isinstance(entry, dict)]
+    if found != list(range(1, steps + 1)):
+        raise UserError(f"{path}: does not hold the steps 1 to {steps}, each once; remove the run from "
+                        "runs.jsonl, and its folder from --runs, and it is made again")
+
+
 def row_of(run, folder, code, shared):
     """What runs.jsonl says of a finished run.
 
@@ -158,6 +167,7 @@ def row_of(run, folder, code, shared):
     with open(f"{folder}/summary.json") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
+    require_all_steps(f"{folder}/metrics.jsonl", metrics, summary["steps"])
     settings = summary["settings"]
     accuracies = {k: v for k, v in summary.items() if k.endswith(("_before", "_after"))}
     return {
@@ -223,6 +233,10 @@ def finished_runs(out):
     return rows
 
 
+def is_finished(run, out):
+    return any(row["name"] == run.name for row in finished_runs(out))
+
+
 def run_one(run, measure_start, environment, flags, args):
     """Make a run and note its row -> None, or what went wrong, in a line.
 
@@ -232,7 +246,7 @@ def run_one(run, measure_start, environment, flags, args):
     code = commit()
     command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
     try:
-        if any(row["name"] == run.name for row in finished_runs(args.out)):
+        if is_finished(run, args.out):
             return None
         with open(f"{folder}.log", "a") as log:
             status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -240,9 +254,11 @@ def run_one(run, measure_start, environment, flags, args):
         if status:
             return f"ended with status {status}; {folder}.log says why"
         row = row_of(run, folder, code, settings_of(run, flags, args))
-        with open(f"{folder}/metrics.jsonl", "rb") as metrics:
+        with one_at_a_time(args.out), open(f"{folder}/metrics.jsonl", "rb") as metrics:
+            if is_finished(run, args.out):
+                return None
             atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
-        append_jsonl(f"{args.out}/runs.jsonl", row)                      # one short write: whole
+            append_jsonl(f"{args.out}/runs.jsonl", row)                  # one short write: whole
     except (OSError, UserError) as e:
         return str(e)
     except (KeyError, TypeError, ValueError, StatisticsError) as e:
