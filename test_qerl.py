@@ -3348,8 +3348,9 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     assert claims_pictures.shown_rates(of_both + single)["full"] == 3e-4                           # each rate has one seed: the best
     write_jsonl(tmp_path / "runs.jsonl", rows)
     (tmp_path / "metrics").mkdir()
+    steps = [{"step": i, "accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3} for i in (1, 2, 3)]
     for row in rows:
-        write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", [{"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}] * 3)
+        write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", steps)
     claims.make_tables(str(tmp_path), [{**row, "arm": "linear"} for row in rows[:1]])     # no picture shows ablations
     assert not list(tmp_path.glob("*.png"))
     claims.make_tables(str(tmp_path), rows)
@@ -3579,7 +3580,7 @@ def finished_run(command, **_):
     with open(f"{folder}/summary.json", "w") as f:
         json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
     step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}
-    write_jsonl(f"{folder}/metrics.jsonl", [step, step])
+    write_jsonl(f"{folder}/metrics.jsonl", [{"step": 1, **step}, {"step": 2, **step}])
     return 0
 
 
@@ -3601,7 +3602,7 @@ def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, 
     assert [row["name"] for row in study.finished_runs(args.out)] == ["Model-b-lr5e-05-seed0"]
     assert os.listdir(f"{args.out}/metrics") == ["Model-b-lr5e-05-seed0.jsonl"]
     said = capsys.readouterr().out
-    assert "summary.json" in said and "left no summary or metrics to read" in said
+    assert "summary.json" in said and "metrics.jsonl: does not hold the steps 1 to 2" in said
 
 
 @pytest.mark.parametrize("own,expected", [
