@@ -92,8 +92,8 @@ class Settings:
     # The objective
     algo: str = setting("grpo", "objective", ["grpo", "dapo"])
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
-    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 whatever it says",
-                          ["answer", "paper", "random"])
+    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 "
+                                    "whatever it says", ["answer", "paper", "random"])
     beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import qerl
-from harness.run_folder import atomic_write, naming
+from harness.run_folder import atomic_write
 from qerl import UserError
 
 
@@ -161,7 +161,7 @@ def read_checkpoint(folder, settings, must_agree=None):
     path = f"{folder}/checkpoint.safetensors"
     if not os.path.exists(path):
         return None
-    with naming(path), open(path, "rb"):    # of a file that may not be read safetensors says otherwise
+    with open(path, "rb"):              # of a file that may not be read safetensors says "not there"
         pass
     try:
         with safe_open(path, framework="pt") as f:

@@ -209,7 +209,7 @@ def metrics_of(out, row):
         raise UserError(f"{path}: is missing or empty; copy it, too, or remove the run from runs.jsonl")
     require_all_steps(path, metrics, row["steps"])
     for step in metrics:
-        if not isinstance(step, dict) or not all(is_number(step.get(key)) for key in CURVES):
+        if not all(is_number(step.get(key)) for key in CURVES):
             raise UserError(f"{path}: a step lacks one of {', '.join(CURVES)}; remove the run from "
                             "runs.jsonl, and its folder from --runs, and it is made again")
     return metrics

@@ -84,9 +84,8 @@ def read_same_questions(path, asked):
     return earlier
 
 
-def measure_formats(args):
-    """The rows of all formats, growing: a list after each format."""
-    asked = asked_in_rows(args)
+def measure_formats(args, asked):
+    """The rows of all formats, growing: a list after each format. asked: see asked_in_rows."""
     rows = []
     for weights in args.weights:
         given = [] if args.model is None else ["--model", args.model]
@@ -174,8 +173,9 @@ def main(argv):
     asked = asked_in_rows(args)
     read_same_questions(path, asked)                   # refused before anything is measured
     what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"
-    for rows in measure_formats(args):
+    for rows in measure_formats(args, asked):
         result = {"command": command_line(), "what": what, "rows": rows, **environment(args.device)}
+        # Read again: meanwhile another call may have added its formats.
         keep_others(read_same_questions(path, asked), result)
         atomic_write(path, json.dumps(result, indent=1))
     save_figure(f"{args.out}/entropy.png", plot_entropy, result["rows"])

@@ -81,23 +81,24 @@ def rows_of(source):
     if source.endswith(".jsonl") and os.path.isfile(source):
         return jsonl_rows(source)
     repository, split = DATASETS.get(source, (source, "train"))
-    if os.path.isfile(source) and not source.endswith(FILES):
+    is_file = os.path.isfile(source)
+    if is_file and not source.endswith(FILES):
         raise UserError(f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
-    if os.path.isdir(source):
-        raise UserError(f"{source}: is a folder; name a file in it")
-    if not os.path.isfile(source) and not NAME.fullmatch(source):
+    if not is_file and not NAME.fullmatch(source):         # a dataset's name may be a folder's, too
+        if os.path.isdir(source):
+            raise UserError(f"{source}: is a folder; name a file in it")
         raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
     try:
         import datasets
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     try:
-        if os.path.isfile(source):
+        if is_file:
             kind = "parquet" if source.endswith(".parquet") else "json"
             return datasets.load_dataset(kind, data_files=source, split="train")
         return datasets.load_dataset(repository, split=split)
     except Exception as e:
-        if os.path.isfile(source):
+        if is_file:
             raise UserError(f"{source}: cannot be read ({reason(e)}); mend the file")
         raise UserError(
             f"{source}: no such folder or file, and Hugging Face gives no dataset {repository} with a "

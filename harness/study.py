@@ -153,7 +153,7 @@ def commit():
 
 def require_all_steps(path, metrics, steps):
     """Refuse the metrics of a run of which a step is missing, or stands there twice."""
-    found = [entry.get("step") for entry in metrics if isinstance(entry, dict)]
+    found = [entry.get("step") if isinstance(entry, dict) else None for entry in metrics]
     if found != list(range(1, steps + 1)):
         raise UserError(f"{path}: does not hold the steps 1 to {steps}, each once; remove the run from "
                         "runs.jsonl, and its folder from --runs, and it is made again")
@@ -300,8 +300,9 @@ def settings_of(run, flags, args):
                           measure_start=True)
     settings = lasting(read_settings(command[2:]))
     shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    if run.model or args.data:
-        shared["data"] = data_in_rows(run.model, args.data)
+    data = data_in_rows(run.model, args.data)
+    if data:
+        shared["data"] = data
     if args.eval:
         shared["eval"] = [source_name(source) for source in args.eval]
     return shared
