@@ -1,0 +1,320 @@
+"""What several test files use."""
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4_kernels
+import methods
+import qerl
+import train_gsm8k
+from harness import claims, keeper, study
+from harness.batches import Batch
+from harness.full_weights import train_all_weights
+from harness.run_folder import write_jsonl
+from methods import jetrl
+from test_qerl import HERE, scales
+
+# A vocabulary in which a policy that knows nothing answers, and now and then rightly.
+BOXED = {5: 1, 6: 2}                                # token -> the number that it answers
+
+TAGGED = {7: 1, 8: 2}                               # the same in the paper's format
+
+QUIZ_EOS = 4
+
+QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.values()),
+               *(f"<think></think><answer>{n}</answer>" for n in TAGGED.values())]
+
+
+def flat_policy(policy):
+    return torch.cat([p.flatten() for p in policy.values()])
+
+
+def recorded(monkeypatch):
+    """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
+    calls = []
+    generate = qerl.generate
+    draw = qerl.sample
+
+    def recorded_sample(logits, temperature, top_p, generator):
+        calls[-1].drawn_with.add((temperature, top_p))
+        return draw(logits, temperature, top_p, generator)
+
+    def recorded_generate(model, prompts, *args, **options):
+        policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+        call = types.SimpleNamespace(
+            number=len(calls), prompts=prompts, policy=policy, drawn_with=set(),
+        )
+        call.noise = [
+            None if norm.noisy_weight is None else norm.noisy_weight - norm.weight.detach()
+            for norm in scales(model)
+        ]
+        calls.append(call)
+        call.rollout = generate(model, prompts, *args, **options)
+        return call.rollout
+    monkeypatch.setattr(qerl, "sample", recorded_sample)
+    monkeypatch.setattr(qerl, "generate", recorded_generate)
+    return calls
+
+LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
+
+
+def assert_learned(log, calls=None):
+    """Each step of a run without KL had groups whose rewards differ, and changed the adapter.
+
+    log: of metrics.jsonl; calls: see recorded.
+    """
+    assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
+    if calls:
+        policies = [flat_policy(call.policy) for call in calls]
+        assert sum(not a.equal(b) for a, b in zip(policies, policies[1:])) == len(log)
+
+
+def command(*args):
+    return [sys.executable, f"{HERE}/train_gsm8k.py", *map(str, args)]
+
+
+def run_main(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
+    train_gsm8k.main()
+
+QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-3,
+         "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
+
+
+def without_times(path):
+    return [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "tokens_per_s", "peak_memory_gb")}
+            for line in open(path)]
+
+
+def refused(monkeypatch, capsys, *args):
+    """The one line with which a command ends, exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, *args)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(lines) == 1
+    return lines[0]
+
+
+def files_below(folder):
+    """{name: bytes} of all files below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def copied(finished, tmp_path):
+    """(command line with --resume, folder) of a copy of the finished run."""
+    options, out = finished
+    shutil.copytree(out, tmp_path / "run")
+    return (*options, "--out", tmp_path / "run", "--resume"), tmp_path / "run"
+
+
+def scored_by_letters(monkeypatch):
+    """Rewards of which most differ, so that an untrained model's completions have a signal."""
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+
+
+def logged_steps(*numbers):
+    """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
+    figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
+    return [{"step": number, **figures, "completions": []} for number in numbers]
+
+
+def killed_at(event, number, when, *args):
+    """Run the training in a child that a SIGKILL ends; event: a function's (module, name), `when` its call `number` is done.
+
+    when: "before", "after" or "amid" the call (half a line is written). Returns how often the event came; None if it was killed.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        torch.set_num_threads(1)
+        module, name = event
+        original, calls = getattr(module, name), []
+
+        def counted(*given):
+            calls.append(given)
+            if len(calls) == number and when == "amid":
+                with open(given[0], "a") as f:
+                    f.write('{"step": 1, "rew')
+            if len(calls) == number and when != "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(*given)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        setattr(module, name, counted)
+        sys.argv = ["train_gsm8k.py", *map(str, args)]
+        try:
+            train_gsm8k.main()
+            os.write(writer, str(len(calls)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader, "rb") as f:
+        count = f.read()
+    return int(count) if count else None
+
+
+def used_folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    return tmp_path
+
+DAPO_PROMPT = ("Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+               "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on "
+               'its own line after "Answer:".')
+
+FOREIGN_ROWS = {
+    "bigmath": [{"problem": "Half of ten?", "answer": "5", "source": "orca", "domain": ["Arithmetic"], "llama8b_solve_rate": 0.9}],
+    "dapo-math": [{"data_source": "math_dapo", "ability": "MATH", "prompt": [{"content": DAPO_PROMPT.format(question), "role": "user"}],
+                   "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "0"}}
+                  for question in ["Five ducks.\n\nAnd so on?"] * 3],
+    "math-500": [{"problem": "Convert $(0,3)$.", "solution": "So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.", "subject": "Precalculus",
+                  "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2, "unique_id": "test/precalculus/807.json"}],
+    "aime24": [{"id": 60, "problem": "Aya walks.", "solution": "... \\boxed{204}.", "answer": "204", "url": "", "year": "2024"}],
+    "aime25": [{"problem": "Sum of bases?", "answer": "70", "id": "0"}],
+    "amc23": [{"id": 0, "answer": "27.0", "url": "", "question": "Cities A and B?"}],
+    "solutions": [{"problem": "Twice $x$?", "solution": "It is \\boxed{2x}.", "level": "Level 1", "type": "Algebra"}],
+}
+
+FOREIGN_QUESTIONS = {
+    "bigmath": ("Half of ten?", "5"),
+    "dapo-math": ("Five ducks.\n\nAnd so on?", "34"),
+    "math-500": ("Convert $(0,3)$.", "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    "aime24": ("Aya walks.", "204"),
+    "aime25": ("Sum of bases?", "70"),
+    "amc23": ("Cities A and B?", "27.0"),
+    "solutions": ("Twice $x$?", "2x"),
+}
+
+REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]
+
+
+def made_up_rows():
+    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five at the other."""
+    for seed, noise in ((0, 0.03), (1, 0.05)):
+        for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
+            value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
+            measures = dict.fromkeys(claims.MEASURES, value)
+            before = {} if seed else {"accuracy_before": 0.2, "greedy_before": 0.3}
+            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, "steps": 9,
+                   **before, **measures}
+
+
+def quick_study():
+    """QUICK without the flags that a study sets itself, and two steps."""
+    flags = list(map(str, QUICK))
+    for flag in ("--lr", "--quantizer"):
+        at = flags.index(flag)
+        del flags[at:at + 2]
+    return [*flags, "--steps", "2"]
+
+
+def run_missing(flags, args):
+    """What a study does between its arguments and its tables, without looking for the model and the questions."""
+    return study.run_all(study.missing_runs(flags, args), flags, args)
+
+
+def study_arguments(tmp_path, *flags):
+    args = study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"], "a study",
+                           ["a", "b"], ["a", "b"], (1, 2), "results")
+    os.makedirs(f"{tmp_path}/out/metrics")
+    return args
+
+
+def finished_run(command, **_):
+    """subprocess.call for a run that ends at once, with what row_of reads."""
+    folder = command[command.index("--out") + 1]
+    os.makedirs(folder)
+    settings = keeper.lasting(train_gsm8k.read_settings(command[2:]))
+    with open(f"{folder}/summary.json", "w") as f:
+        json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
+    step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}
+    write_jsonl(f"{folder}/metrics.jsonl", [{"step": 1, **step}, {"step": 2, **step}])
+    return 0
+
+
+def have_capability(monkeypatch, *version):
+    """Kernels are chosen as on a GPU of this compute capability; the one that is here runs them."""
+    monkeypatch.setattr(fp4_kernels, "capability", lambda device: version)
+
+# Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def columns(text, line):
+    """The numbers of each line of a program's output that begins so."""
+    return [[float(n) for n in NUMBER.findall(row.replace(line, "", 1).replace("inf", "1e9"))]
+            for row in text.splitlines() if row.startswith(line)]
+
+
+def neighbour(name, **settings):
+    """A method as --method NAME finds it, with its defaults."""
+    values = {"method": name, **methods.defaults(name), **settings}
+    return methods.find(name, train_gsm8k.Settings(**values))
+
+
+def batch_with_log_ratios(log_ratios, advantages=None):
+    """A Batch whose log pi_old - log mu are these, float [N, C]."""
+    log_ratios = torch.tensor(log_ratios)
+    rows, length = log_ratios.shape
+    return Batch([[1]] * rows, torch.zeros(rows, length, dtype=torch.long), torch.full((rows,), length), -1 - log_ratios,
+                 torch.ones(rows) if advantages is None else torch.tensor(advantages), torch.ones(rows, length, dtype=torch.bool),
+                 torch.full((rows, length), -1.0))
+
+
+def stopped_and_resumed(monkeypatch, options, tmp_path):
+    """Metrics of a run, which has to be the same bit for bit if it is stopped in its second step and resumed."""
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    describe, calls = train_gsm8k.describe, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return describe(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gsm8k, "describe", stop)
+        with pytest.raises(SystemExit):
+            run_main(monkeypatch, *options, "--out", tmp_path / "stopped")
+    run_main(monkeypatch, *options, "--out", tmp_path / "stopped", "--resume")
+    whole, resumed = (without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    assert len(whole) == 3 and whole == resumed
+    assert files_below(tmp_path / "whole" / "adapter") == files_below(tmp_path / "stopped" / "adapter")
+    return whole
+
+
+def all_trained(folder):
+    """A model whose weights, biases and norms are all trained."""
+    model = qerl.load_model(folder, "bf16")
+    train_all_weights(model)
+    return model
+
+
+def fp8_neighbour(variant, model):
+    method = jetrl.Neighbour(types.SimpleNamespace(micro_tokens=16384), variant)
+    method.prepare(model, None, None, None)
+    return method
+
+
+def change(**values):
+    """An edit of a checkpoint's tensors and metadata: other values in its state."""
+    def edit(tensors, metadata):
+        metadata["state"] = json.dumps(json.loads(metadata["state"]) | values)
+    return edit
+
+
+def widened(tensors):
+    """Give the MLPs 200 inner features, which 16 does not divide."""
+    for name, tensor in tensors.items():
+        if "mlp" in name:
+            tensors[name] = F.pad(tensor, (0, 8) if "down" in name else (0, 0, 0, 8))

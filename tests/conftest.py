@@ -1,0 +1,97 @@
+"""Fixtures that several test files use."""
+# First, because test_qerl sets the number of threads before PyTorch starts.
+from test_qerl import family, qwen  # noqa: F401
+
+import itertools
+import json
+import random
+
+import matplotlib.figure
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
+from harness import cache as cache_folder, keeper
+from harness.run_folder import write_jsonl
+from harness.small_policy import made_up_problems
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory):
+    """A folder with a tiny random policy and problems of which it gets about a third right: a signal.
+
+    Ten questions to train on and six held out, of one to four letters; the answer is 1 or 2.
+    """
+    folder = tmp_path_factory.mktemp("quiz")
+    torch.manual_seed(5)
+    config = transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
+        eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
+        chat_template="{{ messages[1]['content'] }}",
+    )
+    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    questions = []
+    for letters, count in ((1, 2), (2, 4), (3, 5), (4, 5)):
+        words = ["".join(word) for word in itertools.product("abc", repeat=letters)]
+        questions += rng.sample(words, count)
+    rng.shuffle(questions)
+    problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
+    write_jsonl(folder / "train.jsonl", problems[:10])
+    write_jsonl(folder / "test.jsonl", problems[10:])
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    train, held_out = made_up_problems()
+    for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_curves():
+    """Learning curves without tick labels and layout, which take most of a short run's time.
+
+    Everything else of them is drawn. Runs in processes of their own, and other pictures, are not touched.
+    """
+    save_figure = keeper.save_figure
+
+    def save_plain(*picture):
+        without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
+        with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
+            patch.setattr(matplotlib.figure.Figure, "set_layout_engine", lambda self, *args, **options: None)
+            save_figure(*picture)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "save_figure", save_plain)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(qwen, data, tmp_path_factory):
+    """(command line, folder) of a run of two steps, which a test copies before it breaks it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        run_main(patch, *options, "--out", out)
+    return options, out
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder in which quantised models are kept, for one test."""
+    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

@@ -1,0 +1,278 @@
+"""Answers, rewards and questions."""
+import json
+import math
+import re
+import time
+from decimal import Decimal
+
+import pytest
+
+import qerl
+import train_gsm8k
+from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, logged_steps, refused, run_main
+from common import without_times
+from harness import claims, compare, entropy, questions
+from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
+from harness.math_data import is_equal, math_questions
+from harness.questions import read_questions
+from harness.run_folder import read_jsonl, read_log, write_jsonl
+from harness.small_policy import made_up_problems
+
+
+def test_word_problems_are_gsm8k_shaped_and_disjoint():
+    train, held_out = made_up_problems()
+    assert not {p["question"] for p in train} & {p["question"] for p in held_out}
+    for problem in train[:300]:
+        for left, right in (c.split("=") for c in re.findall(r"<<(.*?)>>", problem["answer"])):
+            assert eval(left) == int(right)
+        assert problem["answer"].endswith(f"#### {right}")
+    careless = made_up_problems(careless=1.0)[0]
+    right = {p["question"]: p["answer"] for p in train}
+    assert any(p["question"] in right and right[p["question"]] != p["answer"] for p in careless)
+
+
+@pytest.mark.parametrize("text,number", [
+    ("18", "18"), ("$1,250.00", "1250"), ("\\boxed{42}", "42"), ("-3", "-3"), ("-$7.50", "-7.5"), ("it is 5 + 3 = 8 apples.", "8"),
+    (".5", "0.5"), ("70,000", "70000"), ("20%", "20"), ("12.", "12"),
+    ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "4"), ("\u22123", "-3"), ("x=-5", "-5"),
+    ("1/2", "None"), ("\\frac{1}{2}", "None"), ("\\dfrac{1}{2}", "None"), ("(3)/(4)", "None"), ("3/4 of 20 is 15", "15"), ("1{,}042", "1042")])
+def test_tolerant_numbers(text, number):
+    assert parse_number(text) == (None if number == "None" else Decimal(number))
+
+
+def test_rewards():
+    good = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
+    reward = train_gsm8k.reward
+    assert reward(good, Decimal(42), "paper") == (2.2, True)
+    assert reward(good, Decimal(41), "paper") == (0.2, False)
+    assert reward("<answer>42</answer>", Decimal(42), "paper") == (2.0, True)
+    assert reward("the answer is 42", Decimal(42), "paper") == (0.0, False)
+    assert reward(good + " and more", Decimal(42), "paper") == (2.0, True)
+    assert reward(good, Decimal(42), "answer") == (1.0, True)
+    assert reward(good, Decimal(41), "answer") == (0.0, False)
+    assert reward("so \\boxed{42}", Decimal(42), "answer") == (1.0, True)
+    assert parse_number("none") is None
+    assert final_number({"answer": "so 12\n#### 1,200 m2"}) == 1200
+    assert stated_number("so \\boxed{1,042} it is, in 2 days") == 1042
+    assert stated_number("so 12, no, 13.") == 13
+
+# What is not 5, though a 5 is its last digit.
+NOT_FIVE = [
+    "1e5", "5E5", "0x5", "{1}/{5}", "1\u20445", "\u00bd5", "5\u00bd", "5\u00b2", "2^5", "1,5", "0,005", "5.5.5", "3:5", "3-5",
+    "\\sqrt{5}", "\\frac{1}{5}", "\\frac15", "\\frac{x}{5}", "x/5", "5\\pi", "\\pm 5", "\\log 5", "2 \\times 5", "x_5", "5k",
+    "- 5", "\u20135", "\u22125", "-{5}", "-(5)", "-\\$5", "\\$-5", "- $5", "negative 5", "x = - 5",
+    "x+5", "x - 5", "(x + 5)", "5x", "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
+]
+
+FIVE = [
+    "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
+    "5 dollars", "5 apples, no more", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}",
+    "5\\text{ cm}^3", "5 \\mathrm{ft}^{2}",
+    "5 m\u00b2", "5 km/h", "5^\\circ", "\u20ac5", "US$5", "Total: 5", "Answer - 5", "\\approx 5",
+    "2 + 3 = 5 apples.", "90-85=5", "1/4 of 20 is 5",
+]
+
+
+@pytest.mark.parametrize("text,five", [(text, False) for text in NOT_FIVE] + [(text, True) for text in FIVE])
+def test_only_one_clear_number_is_rewarded(text, five):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}", f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
+        assert train_gsm8k.reward(answer, Decimal(5), "answer") == (five, five)
+
+
+@pytest.mark.parametrize("text,number", [
+    ("<answer>1,250.00</answer>", 1250), ("\\boxed{1{,}250}", 1250), ("\\boxed{1\\,250}", 1250), ("\\boxed{1 250}", 1250),
+    ("\\boxed{1e5}", 100000), ("\\boxed{\\text{\\$1,250}}", 1250), ("\\boxed{- 5}", -5), ("\\boxed{x=-5}", -5),
+    ("\\boxed{5} or \\boxed{6", 5), ("<answer>5</answer> <answer>6", 5), ("<answer>3 <answer>5</answer> 7</answer>", 5), ("5", None)])
+def test_answered_number(text, number):
+    assert answered_number(text) == number
+
+
+@pytest.mark.parametrize("gold,number", [
+    ("18", 18), ("-18", -18), ("$18", 18), ("18 dollars", 18), ("1,250,000", 1250000), ("3.0e5", 300000), ("1e3", 1000), ("1 000", 1000),
+    ("1,200 m2", 1200), ("5 km/h", 5), ("5 m^2", 5), ("5 t-shirts", 5), ("1,00", None), ("1 00", None), ("3:30", None), ("2-3", None), ("1/2", None), ("3 5", None)])
+def test_right_answers_are_read_or_refused(tmp_path, gold, number):
+    line = json.dumps({"question": "q", "answer": f"so 7\n#### {gold}\n8"})
+    (tmp_path / "train.jsonl").write_text('{"question": "p", "answer": "#### 1"}\n' + line + "\n")
+    if number is not None:
+        assert final_number(read_questions(tmp_path, "train.jsonl")[1]) == number
+    else:
+        with pytest.raises(qerl.UserError, match=re.escape(f"train.jsonl:2: '{gold}' behind")):
+            read_questions(tmp_path, "train.jsonl")
+
+LONG_UNITS = ["<answer>", "</answer>", "\\boxed{", "\\boxed{{}", "{", "5", "1,", ",000", "1 000 ", "5e", "1e1,", "\\frac{", "1/ ", " ", "=",
+              "5=", "5 or ", "is ", "- ", "^ ", "<think>", "</think><answer>"]
+
+
+@pytest.mark.parametrize("unit", LONG_UNITS)
+@pytest.mark.parametrize("frame", ["{}", "<think></think><answer>{}0</answer>", "1{}0"])
+def test_long_texts_are_graded_in_no_time(unit, frame):
+    """100,000 characters take some 20 ms of a CPU; what grows with the square took seconds."""
+    text = frame.replace("{}", unit * (100_000 // len(unit)))
+    for read in (answered_number, stated_number, parse_number, train_gsm8k.FORMAT.fullmatch):
+        start = time.process_time()
+        read(text)
+        assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("kind", FOREIGN_ROWS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_foreign_questions_are_read(tmp_path, kind, ending):
+    path = tmp_path / f"{kind}.{ending}"
+    if ending == "jsonl":
+        write_jsonl(path, FOREIGN_ROWS[kind])
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(FOREIGN_ROWS[kind]).to_parquet(str(path))
+    found = math_questions(str(path))
+    assert [(q["question"], q["answer"]) for q in found] == [FOREIGN_QUESTIONS[kind]]
+
+
+@pytest.mark.parametrize("row", [
+    {"question": "a", "answer": "x #### 2-3"}, {"question": "a", "answer": "#### "}, {"question": "a", "answer": "#### 5 million"},
+    {"question": 5, "answer": "5"}, {"question": ["a"], "answer": "5"}, {"question": [{"role": "user"}], "answer": "5"}, {"question": {"a": 1}},
+    {"question": " ", "answer": "5"}, {"question": "a", "answer": [1, 2]}, {"question": "a", "answer": math.nan},
+    {"question": "a", "reward_model": 5}, {"question": "a\ud800b", "answer": "5"}, b"\xff{}",
+    {"problem": "a", "solution": "so it is 5"}, {"question": "a", "answer": "#### 5 #### 6"},
+    {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}], "answer": "5"}])
+def test_what_is_no_question_is_refused_by_its_line(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "fine", "answer": "5"}\n' + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
+    with pytest.raises(qerl.UserError, match="rows.jsonl:2: "):
+        math_questions(str(path))
+
+
+@pytest.mark.parametrize("gold", [
+    "2 hours 30 minutes", "5 x 10^3", "5 \\times 10^3", "1 in 4", "5 out of 6", "3 squared", "x + 5", "5x", "3 ± 1", "5 π", "5 k", "1 . 5", "5 ,000",
+    "2 - 3", "3 to 4", "3 and 4", "5 or 6", "5 (or 6)", "1 1/2", "5 million", "4 = 5"])
+def test_unclear_gold_answers_are_no_number(gold):
+    assert final_number({"answer": f"so\n#### {gold}"}) is None
+
+
+@pytest.mark.parametrize("box", ["5 million", "5 thousand", "\\neq 5", "≠5", ">5", "<5", "\\geq 5"])
+def test_other_magnitudes_and_bounds_earn_nothing(box):
+    assert train_gsm8k.reward(f"\\boxed{{{box}}}", Decimal(5), "answer") == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--tis", "--clip-high", "--beta", "--weight-decay", "--lora-alpha"])
+def test_numbers_beyond_float32_are_refused(qwen, data, tmp_path, monkeypatch, capsys, flag):
+    assert "at most 1e30" in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, flag, 1e38, "--out", tmp_path / "run")
+
+
+def test_a_torn_line_costs_no_other(tmp_path, capsys):
+    lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("\n".join(["torn{", *lines, ""]))
+    assert read_log(str(tmp_path), 2) == logged_steps(2) == read_jsonl(tmp_path / "samples.jsonl")
+    assert "lacks 1 of the 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("study,options,message", [
+    (claims, ["--lrs", "nan"], "--lrs nan"), (claims, ["--seeds", "-1"], "--seeds -1"), (compare, ["--lrs", "-1"], "--lrs -1.0"),
+    (entropy, ["--sigmas", "-1"], "--sigmas -1.0"), (entropy, ["--sigmas", "nan"], "--sigmas nan")])
+def test_studies_refuse_what_cannot_be_meant(tmp_path, study, options, message):
+    with pytest.raises(qerl.UserError, match=message):
+        study.main([*options, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_gsm8k_by_name_is_fetched(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    held_out = [{"question": "test"}]
+    monkeypatch.setattr(questions, "gsm8k", lambda folder: ([{"question": str(folder)}], held_out))
+    assert questions.load_questions("gsm8k", None, None) == ([{"question": "None"}], held_out)
+    (tmp_path / "gsm8k").mkdir()
+    assert questions.load_questions("gsm8k", None, None) == ([{"question": "gsm8k"}], held_out)      # a folder of that name
+
+
+def test_datasets_are_asked_for_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((*args, options)) or FOREIGN_ROWS["aime25"])
+    assert math_questions("aime25")[0]["source"] == "aime25" and len(math_questions("somebody/else")) == 1
+    assert asked == [("math-ai/aime25", {"split": "test"}), ("somebody/else", {"split": "train"})]
+
+
+@pytest.mark.parametrize("right,answer", [
+    ("5", "5"), ("27.0", "27"), ("\\frac{3}{4}", "0.75"), ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)"),
+    ("p - q", "-q+p"), ("3,5,7", "7, 5, 3"), ("1000", "1,000"), ("\\text{Evelyn}", "Evelyn"), ("90^\\circ", "90")])
+def test_mathematics_is_compared_and_not_its_spelling(right, answer):
+    pytest.importorskip("math_verify")
+    assert is_equal(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)
+    assert not is_equal(f"So {answer}.", right) and not is_equal(f"\\boxed{{{answer}}} or \\boxed{{x + 1}}", right)
+
+
+@pytest.mark.parametrize("answer,right", [
+    *((answer, "5") for answer in ["3, 5", "4 or 5", "- 5", "5^2", "x", "", "5" * 2000, "x + 5", "5x"]),
+    ("5", "x+5"), ("2", "2x"), ("3", "3!"), ("5", "(5,\\infty)"), ("7b", "7a"), ("5", "5\\theta"), ("5", "f(5)")])
+def test_other_mathematics_earns_nothing(answer, right):
+    pytest.importorskip("math_verify")
+    assert not is_equal(f"\\boxed{{{answer}}}", right)
+
+
+@pytest.mark.parametrize("text,box", [
+    ("\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2", "\\frac{3^{\\frac{1}{2}}}{2}"), ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+    ("\\boxed{\\boxed{5}}", "\\boxed{5}"), ("\\boxed{}", ""), ("} boxed{5}", None), ("\\boxed{" * 10 ** 5, None)])
+def test_the_last_box_of_any_depth(text, box):
+    assert last_box(text) == box
+
+
+def test_foreign_columns_of_a_file_steer_nothing(tmp_path):
+    line = {"question": "a", "answer": "#### 5", "source": ["b"], "begun": "\\boxed{5}", "right": 3}
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [line])
+    assert questions.gsm8k(str(tmp_path)) == ([{"question": "a", "answer": "#### 5"}],) * 2
+
+
+def test_a_limit_of_held_out_questions_holds_for_each_set():
+    both = [{"source": name, "number": number} for name in "ab" for number in range(5)]
+    assert questions.first_of_each(both, 2) == both[:2] + both[5:7] and questions.first_of_each(both, 0) == both
+    assert questions.first_of_each([{}] * 3, 2) == [{}] * 2
+
+
+def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
+    rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "exam.jsonl", rows[2:])
+    data, exam = str(tmp_path / "train.jsonl"), str(tmp_path / "exam.jsonl")
+    train, held_out = questions.load_questions(data, [exam], None)
+    assert [q["answer"] for q in train] == ["0", "1"] and [q["answer"] for q in held_out] == ["2", "3"]
+    assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
+    with pytest.raises(qerl.UserError, match="all of its questions are held out"):
+        questions.load_questions(data, [data], None)
+
+
+def test_a_run_on_foreign_questions_with_two_sets_held_out(qwen, tmp_path, monkeypatch, capsys):
+    for kind in ("bigmath", "aime25", "amc23"):
+        write_jsonl(tmp_path / f"{kind}.jsonl", FOREIGN_ROWS[kind] * 2)
+    out = tmp_path / "run"
+    options = ("--model", qwen[0], *QUICK, "--steps", 1, "--prompts", 1, "--data", tmp_path / "bigmath.jsonl")
+    assert "--eval" in refused(monkeypatch, capsys, *options, "--out", out)
+    texts = iter(["\\boxed{5}", "5", "\\boxed{70}", "27", "70", "no"])
+    monkeypatch.setattr(train_gsm8k, "decode_all", lambda _, rollout: [next(texts) for _ in rollout.length])
+    run_main(monkeypatch, *options, "--eval", tmp_path / "aime25.jsonl", tmp_path / "amc23.jsonl", "--skip-eval-before", "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    metrics, = without_times(out / "metrics.jsonl")
+    assert metrics["accuracy"] == 0.5                                                    # of "\\boxed{5}" and "5"
+    assert summary["accuracy_after"] == 1.0 and summary["greedy_after"] == 0.5
+    assert summary["greedy_aime25_after"] == 1.0 and summary["greedy_amc23_after"] == 0.0
+
+
+def test_a_random_reward_knows_nothing_of_the_answer():
+    texts = [f"\\boxed{{{n}}}" for n in range(400)]
+    rewards = [train_gsm8k.reward(text, Decimal(5), "random") for text in texts]
+    assert 160 < sum(r for r, _ in rewards) < 240 and rewards == [train_gsm8k.reward(t, Decimal(5), "random") for t in texts]
+    assert [correct for _, correct in rewards] == [float(n == 5) for n in range(400)]
+
+ODD_ANSWERS = {
+    **dict.fromkeys(["{-}5", "{-} 5", "\\text{-}5", "$-$ {5}"], -5),
+    **dict.fromkeys(["5i", "5 i", "5i.", "{5}i", "(5)i", "5\\,i", "5\\mathrm{i}"], None),
+    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5"], None),
+    **dict.fromkeys(["5 i think", "5, i.e. five", "5 in", "x >= 5", "5 inches", "notes: 5", "not 3, it is 5", "10 - (5) = 5"], 5),
+}
+
+
+@pytest.mark.parametrize("text,number", ODD_ANSWERS.items())
+def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, number):
+    for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}"):
+        assert answered_number(answer) == number
+    if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
+        assert stated_number(f"7, {text}") is None

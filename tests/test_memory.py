@@ -1,0 +1,187 @@
+"""bench.py memory, and which phase ran out of it."""
+import json
+import sys
+
+import pytest
+import torch
+
+import bench
+import qerl
+from common import QUICK, refused
+from harness import memory_bench
+from harness.batches import Batch
+from harness.figures import save_figure
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@pytest.mark.parametrize("place,name,phase,flag", [
+    (qerl, "load_model", "while loading the model", "4-bit --weights"),
+    (qerl.Sampler, "steps", "in the rollout", "--slots"),
+    (qerl, "token_logprobs", "in the log-probabilities", "--micro-tokens"),
+    (torch.Tensor, "backward", "in the update", "--keep-activations"),
+    (torch.optim.AdamW, "step", "in the update", "--micro-tokens"),
+])
+def test_out_of_memory_names_phase_and_remedy(qwen, data, tmp_path, monkeypatch, capsys, place, name, phase, flag):
+    monkeypatch.setattr(place, name, no_memory)
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--skip-eval-before", "--out", tmp_path / "run")
+    assert f"out of memory {phase};" in line and flag in line and "--resume" in line
+
+
+def test_out_of_memory_while_the_codes_are_chosen(qwen, data, tmp_path, cache, monkeypatch, capsys):
+    """By default, as here, they are GPTQ's; without the 16-bit model there are others."""
+    monkeypatch.setattr(qerl, "load_model", no_memory)
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--device", "cpu", "--out", tmp_path / "run")
+    assert "out of memory while choosing the 4-bit codes" in line and "use --quantizer rtn" in line
+    assert not list(cache.iterdir())
+
+
+def bench_main(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, args)])
+    bench.main()
+
+
+def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Both tables of the tiny shape; the second call keeps what the first measured."""
+    bench_main(monkeypatch, "memory", "--device", "cpu", "--out", tmp_path)
+    path = tmp_path / "cpu" / "memory.json"
+    row, = json.loads(path.read_text())["rows"]
+    assert row["model"] == "tiny" and set(row["rest_gb"]) == set(memory_bench.PHASES)
+    # LoRA of rank 16 on tiny's layers, float32: A and B of q, k, v, o, gate, up and down in two blocks.
+    sizes = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
+    lora = 2 * 16 * sum(a + b for a, b in sizes) * 4
+    assert row["lora_gb"] == row["gradients_gb"] == lora / 1e9
+    assert 2 * lora <= row["optimizer_gb"] * 1e9 < 2.01 * lora                        # and a count of steps each
+    assert row["embeddings_gb"] == 2 * 512 * 256 * 4 / 1e9
+    cache = qerl.KVCache(bench.random_model("tiny", "nvfp4", 0, "cpu"), 2, 20)
+    cache.reserve(20)
+    assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
+    bench_main(monkeypatch, "memory", "--long", 9, 1, 9, "--device", "cpu", "--out", tmp_path)
+    result = json.loads(path.read_text())
+    kept, = result["rows"]
+    assert {key: kept[key] for key in row} == row and "--long" not in kept["command"] and "--long" in result["command"]
+    assert [r["length"] for r in result["long"]] == [1, 9]
+    assert all(r["ms_a_token"] > 0 and r["seconds"]["update"] > 0 for r in result["long"])
+    assert (tmp_path / "cpu" / "memory.png").stat().st_size > 10000
+    out = capsys.readouterr().out
+    assert "these figures mean nothing" in out and "tiny: completions of 9 tokens fit" in out
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["memory", "--long", "0"], "--long 0: must be at least 1"),
+    (["step", "--long"], "--long: step does not take it, only memory"),
+    (["memory", "--model", "Qwen2.5-9B"], "no such shape"),
+])
+def test_bench_memory_refuses(monkeypatch, capsys, argv, message):
+    with pytest.raises(SystemExit) as stop:
+        bench_main(monkeypatch, *argv, "--device", "cpu")
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place,name,phase", [
+    (qerl.Sampler, "steps", "rollout"), (Batch, "logprobs_under", "logprobs"), (torch.Tensor, "backward", "update")])
+def test_a_step_that_does_not_fit_is_a_row(monkeypatch, place, name, phase):
+    """Of the step that is measured, and of a long completion; an error of another kind is none of memory."""
+    settings = memory_bench.MemorySettings(**memory_bench.SMALL)
+    model, optimizer, parts = memory_bench.load("tiny", settings, "cpu")
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, no_memory)
+    row = memory_bench.length_row(model, optimizer, parts, settings, 80.0)
+    assert row["out_of_memory"] == phase and all(p.grad is None for p in qerl.trainable(model).values())
+    monkeypatch.setattr(place, name, original)
+    assert "out_of_memory" not in memory_bench.length_row(model, optimizer, parts, settings, 80.0)
+
+    whole_step = memory_bench.grpo_step
+
+    def step_after_warm_up(model, optimizer, own, phases):
+        if phases.current is None:                  # the warm-up's own
+            return None
+        monkeypatch.setattr(place, name, no_memory)
+        return whole_step(model, optimizer, own, phases)
+    monkeypatch.setattr(memory_bench, "grpo_step", step_after_warm_up)
+    row, = memory_bench.step_rows("tiny", 12.0, settings, "cpu")
+    assert row["out_of_memory"] == phase and "weights_gb" in row and "rest_gb" not in row
+    assert memory_bench.outcome(row) == f"out of memory under 12 GB in phase {phase}"
+
+    def broken():
+        raise RuntimeError("shapes do not fit")
+    with pytest.raises(RuntimeError, match="shapes"):
+        memory_bench.phase_without_memory(broken, memory_bench.Phases("cpu"))
+
+
+def test_the_longest_that_fits_is_looked_for_where_memory_should_end(monkeypatch):
+    """A step of 20 + length / 512 GB, of which the rollout's cache is the most: 30,720 tokens are 80 GB."""
+    monkeypatch.setattr(memory_bench, "load", lambda name, settings, device: (None, None, None))
+
+    def row(model, optimizer, parts, settings, cap):
+        length = settings.new_tokens
+        peaks = {"rollout": 20 + length / 512, "logprobs": 21.0, "update": 20 + length / 1024}
+        over = {"out_of_memory": "rollout"} if peaks["rollout"] > limit else {}
+        return {"length": length, "cap_gb": cap, "peak_gb": peaks, **over}
+    monkeypatch.setattr(memory_bench, "length_row", row)
+    for limit, given, expected in (
+            (80, [8192, 1024], [1024, 8192, 29696, 30720]),
+            (80, [1024, 20000, 32768], [1024, 20000, 32768, 29696, 30720]),
+            (75, [1024, 20000], [1024, 20000, 29696, 27648]),                           # as if PyTorch kept 5 GB for later
+            (80, [40000], [40000])):
+        rows = list(memory_bench.length_rows("Qwen2.5-32B", given, 80.0, memory_bench.MemorySettings(), "cpu"))
+        assert [r["length"] for r in rows] == expected
+    rows = [{"model": "a", "length": 1024, "cap_gb": 80.0}, {"model": "a", "length": 29696, "cap_gb": 80.0},
+            {"model": "a", "length": 32768, "cap_gb": 80.0, "out_of_memory": "update"}, {"model": "b", "failed": "so"}]
+    assert memory_bench.longest_that_fit(rows) == {"a": (29696, 32768)}
+
+
+def test_a_process_that_fails_is_a_row(capfd):
+    """Rows come one by one; the last says how the process ended."""
+    rows = memory_bench.in_own_process(map, json.loads, ['{"model": "a"}', "nonsense"])
+    assert next(rows) == {"model": "a"}
+    failed, = rows
+    assert memory_bench.outcome(failed) == "its process ended with status 1"
+    assert "JSONDecodeError" in capfd.readouterr().err
+
+
+def memory_row(model, weights, embeddings, cap, phase=None):
+    parts = dict(weights=weights, embeddings=embeddings, lora=0.2, optimizer=0.4, gradients=0.2)
+    peaks = {"loading": 2 * weights, "rollout": weights + 2, "logprobs": weights + 1.6, "update": weights + 3}
+    row = {"model": model, "cap_gb": cap, "cache_gb": 0.9, "peak_gb": peaks, "reserved_gb": weights + 3.5,
+           "seconds": dict.fromkeys(peaks, 1.5), **{f"{k}_gb": v for k, v in parts.items()}}
+    if phase:
+        return {**row, "out_of_memory": phase}
+    measured = {p: peaks[p] for p in memory_bench.PHASES}
+    return {**row, "rest_gb": memory_bench.what_is_left(measured, parts, 0.9)}
+
+
+def test_memory_table_and_picture(tmp_path, capsys):
+    steps = [memory_row("Qwen2.5-7B", 5.86, 2.18, 12.0), memory_row("Qwen2.5-72B", 44.5, 4.98, 80.0, "update"),
+             {"model": "Qwen2.5-14B", "cap_gb": 18.0, "failed": "its process ended with status -9"}]
+    # What makes a phase's peak adds up to it: the cache only in the rollout, the gradients only in the update.
+    for phase in memory_bench.PHASES:
+        stack = memory_bench.stack_of(steps[0], phase)
+        assert sum(stack.values()) == pytest.approx(steps[0]["peak_gb"][phase])
+        assert (stack["KV cache"] > 0) == (phase == "rollout") and (stack["gradients"] > 0) == (phase == "update")
+    peaks = {"rollout": 30.0, "logprobs": 25.0, "update": 28.0}
+    long = [{"model": "Qwen2.5-32B", "length": 1024, "cap_gb": 80.0, "cache_gb": 2.4, "peak_gb": peaks, "rest_gb": peaks,
+             "ms_a_token": 17.2, "seconds": dict.fromkeys(peaks, 2.0)},
+            {"model": "Qwen2.5-32B", "length": 32768, "cap_gb": 80.0, "cache_gb": 69.0, "peak_gb": {}, "seconds": {},
+             "out_of_memory": "rollout"},
+            {"model": "Qwen2.5-7B", "cap_gb": 80.0, "failed": "its process ended with status 1"}]
+    bench.print_memory({"rows": steps, "long": long})
+    table = capsys.readouterr().out
+    assert "| Qwen2.5-7B | 12 | 5.86 | 5.9 | 0.20 | 0.60 | 0.90 | 7.9 | 7.5 | 8.9 | 9.4 | 1.5 / 1.5 / 1.5 | fits |" in table
+    assert "| out of memory under 80 GB in phase update |" in table and "status -9 |" in table
+    assert "| Qwen2.5-32B | 1024 | 2.4 | 30.0 | 25.0 | 28.0 | 17.2 | 2.0 / 2.0 | fits |" in table
+    assert "Qwen2.5-32B: completions of 1024 tokens fit, 32768 did not" in table and "54.3 GB" in table
+    titles = []
+
+    def plot(result, plt):
+        figure = memory_bench.plot_memory(result, plt)
+        titles.append([axis.get_title() for axis in figure.axes])
+        return figure
+    for rows, lines in ((steps, long), (steps[:1], []), ([], long), ([], long[1:])):
+        save_figure(tmp_path / "memory.png", plot, {"rows": rows, "long": lines})
+    whole = "peak of a GRPO step, by phase"
+    of_lengths = ["peak of long completions", "decoding at a full cache"]
+    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B", *of_lengths], [whole], of_lengths,
+                      [f"{whole}; not shown: Qwen2.5-32B, Qwen2.5-7B"]]

@@ -1,0 +1,606 @@
+"""Several processes, and weights cut over them."""
+import glob
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import bench
+import fp4_kernels
+import methods
+import qerl
+import train_gsm8k
+from common import QUICK, batch_with_log_ratios, refused, run_main
+from harness import checkpoint, scaling_bench, sharded
+from harness.checkpoint import read_checkpoint
+from harness.ranks import Ranks
+from harness.run_folder import read_jsonl
+from test_qerl import CONFIGS, HERE, SIZES, gpu, make_folder, with_lora
+
+# train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who samples them, and a reward with a signal.
+SAME_COMPLETIONS = """
+import sys
+import torch
+import qerl, train_gsm8k
+
+
+def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
+    rows = []
+    for prompt in prompts:
+        generator = torch.Generator().manual_seed(sum(i * token for i, token in enumerate(prompt)))
+        for _ in range(group_size):
+            length = int(torch.randint(2, 9, (), generator=generator))
+            rows.append(torch.randint(20, 250, (length,), generator=generator))
+    length = torch.tensor([len(row) for row in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    logprobs = -torch.ones(tokens.shape) * qerl.length_mask(length, tokens.shape[1])
+    return qerl.Rollout(tokens, logprobs, -logprobs, length, length < 8)
+
+def reward(text, *_):
+    value = sum(text.encode()) % 3
+    return float(value), float(value == 2)
+
+qerl.generate = generate
+train_gsm8k.reward = reward
+train_gsm8k.main()
+"""
+
+
+def torchrun(count, script, *args):
+    """The command that starts `count` processes of a script on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script, *map(str, args)]
+
+
+def run_processes(count, script, *args):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
+
+SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2, "--quantizer", "rtn",
+           "--save-every", 1, "--device", "cpu", "--beta", 0.1, "--eval-questions", 5)
+
+
+def run_alone(*args):
+    """SAME_COMPLETIONS in this process, whose environment is that of a single one under torchrun."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RUN_ID", "torchrun sets it"), ("MAX_RESTARTS", "0")):
+            patch.setenv(f"TORCHELASTIC_{name}", value)
+        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
+        for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):
+            patch.setattr(module, name, getattr(module, name))                            # put back what the script replaces
+        exec(SAME_COMPLETIONS, {})
+
+
+def assert_same_steps(one, several, steps):
+    """Two runs' folders, of so many steps, hold the same adapter, figures and answers within rounding."""
+    adapters, logs, answers = [], [], []
+    for out in (one, several):
+        adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
+        logs.append(read_jsonl(out / "metrics.jsonl"))
+        answers.append(read_jsonl(out / "answers_after.jsonl"))
+    moved = max(t.abs().max() for name, t in adapters[0].items() if "lora_B" in name)
+    assert moved > 1e-3                                                                   # there was something to learn
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
+    assert len(logs[0]) == len(logs[1]) == steps
+    for a, b in zip(*logs):
+        assert a.keys() == b.keys()
+        for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-7), name
+    assert answers[0] == answers[1]
+
+
+def test_two_processes_take_the_steps_of_one(qwen, data, tmp_path, capsys):
+    """The same global batch: the same adapter and figures within rounding."""
+    script = tmp_path / "same.py"
+    script.write_text(SAME_COMPLETIONS)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--out")
+    run_alone(*options, tmp_path / "1")
+    done = run_processes(2, script, *options, tmp_path / "2")
+    assert done.returncode == 0, done.stderr
+    for output in (done.stdout, capsys.readouterr().out):
+        assert output.count("held-out pass@1") == 1                                       # one of them speaks
+    assert_same_steps(tmp_path / "1", tmp_path / "2", steps=3)
+
+# train_gsm8k.py of which rank 1 is killed in the second update of step 3. Rank 0 has been with it in the first one, so step 2 is saved.
+DYING_RANK = """
+import os, signal
+import train_gsm8k
+from harness.ranks import Ranks
+
+add_gradients, calls = Ranks.add_gradients, []
+
+def die(self, trained):
+    calls.append(self)
+    if self.rank == 1 and len(calls) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    add_gradients(self, trained)
+
+Ranks.add_gradients = die
+train_gsm8k.main()
+"""
+
+
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    script = tmp_path / "dying.py"
+    script.write_text(DYING_RANK)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 4, "--skip-eval-before", "--out", out)
+    run = run_processes(2, script, *options)
+    assert run.returncode != 0 and not (out / "summary.json").exists()
+    assert run.stderr.count("error: ") <= 1 and ("go on with --resume" in run.stderr or "SIGKILL" in run.stderr)
+    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
+    run_main(monkeypatch, *options, "--resume")
+    assert f"resumed {out} after step 2" in capsys.readouterr().out
+    assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("options,message", [
+    (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
+    (["--device", "cpu:0"], "use"), (["--shard", "--keep-activations"], "--keep-activations: with --shard"),
+    (["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "--lora-rank 0: trains the weights themselves, which --shard cuts")])
+def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *SEVERAL, *options, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_torchrun_makes_several_processes(monkeypatch):
+    """WORLD_SIZE alone, as some clusters set it, does not."""
+    for world_size in ("2", "x"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert Ranks().count == 1
+
+
+def test_minibatches_are_as_many_as_asked_for():
+    batch = batch_with_log_ratios([[0.0]] * 18)         # deep_grpo adds groups, so that rows may not divide evenly
+    sizes = [len(minibatch.prompts) for minibatch in batch.minibatches(8)]
+    assert len(sizes) == 8 and sum(sizes) == 18 and max(sizes) - min(sizes) <= 1
+
+
+def test_ranks_share_each_minibatch():
+    one, questions = Ranks(), list(range(24))
+    assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(torch.tensor(2.5)) == 2.5
+    shares = []
+    for rank in range(2):
+        ranks = Ranks()
+        ranks.count, ranks.rank = 2, rank
+        shares.append(ranks.share(questions, 3))
+    assert shares == [[0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]]
+
+
+def scaling_row(processes, prompts, step, **figures):
+    """A row as bench.py scaling keeps it, with made-up seconds."""
+    phases = dict.fromkeys(scaling_bench.PHASES, step / 5)
+    row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts, "group": 8, "step": step, "length": 100.0}
+    return {**row, **phases, **figures}
+
+
+def test_bench_scaling_measures_processes_and_keeps_earlier_rows(tmp_path, monkeypatch, capsys):
+    """Two gloo processes share the prompts; the row of one process is from an earlier call, another from a file."""
+    here = tmp_path / "cpu" / "scaling.json"
+    other = tmp_path / "other.json"
+    here.parent.mkdir()
+    here.write_text(json.dumps({"rows": [scaling_row(1, 2, 10.0, group=2), scaling_row(2, 2, 99.0, group=2)]}))
+    other.write_text(json.dumps({"rows": [scaling_row(4, 2, 5.0, group=2)]}))
+    options = ["--device", "cpu", "--out", str(tmp_path), "--processes", "2", "--repeats", "1", "--add", str(other)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", *options])
+    bench.main()
+    rows = json.loads(here.read_text())["rows"]
+    assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(1, 2, 2), (2, 4, 2), (2, 2, 2), (4, 2, 2)]
+    assert rows[0]["step"] == 10.0
+    for row in rows[1:3]:
+        phases = [row[name] for name in ("reward", *scaling_bench.PHASES)]
+        assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
+        assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
+    assert (here.parent / "scaling.png").stat().st_size > 5000
+    assert "| 2 x 2 in all | 4 | 4 | 100 | 5.000 |" in capsys.readouterr().out
+
+
+def test_bench_scaling_compares_with_one_process():
+    """Completions a second of 2 processes over one's: 1.9 x where each has as many, 1.6 x where they share."""
+    rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9), scaling_row(2, 32, 10 / 1.6, length=150.0)]
+    each, shared = scaling_bench.series_of(rows).values()
+    assert scaling_bench.speed_ups(each) == pytest.approx([1, 1.9]) and scaling_bench.speed_ups(shared) == pytest.approx([1, 1.6])
+    assert scaling_bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
+    assert scaling_bench.speed_ups(rows[1:]) == []                                         # with whom to compare?
+    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows)]
+    assert "| 32 x 8 a process | 2 | 512 | 100 |" in lines[1] and "| 48.6 | 1.90x | 95% |" in lines[1]
+    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows[1:])]    # measured before one process is
+    assert len(lines) == 2 and not any("x |" in line for line in lines)
+    figure = scaling_bench.plot_scaling({"rows": rows}, pytest.importorskip("matplotlib.pyplot"))
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines == {"ideal": [1, 2], "32 x 8 a process": pytest.approx([1, 1.9]), "32 x 8 in all": pytest.approx([1, 1.6])}
+
+
+@pytest.mark.parametrize("options,message", [
+    (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
+    (["scaling", "--processes", "--add", "nowhere.json"], "--add nowhere.json: no such file"),
+    (["scaling", "--processes"], "there are no rows yet"),
+    (["scaling", "--processes", "--add", __file__], "not what bench.py scaling writes"),
+    (["step", "--processes", "2"], "--processes: step does not take it"),
+    (["step", "--sizes", "4x1"], "4x1: give prompts x completions, at least 1x2"), (["step", "--sizes", "4"], "4: give prompts x"),
+    (["step", "--repeats", "0"], "must be at least 1"), (["step", "--cap", "5"], "only a GPU's memory has a cap"),
+    (["formats", "--model", "a", "b"], "formats takes one"),
+    (["step", "--shard"], "--nproc_per_node=2 or more"), (["step", "--cap", "0"], "must be above 0"),
+    (["memory", "--cap", "24"], "--cap: memory does not take it, only step")])
+def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert message in capsys.readouterr().err
+
+
+def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys):
+    def too_much(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has")
+    monkeypatch.setattr(bench, "run", too_much)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "9 GiB. Choose" in said and "--cap" in said
+    monkeypatch.setattr(sys, "argv", ["bench.py", "rollout", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    said = capsys.readouterr().err
+    assert "Choose a smaller --model" in said and "--cap" not in said                     # which rollout does not take
+
+    def broken(_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    monkeypatch.setattr(bench, "run", broken)
+    with pytest.raises(RuntimeError, match="mat1"):                                      # a fault of ours keeps its traceback
+        bench.main()
+
+
+@pytest.mark.parametrize("name", sorted(glob.glob(f"{HERE}/results/h200/step*.json")))
+def test_the_stored_steps_can_be_drawn_again(name):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    with open(name, encoding="utf-8") as f:
+        result = json.load(f)
+    axis = bench.plot_step(result, plt).axes[-1]
+    tops = {bar.get_x(): bar.get_y() + bar.get_height() for bar in axis.patches}         # of the stacked bars the last stands on top
+    rows = [r for r in result["rows"] if (r["prompts"], r["group"]) == tuple(result["rows"][-1][k] for k in ("prompts", "group"))]
+    assert sorted(tops.values()) == pytest.approx(sorted(r["step"] for r in rows), rel=0.02)
+    plt.close("all")
+
+
+def test_a_bench_file_says_by_which_command_a_row_was_measured(tmp_path):
+    path = tmp_path / "step.json"
+    rows = [{"model": "old", "step": 1.0}, {"model": "older", "command": "another", "date": "2025-01-01"}]
+    path.write_text(json.dumps({"command": "python bench.py step --cap 5", "date": "2026-01-01", "settings": {}, "rows": rows}))
+    result = {"command": "now", "rows": [{"model": "new"}]}
+    bench.keep_others(bench.read_earlier(str(path)), result)
+    assert result["rows"] == [{"model": "old", "step": 1.0, "command": "python bench.py step --cap 5", "date": "2026-01-01"},
+                              rows[1], {"model": "new"}]
+
+
+def test_a_bench_file_keeps_what_this_call_did_not_measure():
+    """Another format, rank or size of the same model stays; what is measured again is replaced."""
+    def row(**subject):
+        return {"model": "m", "weights": "nvfp4", "rank": 16, "prompts": 1, "group": 8, **subject}
+    others = [row(weights="bf16"), row(rank=32), row(prompts=32), row(group=2), row(model="n")]
+    result = {"rows": [row(step=2.0)]}
+    bench.keep_others({"rows": [row(step=1.0), *others]}, result)
+    assert result["rows"] == [*others, row(step=2.0)]
+
+
+def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
+    """If one of them could not be measured there is none: the other need not be the faster."""
+    monkeypatch.setattr(bench, "decode_seconds", lambda model, batch, prompt, tokens: (0.1, 2.0))
+    def theirs(weights, rate):
+        return {"rank": 16, "batch": 4, "weights": weights, "tokens_per_s": rate}
+    for vllm, best in (([theirs("nvfp4", 10.0), theirs("bf16", 20.0)], 20.0), ([theirs("nvfp4", 10.0)], None), ([], None)):
+        row, = bench.rollout_rows("m", None, "nvfp4", 16, (4,), 8, vllm)
+        assert row["tokens_per_s"] == 16.0 and row.get("vllm") == best
+
+
+def test_bench_step_cuts_the_weights(tmp_path):
+    """Two gloo processes that take part in each other's passes, with completions of different lengths; the norm of the update counts."""
+    script = tmp_path / "norms.py"
+    script.write_text("import torch, bench\nclip = torch.nn.utils.clip_grad_norm_\n"
+                      "def spy(*args):\n    norm = clip(*args)\n    print(f'norm {norm:.6f}', flush=True)\n    return norm\n"
+                      "torch.nn.utils.clip_grad_norm_ = spy\nbench.main()\n")
+    norms = []
+    for flags in ([], ["--shard"]):
+        options = ("--device", "cpu", "--weights", "nvfp4", "--sizes", "4x3", "--out", tmp_path)
+        done = run_processes(2, script, "step", *options, *flags)
+        assert done.returncode == 0, done.stderr
+        norms.append(re.findall(r"norm (\S+)", done.stdout))
+    assert norms[0] == norms[1] and float(norms[0][0]) > 0
+    found = json.loads((tmp_path / "cpu" / "step-2-processes-sharded.json").read_text())
+    assert found["settings"]["shard"] and [row["processes"] for row in found["rows"]] == [2]
+    assert found["command"].startswith("torchrun --nproc_per_node=2 norms.py step --device cpu")
+
+
+def test_ranks_divide_the_lengths_of_one_process():
+    """So 32 x 8 completions are the same work on one GPU and on four, of which one has more than another."""
+    ranks = [types.SimpleNamespace(rank=rank, count=4) for rank in range(4)]
+    parts = [bench.cut_lengths(64, 512, rank) for rank in ranks]
+    assert torch.equal(torch.cat(parts), bench.cut_lengths(256, 512, Ranks()))
+    assert len({part.sum().item() for part in parts}) == 4
+
+
+@pytest.mark.parametrize("options,message", [
+    (["step", "--sizes", "3x2"], "--sizes 3x2: 2 processes cannot share 3 prompts"),
+    (["scaling"], "scaling is started without torchrun")])
+def test_bench_under_torchrun_refuses(monkeypatch, options, message):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu"])
+    with pytest.raises(qerl.UserError, match=message):
+        bench.arguments()
+
+
+def two_agents(script, *args):
+    """Start torchrun twice, as on two machines: two processes each, which meet at a port of this one."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--rdzv-backend=c10d",
+               f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", script, *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return [subprocess.Popen(command, env=environment, cwd=HERE, **pipes) for _ in range(2)]
+
+
+def test_two_machines_take_the_step_of_one_process(qwen, data, tmp_path):
+    """Two processes on each; DAPO, whose further draws and token counts cross the machines, too."""
+    script = tmp_path / "same.py"
+    script.write_text(SAME_COMPLETIONS)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--algo", "dapo", "--beta", 0, "--steps", 1, "--skip-eval-before", "--out")
+    agents = two_agents(script, *options, tmp_path / "2 x 2")
+    run_alone(*options, tmp_path / "alone")
+    outputs = [agent.communicate(timeout=300) for agent in agents]
+    # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host one may be gone
+    # before the other has taken its leave.
+    assert "".join(out for out, _ in outputs).count("pass@1 after: ") == 1, outputs        # one of four speaks
+    assert_same_steps(tmp_path / "alone", tmp_path / "2 x 2", steps=1)
+    state, _ = read_checkpoint(str(tmp_path / "2 x 2"), {}, must_agree=["none"])
+    assert state["drawn"] > 8                                                              # questions were replaced
+
+
+def as_rank(monkeypatch, rank, others, local_rank=0):
+    """Ranks of which this is `rank`, without processes: collect gives what `others` returns."""
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "collect", others)
+    ranks.count, ranks.rank, ranks.local_rank = 4, rank, local_rank
+    return ranks
+
+
+def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
+    """Machines may name their folders differently; what they hold, and the other flags, must be the same."""
+    settings = train_gsm8k.Settings(lr=1e-3, model="/here")
+    theirs = []
+    ranks = as_rank(monkeypatch, 2, lambda facts: [theirs[0], facts[0]])
+    theirs.append({f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()} | {"--model": "/there"})
+    ranks.agree_on_flags(settings)
+    theirs[0]["--lr"] = 1e-2
+    with pytest.raises(qerl.UserError, match="--lr 0.001 of rank 2 is 0.01 in rank 0; give all machines the same"):
+        ranks.agree_on_flags(settings)
+
+    model = with_lora(qwen[0])
+    checksum = checkpoint.weights_checksum(model)
+    assert checksum == checkpoint.weights_checksum(with_lora(qwen[0]))
+    model.blocks[1].mlp.down.weight.parts[0][0, 0] ^= 1                                    # one code of one weight
+    assert checksum != checkpoint.weights_checksum(model)
+
+
+def test_a_rank_says_that_another_is_gone(monkeypatch):
+    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2, None).together():
+        raise RuntimeError("Connection reset by peer")
+
+# train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the others.
+ERRONEOUS_RANK = """
+import os, sys, time
+import harness.ranks, train_gsm8k
+
+rank, erroneous, moment = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
+harness.ranks.SPEAKING_SECONDS = 60 if erroneous == "all" else 0.5
+if erroneous in (rank, "all"):
+    sys.argv += ["--lr", "-5"] if moment == "before" else ["--data", "."]
+if rank == "0":
+    time.sleep(1)
+train_gsm8k.main()
+"""
+
+
+@pytest.mark.parametrize("erroneous,moment,message", [("all", "before", "--lr -5.0: must be positive"), ("all", "after", "--data .: no "),
+                                                      ("1", "before", "--lr -5.0: must be positive")])
+def test_an_error_of_several_ranks_is_one_line(qwen, data, tmp_path, erroneous, moment, message):
+    """Before or after the ranks have met; what one of them alone sees is said, too."""
+    script = tmp_path / "erroneous.py"
+    script.write_text(ERRONEOUS_RANK)
+    done = run_processes(2, script, erroneous, moment, "--model", qwen[0], "--data", data, *SEVERAL, "--out", tmp_path / "run")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0] and done.returncode != 0
+    assert "terminate called" not in done.stderr                                          # by gloo's threads, after the line
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_all_ranks_of_a_machine_see_that_it_has_too_few_gpus(monkeypatch, local_rank):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
+        as_rank(monkeypatch, local_rank, None, local_rank).start("cuda")
+
+# A model of several blocks: with two each would keep a buffer of its own.
+DEEP = {**SIZES, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    CONFIGS["deep"] = lambda: transformers.Qwen2Config(**DEEP, tie_word_embeddings=True)
+    try:
+        return make_folder(tmp_path_factory.mktemp("deep"), "deep")[0]
+    finally:
+        del CONFIGS["deep"]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("weights,tiled", [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
+def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
+    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its own between passes."""
+    monkeypatch.setattr(fp4_kernels, "tiles_fit", lambda *_: tiled)
+    whole = with_lora(deep, weights=weights)
+    whole.recompute_in_backward()
+    cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
+    assert all(t.numel() == 0 for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
+    passes = sharded.SharedPasses(cut, Ranks())
+    storages = {layer.weight.words.untyped_storage().data_ptr() if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
+                for layer in cut.quantized_layers()}
+    assert len(storages) == 2                                                              # buffers, for three blocks
+    tokens = torch.arange(60).view(2, 30) + 5
+    results = []
+    for model in (whole, cut):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            logits = model(tokens)
+        rollout = qerl.generate(model, tokens.tolist(), 6, 2)
+        model(tokens).square().mean().backward()
+        gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+        results.append({"logits": logits, "tokens": rollout.tokens, "logprobs": rollout.logprobs, **gradients})
+    for name, tensor in results[0].items():
+        assert torch.equal(results[1][name], tensor), name
+    passes.serve()                                                                         # nobody wants a pass
+
+
+@gpu
+def test_gpu_gathered_weights_compute_the_same(tmp_path):
+    """The same with the kernels, and with a decode step, its vote and its gatherings by NCCL, recorded as one CUDA graph."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        folder = make_folder(tmp_path / "wide", "wide")[0]
+        whole = with_lora(folder, device="cuda")
+        whole.recompute_in_backward()
+        cut = with_lora(folder, device="cuda", checkpoint_class=sharded.ShardedCheckpoint)
+        passes = sharded.SharedPasses(cut, Ranks())
+        tokens = torch.arange(60, device="cuda").view(2, 30) + 5
+        results = []
+        for model in (whole, cut):
+            with torch.no_grad():
+                logits = model(tokens)
+            rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
+            model(tokens).square().mean().backward()
+            gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
+            results.append({"logits": logits, "tokens": rollout.tokens, **gradients})
+        for name, tensor in results[0].items():
+            torch.testing.assert_close(results[1][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        passes.serve()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
+    """Three pieces, none with more than its share but for padding; together they are the layer."""
+    model = qerl.load_model(qwen[0])
+    pieces = []
+    for rank in range(3):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=3))
+        cut = qerl.load_model(qwen[0], checkpoint_class=sharded.ShardedCheckpoint)
+        layers = cut.quantized_layers()
+        pieces.append([layer.piece for layer in layers])
+    for whole, layer, *parts in zip(model.quantized_layers(), layers, *pieces):
+        packed = sharded.packed_tensors(whole.weight)
+        share = sum(t.nbytes for t in packed) / 3
+        assert all(share <= len(part) < share + 2 * sharded.ALIGNMENT for part in parts)
+        again = sharded.tensors_in(torch.cat(parts), layer.layout, 3 * sharded.ALIGNMENT)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, packed))
+
+# Two trainings by the same processes, the second with cut weights. The ranks get completions of different lengths.
+WHOLE_AND_CUT = """
+import sys
+from functools import partial
+import torch
+import bench, qerl, train_gsm8k
+from harness.ranks import Ranks
+from torch import distributed
+
+
+def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
+    slots = max(group_size, 4 - 2 * Ranks().rank)
+    lengths = torch.arange(len(prompts) * group_size) % 4 + 1 + 4 * Ranks().rank
+    sampler_class = partial(bench.CutSampler, bench.Work(), lengths)
+    options = {**options, "slots": slots, "sampler_class": sampler_class}
+    return original(model, prompts, max_new_tokens, group_size, *rest, **options)
+
+def meet(backend):
+    if not distributed.is_initialized():                        # processes cannot meet twice
+        meet_once(backend)
+
+meet_once = distributed.init_process_group
+distributed.init_process_group = meet
+stop = Ranks.stop
+Ranks.stop = lambda self: None
+original = qerl.generate
+qerl.generate = generate
+command, out = sys.argv[:-1], sys.argv[-1]
+for name, flags in (("whole", []), ("cut", ["--shard"])):
+    sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
+    train_gsm8k.main()
+stop(Ranks())                                                   # without Python's own end, in which gloo's threads may abort
+"""
+
+
+def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_path):
+    """Bit for bit, though one rank decodes more tokens in fewer slots and trains on more pieces than the other."""
+    script = tmp_path / "both.py"
+    script.write_text(WHOLE_AND_CUT)
+    flags = ("--reward", "random", "--steps", 2, "--micro-tokens", 500, "--skip-eval-before")
+    done = run_processes(2, script, "--model", deep, "--data", data, *SEVERAL, *flags, tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, cut = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert max(t.abs().max() for name, t in whole.items() if "lora_B" in name) > 1e-3
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))):
+        same = a.keys() - {"seconds", "tokens_per_s", "peak_memory_gb"}
+        assert a["length"] == 4.5 and {name: a[name] for name in same} == {name: b[name] for name in same}
+
+
+def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monkeypatch):
+    """Two ranks of the same folder agree, one of a folder with another weight in one layer does not."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen[0], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    sums = []
+    for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other)):
+        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=2))
+        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)))
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
+    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", quantizer="rtn", lora_rank=2, max_new_tokens=8, eval_questions=3)
+    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes; raise --eval-questions"):
+        train_gsm8k.load_all(settings, methods.find("qerl", settings), as_rank(monkeypatch, 2, None))
+
+
+@pytest.mark.parametrize("options,message", [(["--shard"], "start by torchrun"),
+                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun"),
+                                             (["--shard", "--save-quantized", "packed"], "leave --shard out")])
+def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
+    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
