@@ -928,10 +928,18 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
     model.device. max_new_tokens and group_size are at least 1. temperature 0 is greedy; top_p 1
-    keeps all tokens. Raises ValueError for a negative temperature, or a top_p that keeps none.
+    keeps all tokens. Raises a ValueError that names an argument that is out of range.
     """
-    if top_p <= 0 or temperature < 0:
-        raise ValueError("top_p must be above 0, and the temperature at least 0")
+    possible = {
+        "prompts": len(prompts) and all(map(len, prompts)),
+        "max_new_tokens": max_new_tokens >= 1,
+        "group_size": group_size >= 1,
+        "temperature": temperature >= 0,
+        "top_p": top_p > 0,
+    }
+    for name, ok in possible.items():
+        if not ok:
+            raise ValueError(f"generate: {name} is out of range")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
@@ -1017,6 +1025,11 @@ def token_weights(mask, algorithm="grpo"):
     return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
 
 
+def bounded(log_ratio):
+    """log_ratio cut at ±20, so that its exponential is finite: infinity times 0 would be NaN."""
+    return log_ratio.clamp(-20, 20)
+
+
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
                 ref_logprobs=None, beta=0.0, importance=None):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
@@ -1028,15 +1041,13 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     π_θ drew the tokens (here π_rollout did). importance [B, C] multiplies the gain, not the KL: see
     truncated_importance.
     """
-    log_ratio = logprobs - old_logprobs
     advantage = advantages[:, None]
-    # Where the advantage is 0 the ratio is taken as 1: an infinite one, times 0, would be NaN.
-    ratio = log_ratio.masked_fill(advantage == 0, 0).exp()
+    ratio = bounded(logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
     if importance is not None:
         gain = gain * importance
-    x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
+    x = torch.zeros_like(logprobs) if ref_logprobs is None else bounded(ref_logprobs - logprobs)
     kl = x.exp() - x - 1
     return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
 
@@ -1047,7 +1058,7 @@ def mismatch(old_logprobs, rollout_logprobs, mask):
     The ratio is of the two policies at a token, either way. With AQN the noise is part of it;
     without, only rounding is (decoding and training add in different orders).
     """
-    x = (old_logprobs - rollout_logprobs)[mask].clamp(-20, 20)         # so that e^x stays finite
+    x = bounded((old_logprobs - rollout_logprobs)[mask])
     return (x.exp() - x - 1).mean().item(), x.abs().max().exp().item()
 
 

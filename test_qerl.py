@@ -754,6 +754,20 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
         assert kl.item() > 0
 
 
+def test_a_token_that_is_clipped_has_gradient_zero_whatever_the_ratio():
+    """At log-ratios of ±100 the ratio is infinite or 0, and the KL's exponential infinite; a masked token counts nothing."""
+    for log_ratio in (99.9, 200.0, -99.9):
+        logprobs = torch.tensor([[-0.1, -1.0, -0.1]], requires_grad=True)
+        old = logprobs.detach() - torch.tensor([[log_ratio, 0.0, log_ratio]])
+        weights = torch.tensor([[0.5, 0.5, 0.0]])
+        advantage = torch.tensor([math.copysign(1.0, log_ratio)])                   # the side on which the ratio is clipped
+        qerl.policy_loss(logprobs, old, advantage, weights)[0].backward()
+        assert logprobs.grad.tolist() == [[0.0, -0.5 * advantage.item(), 0.0]]
+        loss, kl = qerl.policy_loss(logprobs, old, advantage, weights, ref_logprobs=logprobs.detach() + log_ratio, beta=0.1)
+        loss.backward()
+        assert loss.isfinite() and kl.isfinite() and logprobs.grad.isfinite().all()
+
+
 def test_an_advantage_of_zero_is_no_loss_whatever_the_ratio():
     logprobs = torch.tensor([[0.0, -1.0], [-1.0, -2.0]], requires_grad=True)
     old = torch.tensor([[-200.0, -1.0], [-1.5, -2.0]])
@@ -763,10 +777,12 @@ def test_an_advantage_of_zero_is_no_loss_whatever_the_ratio():
     assert loss.item() == pytest.approx(-(1.28 + 1) / 4) and logprobs.grad.tolist() == [[0, 0], [0, -0.25]]
 
 
-@pytest.mark.parametrize("options", [dict(top_p=0.0), dict(top_p=-1.0), dict(temperature=-0.1)])
-def test_what_nothing_can_be_drawn_by_is_refused(qwen, options):
-    with pytest.raises(ValueError, match="top_p must be above 0, and the temperature at least 0"):
-        qerl.generate(qerl.load_model(qwen[0]), [[1]], 2, **options)
+@pytest.mark.parametrize("name,value", [
+    ("top_p", 0.0), ("top_p", math.nan), ("temperature", -0.1), ("temperature", math.nan), ("group_size", 0), ("max_new_tokens", 0),
+    ("prompts", []), ("prompts", [[1], []])])
+def test_generate_names_an_argument_out_of_range(qwen, name, value):
+    with pytest.raises(ValueError, match=f"generate: {name} is out of range"):
+        qerl.generate(qerl.load_model(qwen[0]), **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
 def test_advantages_are_group_relative():

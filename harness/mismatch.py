@@ -5,13 +5,6 @@ rounding is, unless the rollout has weights or arithmetic of its own (methods/fl
 """
 import qerl
 
-LARGEST = 20.0                 # |l| at most, so that its exponential stays finite
-
-
-def ratio_of(log_ratio):
-    """eˡ of log-ratios of any shape, kept finite; gradient ends where they are cut."""
-    return log_ratio.clamp(-LARGEST, LARGEST).exp()
-
 
 def effective_sample_size(ratio):
     """(Σ ratio)² / (n Σ ratio²): the fraction of n samples that is left after weighting them."""
@@ -27,8 +20,8 @@ def describe_mismatch(old_logprobs, rollout_logprobs, mask):
     """
     kl, largest_ratio = qerl.mismatch(old_logprobs, rollout_logprobs, mask)
     log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)
-    tokens = ratio_of(log_ratio[mask])
-    completions = ratio_of(log_ratio.sum(1))
+    tokens = qerl.bounded(log_ratio[mask]).exp()
+    completions = qerl.bounded(log_ratio.sum(1)).exp()
     return {
         "mismatch_kl": kl,
         "mismatch_max_ratio": largest_ratio,

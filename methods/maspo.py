@@ -29,7 +29,6 @@ and nothing happens, so it is refused.
 import torch
 
 import qerl
-from harness.mismatch import ratio_of
 from methods import Method
 from qerl import require
 
@@ -54,7 +53,7 @@ class Neighbour(Method):
 
     def loss(self, logprobs, micro_batch):
         advantages = micro_batch.advantages[:, None]
-        ratio = ratio_of(logprobs - micro_batch.old_logprobs)
+        ratio = qerl.bounded(logprobs - micro_batch.old_logprobs).exp()
         w = maspo_weights(ratio.detach(), micro_batch.old_logprobs, advantages)
         # Without advantages Eq. 3 is its KL term.
         kl_loss, kl = qerl.policy_loss(

@@ -45,7 +45,7 @@ import torch
 
 import qerl
 from harness.chain_policy import bias_and_scatter
-from harness.mismatch import LARGEST, describe_mismatch
+from harness.mismatch import describe_mismatch
 from methods import Method
 from qerl import UserError
 
@@ -72,7 +72,7 @@ def correction(log_ratio, mask, kind, cap=2.0):
         log_ratio = log_ratio.sum(1, keepdim=True)                                 # [B, 1]
     if kind == "geometric":
         log_ratio = log_ratio.sum(1, keepdim=True) / length
-    log_ratio = log_ratio.clamp(-LARGEST, LARGEST)
+    log_ratio = qerl.bounded(log_ratio)
     value = log_ratio.exp()
     if kind == "k3":
         value = (value - 1 - log_ratio).sum(1, keepdim=True) / length
