@@ -1,7 +1,10 @@
 """Pictures: a run's learning curve, and how any picture is written."""
 import io
+import os
+import sys
 
 from harness.run_folder import atomic_write
+from qerl import reason
 
 PANELS = [
     ("accuracy", "training accuracy (temperature 1)", "fraction correct"),
@@ -12,15 +15,18 @@ PANELS = [
 
 
 def save_figure(path, draw, *data):
-    """Write the picture that draw(*data, matplotlib.pyplot) returns."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    picture = io.BytesIO()
-    figure = draw(*data, plt)
-    figure.savefig(picture, format="png", dpi=110)
-    plt.close(figure)
-    atomic_write(path, picture.getvalue())
+    """Write the picture that draw(*data, matplotlib.pyplot) returns; where that fails, warn."""
+    os.environ["MPLBACKEND"] = "agg"        # a notebook's backend may not be installed here
+    try:
+        import matplotlib.pyplot as plt
+        picture = io.BytesIO()
+        figure = draw(*data, plt)
+        figure.savefig(picture, format="png", dpi=110)
+        plt.close(figure)
+    except Exception as e:
+        print(f"warning: {path} could not be drawn ({reason(e)})", file=sys.stderr)
+    else:
+        atomic_write(path, picture.getvalue())
 
 
 def learning_curve(metrics, before, after, plt):
