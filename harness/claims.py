@@ -15,7 +15,7 @@ from statistics import fmean as mean
 
 from harness.claims_pictures import CURVES, compared_changes, compared_rates, compared_settings
 from harness.claims_pictures import plot_changes, plot_curves, plot_differences, plot_rates
-from harness.factorial import ABLATIONS, ARMS, CHANGES, FLAGS, QUESTIONS
+from harness.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
 from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure

@@ -5,13 +5,12 @@ byte a weight (6.5 GB for 7B). To make them anew in each pass would save that an
 step (an estimate from bytes and bandwidth). Trained weights are rounded anew in each pass.
 """
 import contextlib
-import functools
 
 import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.fp8_blocks import BLOCKS, choose_recipe, multiply, quantize, transposed
+from harness.fp8_blocks import choose_recipe, multiply, quantize, transposed
 from harness.full_weights import TrainedLinear, replace_layers
 
 
@@ -158,31 +157,3 @@ def fp8(model, on):
         yield
     finally:
         switch_fp8(model, before)
-
-
-# --------------------------------------------------------------------------------------------------
-# What the demonstration of methods/jetrl.py compares with
-
-def straight_through(x, block):
-    """A matrix x as FP8 holds it; its gradient is passed on to x as it is, not rounded."""
-    rounded = quantize(x.detach(), block).dequantize()
-    return x + (rounded - x.detach())
-
-
-def round_forward_alone(layer, x):
-    """TrainedBlockLinear.forward with an exact backward."""
-    rows = straight_through(x.flatten(0, -2), BLOCKS.activation)
-    weight = straight_through(layer.master, BLOCKS.weight)
-    return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
-
-
-@contextlib.contextmanager
-def exact_backward(model):
-    """Inside, the layers of trained weights round in the forward pass alone."""
-    for layer in model.quantized_layers():
-        layer.forward = functools.partial(round_forward_alone, layer)
-    try:
-        yield
-    finally:
-        for layer in model.quantized_layers():
-            del layer.forward

@@ -8,17 +8,14 @@ loading each has its own.
 """
 import importlib
 import inspect
-import tempfile
-import time
 
 import torch
 
 import qerl
 from harness import calibration
-from harness.demonstration import accuracy, distance, worked_problems
 from harness.loading import load_with_progress
 from harness.packed_folder import cached_folder, is_packed, write_packed_folder
-from harness.small_policy import ByteText, warm_start
+from harness.small_policy import ByteText
 from harness.worked import worked_sequences
 from methods import Method
 
@@ -88,56 +85,3 @@ class OtherCodes(Method):
         qerl.require(given == self.quantizer,
                      f"--method {self.settings.method}: chooses the codes as --quantizer "
                      f"{self.quantizer} does; use --quantizer {given} alone")
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstrations
-
-def example_layer():
-    """(weight [48, 128], inputs x [1000, 128]), which are correlated and of unequal size."""
-    torch.manual_seed(0)
-    mixed = torch.randn(1000, 128) @ (torch.eye(128) + 0.1 * torch.randn(128, 128))
-    return 0.05 * torch.randn(48, 128), mixed * torch.rand(128) ** 3
-
-
-def show_layer(weight, x, rounded):
-    """Print the errors of a layer that was rounded in several ways; rounded: {name: weight}."""
-    print("One layer, its inputs correlated and of unequal size. Relative error:\n\n"
-          f"  {'codes':12} of the weights   of its output")
-    for name, found in rounded.items():
-        difference = found - weight
-        of_weights = difference.norm() / weight.norm()
-        of_output = (x @ difference.T).norm() / (x @ weight.T).norm()
-        print(f"  {name:12} {of_weights:14.2%} {of_output:15.2%}")
-    print()
-
-
-def show_quantizers(tokens=16384):
-    """Print what becomes of the built-in policy under each quantizer."""
-    print("The built-in policy in 16 bit and in NVFP4 by four quantizers: the error of its logits\n"
-          "and the KL to its 16-bit self on held-out answers, their perplexity, and how many\n"
-          f"problems it solves greedily before any RL. {tokens:,} tokens of calibration.\n")
-    folder = warm_start()
-    questions, held_out = worked_problems()
-    sequences = worked_sequences(questions, ByteText(), tokens)
-    exact = qerl.load_model(folder, "bf16")
-    print(f"{'codes':14}{'error':>9}{'KL':>10}{'perplexity':>12}{'accuracy':>10}{'seconds':>9}")
-    for name in ("16 bit", "rtn", *QUANTIZERS):
-        started = time.perf_counter()
-        model = exact if name == "16 bit" else demonstrated(folder, name, sequences)
-        seconds = time.perf_counter() - started
-        far = distance(model, exact, held_out)
-        print(f"{name:14}{far['error']:9.4f}{far['kl']:10.5f}{far['perplexity']:12.4f}"
-              f"{accuracy(model):10.1%}{seconds:9.1f}")
-    print("\nAll rows but the first take 4.5 bits a weight, and the same kernels. The policy\n"
-          "imitates careless answers: exact is who solves as many as in 16 bit, not the most.")
-
-
-def demonstrated(folder, quantizer, sequences):
-    """The built-in policy with the codes of this quantizer."""
-    if quantizer == "rtn":
-        return qerl.load_model(folder)
-    found = module_of(quantizer).choose_codes(qerl.load_model(folder, "bf16"), sequences)
-    with tempfile.TemporaryDirectory() as path:
-        write_packed_folder(folder, found, path)
-        return qerl.load_model(path)

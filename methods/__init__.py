@@ -2,8 +2,8 @@
 
 `Method` is QeRL itself. Its methods are the places in the loop of train_gsm8k.py where a neighbour
 differs: a file beside this one derives a class `Neighbour` from it that replaces some of them.
-`--method FILE` or `--method FILE:VARIANT` trains with it, and `python -m methods.FILE` shows on a
-CPU within two minutes what it is about.
+`--method FILE` or `--method FILE:VARIANT` trains with it; `python -m methods` (__main__.py) compares a
+step of each.
 """
 import importlib
 import os

@@ -1,6 +1,5 @@
 """AWQ: input channels that carry large activations are scaled up before rounding (arXiv 2306.00978).
 
-    python -m methods.awq                                            the demonstration, on a CPU
     python train_gsm8k.py --quantizer awq                            goes with every --method
     python train_gsm8k.py --method awq                               the same with QeRL's
 
@@ -33,7 +32,7 @@ import torch
 import qerl
 from harness.calibration import calibrate
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes, example_layer, pieces, show_layer, show_quantizers
+from harness.quantizers import OtherCodes, pieces
 
 
 def channel_scale(mean, a):
@@ -111,18 +110,3 @@ def choose_codes(model, sequences):
 class Neighbour(OtherCodes):
     """`--method awq` is QeRL with `--quantizer awq`, and nothing else."""
     quantizer = "awq"
-
-
-def main():
-    weight, x = example_layer()
-    rounded = {}
-    for a in (0, 0.2, 0.4, 0.6, 0.8):
-        s = channel_scale(x.abs().mean(0), a)
-        parts = qerl.quantize_nvfp4(weight * s)
-        rounded[f"a = {a}"] = qerl.dequantize_nvfp4(*parts, torch.float32) / s
-    show_layer(weight, x, rounded)
-    show_quantizers()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """DEEP-GRPO: branches from the middle of failed completions (arXiv 2602.14169).
 
-    python -m methods.deep_grpo                        the demonstration, on a CPU
     python train_gsm8k.py --method deep_grpo
 
 Marks: [P] the authors' code or README was read, [S] a secondary note, [I] our inference or choice.
@@ -33,16 +32,12 @@ When would you use it? Where most completions fail late and sampling is cheap be
 failed completion costs G more (logged: seconds of "branches").
 """
 import functools
-import types
 from collections import namedtuple
 
 import torch
 
 import qerl
 from harness.branches import fit_success, join_samples, limited_sampler, sentence_ends
-from harness.demonstration import scored_completions, small_policy
-from harness.questions import with_prompts
-from harness.small_policy import made_up_problems
 from methods import Method
 
 REMEMBERED = 10_000            # outcomes of pivots
@@ -142,46 +137,3 @@ class Neighbour(Method):
         """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""
         self.sizes = {branches: self.size(batch.mask[stream]) for branches, stream in self.streams(batch)}
         return self.measured
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def show_pivots():
-    text = ("He sells 4 of 12 eggs. So 12 - 4 = 8 are left! They cost 2 dollars each.\n"
-            "8 * 2 = 18. The answer is 18.")
-    cuts = sentence_ends(list(text))
-    r, utility = pivot_utility(len(cuts), (1.8, -3.4))
-    print("1. Pivots of a failed completion, a letter a token. Deep branches mostly fail here:\n"
-          "P(r) = sigmoid(1.8 - 3.4 r).\n\n"
-          "     r     P   r^2     Q  the completion up to the cut ends in")
-    for j, cut in enumerate(cuts):
-        probability = utility[j] / r[j] ** 2
-        share = utility[j] / utility.sum()
-        print(f"  {r[j]:.2f}  {probability:.2f}  {r[j] ** 2:.2f}  {share:4.0%}  {text[:cut][-22:]!r}")
-
-
-def show_branches():
-    model, text, _ = small_policy(0)
-    method = Neighbour(types.SimpleNamespace(max_new_tokens=64))
-    method.prepare(model, None, None, text)
-    rng = torch.Generator().manual_seed(0)
-    complete = scored_completions(model, text, rng)
-    problems, _ = made_up_problems()
-    samples = complete(with_prompts(problems[:48], text, 400))
-    method.explore(samples, complete, rng)
-    found = method.measured
-    print(f"\n2. The small policy: {samples.correct.mean():.0%} of {samples.correct.numel()} "
-          f"completions are right. {found['branches']} of the others end a sentence\n"
-          f"before their last, and get 8 branches each: {found['branch_accuracy']:.0%} of these are "
-          f"right, and {found['mended']:.0%} of\nthe {found['branches']} have one that is. A branch "
-          "inherits what was wrong before the cut, so it pays\nwhere failures come late.")
-
-
-def main():
-    show_pivots()
-    show_branches()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """FlashRL: sample with 8-bit weights and activations, train in 16 bits, weight the tokens.
 
-    python -m methods.flashrl                                        what 8 bits change in a rollout
     python train_gsm8k.py --method flashrl                           INT8; flashrl:fp8 for FP8
     python train_gsm8k.py --method flashrl --lora-rank 0 --beta 0 --lr 1e-4    trains all weights
 
@@ -35,15 +34,8 @@ mostly reads weights. If LoRA on frozen weights is enough, 4 bits are half as mu
 no correction.
 """
 import contextlib
-import copy
 
-import torch
-
-import qerl
 from harness.eight_bit import eight_bit, require_fp8_products
-from harness.full_weights import train_all_weights
-from harness.mismatch import describe_mismatch
-from harness.small_policy import ByteText, made_up_problems, warm_start
 from methods import Method
 from qerl import UserError
 
@@ -67,46 +59,3 @@ class Neighbour(Method):
     def noise(self, model, sigma, generator):
         with super().noise(model, sigma, generator), eight_bit(model, self.variant):
             yield
-
-
-def main():
-    text = ByteText()
-    prompts = [text.prompt(p["question"]) for p in made_up_problems()[1][:32]]
-    repeated = [prompt for prompt in prompts for _ in range(4)]
-    model = qerl.load_model(warm_start(), "bf16")
-    train_all_weights(model)
-    four_bits = qerl.load_model(warm_start(), "nvfp4")
-    updated = copy.deepcopy(model)             # as by a step of Adam with a learning rate of 1e-3
-    generator = torch.Generator().manual_seed(0)
-    for layer in updated.quantized_layers():
-        sign = torch.randn(layer.master.shape, generator=generator).sign()
-        layer.master.data += 1e-3 * sign
-
-    print("128 completions of the built-in policy (float32), and what weighting them would leave\n"
-          f"{'sampled with':34} {'trained':8} {'bits':>6} {'KL/token':>9} "
-          f"{'eff. tokens':>12} {'eff. completions':>17}")
-
-    def compare(name, trained_name, bits, sampler, trained, format=None):
-        context = eight_bit(sampler, format) if format else contextlib.nullcontext()
-        with context:
-            rollout = qerl.generate(sampler, prompts, 64, 4, eos=text.eos,
-                                    generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            logprobs = qerl.token_logprobs(trained, repeated, rollout.tokens, rollout.length)
-        seen = describe_mismatch(logprobs, rollout.logprobs, rollout.mask)
-        print(f"{name:34} {trained_name:8} {bits:6} {abs(seen['mismatch_kl']):9.5f} "
-              f"{seen['effective_tokens']:12.1%} {seen['effective_completions']:17.1%}", flush=True)
-
-    compare("the weights that are trained", "float32", 32, model, model)
-    compare("INT8, quantised now", "float32", 8, model, model, "int8")
-    compare("FP8, quantised now", "float32", 8, model, model, "fp8")
-    compare("INT8, quantised before an update", "float32", 8, model, updated, "int8")
-    compare("NVFP4, quantised now", "float32", 4.5, four_bits, model)
-    compare("NVFP4, as QeRL: trained as sampled", "NVFP4", 4.5, four_bits, four_bits)
-    print("\n8 bits cost little, INT8 less than FP8, whose codes have 3 bits behind the leading one.\n"
-          "TIS is to correct that. Codes must follow the policy: those from before an update are\n"
-          "farther away. 4 bits are farther still, unless, as in QeRL, they are what is trained.")
-
-
-if __name__ == "__main__":
-    main()

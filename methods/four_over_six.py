@@ -1,6 +1,5 @@
 """Four over six: a block's largest value becomes 6 or 4, whichever is nearer (arXiv 2512.02010).
 
-    python -m methods.four_over_six                                  the demonstration, on a CPU
     python train_gsm8k.py --quantizer four-over-six                  goes with every --method
     python train_gsm8k.py --method four_over_six                     the same with QeRL's
 
@@ -20,17 +19,17 @@ block scales are
 What differs from QeRL. Only the bytes that are loaded; α has 256 where RTN has E4M3's largest, 448,
 so that a scale has room to grow by half. No data are needed.
 
-Results. On Gaussian weights a mean squared error about 16.5 % lower [our measurement, in the tests
-and below]. Ours in training: methods/README.md.
+Results. On Gaussian weights a mean squared error about 16.5 % lower [our measurement, in the
+tests]. Ours in training: methods/README.md.
 
 When would you use it? Where there are no data: it costs nothing. But a smaller error of the weights
-does not promise that the model is nearer, as the demonstration shows.
+does not promise that the model is nearer.
 """
 import torch
 
 import qerl
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes, show_quantizers
+from harness.quantizers import OtherCodes
 
 
 def quantize_four_over_six(weight):
@@ -64,19 +63,3 @@ def choose_codes(model, sequences):
 class Neighbour(OtherCodes):
     """`--method four_over_six` is QeRL with `--quantizer four-over-six`, and nothing else."""
     quantizer = "four-over-six"
-
-
-def main():
-    torch.manual_seed(0)
-    weight = torch.randn(1024, 2048)
-    errors = []
-    for quantize in (qerl.quantize_nvfp4, quantize_four_over_six):
-        decoded = qerl.dequantize_nvfp4(*quantize(weight), torch.float32)
-        errors.append((decoded - weight).square().mean().item())
-    print(f"Gaussian weights: the mean squared error of rounding is {errors[0]:.5f}, with four over\n"
-          f"six {errors[1]:.5f}, {1 - errors[1] / errors[0]:.1%} less.\n")
-    show_quantizers()
-
-
-if __name__ == "__main__":
-    main()

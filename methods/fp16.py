@@ -1,6 +1,5 @@
 """Float16 instead of bfloat16, in the sampler and in training (arXiv 2510.26788).
 
-    python -m methods.fp16                             the demonstration, on a CPU
     python train_gsm8k.py --method fp16
 
 The problem. Decoding and training compute the same policy, but add in different orders, and so
@@ -37,12 +36,6 @@ models or 16-bit weights, and where the GPU has no bfloat16 anyway (T4). What Qe
 the mismatch stays. Not for models whose activations pass 65504, which then are infinite: the run
 stops with a message.
 """
-import types
-
-import torch
-
-import qerl
-from harness.demonstration import adapted_policy, gradient, relative, sample_step
 from methods import Method
 from qerl import require
 
@@ -59,39 +52,3 @@ class Neighbour(Method):
         given = self.settings.dtype
         require(given == "float16",
                 f"--method fp16: computes in float16, not in {given}; leave --dtype {given} out")
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def main():
-    settings = types.SimpleNamespace(micro_tokens=16384)
-    print("1. Decoding against training: the same policy twice, without noise. l should be 0.\n\n"
-          "  dtype           K3   mean |l|   largest ratio   off by over 1 %   10 %")
-    policies = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        policies[dtype], text, prompts = adapted_policy(8, lora_rank=8, dtype=dtype)
-        _, batch = sample_step(Method(settings), policies[dtype], text, prompts)
-        log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask]
-        k3, largest = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-        off = [(log_ratio.expm1().abs() > limit).float().mean() for limit in (0.01, 0.1)]
-        print(f"  {str(dtype)[6:]:9} {max(k3, 0):8.1e}   {log_ratio.abs().mean():8.1e} "
-              f"{largest:15.3f} {off[0]:17.2%} {off[1]:6.2%}")
-
-    batch.weights = qerl.token_weights(batch.mask)             # of float32, the last
-    batch.advantages[::2] = -1
-    exact = gradient(policies[torch.float32], batch)
-    print("\n2. What loss scaling is for: LoRA's gradient of one minibatch, against float32's. A\n"
-          "token's share falls with the size of the minibatch: a scale of 2^-6 stands for one of 64\n"
-          "times as many tokens. vanished: elements that became 0. An infinite one is left out.\n\n"
-          "  dtype     loss scale   relative error   vanished")
-    cases = [(torch.bfloat16, 0)] + [(torch.float16, k) for k in (-12, -6, 0, 16, 32)]
-    for dtype, k in cases:
-        found = gradient(policies[dtype], batch, 2.0 ** k)
-        shown = f"{relative(found, exact):.2%}" if found.isfinite().all() else "infinite"
-        vanished = ((found == 0) & (exact != 0)).float().mean()
-        print(f"  {str(dtype)[6:]:9} {f'2^{k}':>10} {shown:>16} {vanished:10.2%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """GPTQ: columns are rounded in turn, and the next make up for what was lost (arXiv 2210.17323).
 
-    python -m methods.gptq                                           the demonstration, on a CPU
     python train_gsm8k.py --quantizer gptq                           goes with every --method
     python train_gsm8k.py --method gptq                              the same with QeRL's
 
@@ -31,7 +30,7 @@ import torch
 import qerl
 from harness.calibration import calibrate
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes, example_layer, round_e2m1, show_layer, show_quantizers
+from harness.quantizers import OtherCodes, round_e2m1
 
 
 def inverse_factor(gram, order, damping):
@@ -96,15 +95,3 @@ def choose_codes(model, sequences):
 class Neighbour(OtherCodes):
     """`--method gptq` is QeRL with `--quantizer gptq`, and nothing else."""
     quantizer = "gptq"
-
-
-def main():
-    weight, x = example_layer()
-    ways = {"rtn": qerl.quantize_nvfp4(weight), "gptq": quantize_gptq(weight, x.T @ x)}
-    show_layer(weight, x, {
-        name: qerl.dequantize_nvfp4(*parts, torch.float32) for name, parts in ways.items()})
-    show_quantizers()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """Jet-RL: one flow of FP8 products for rollout and training (arXiv 2601.14243).
 
-    python -m methods.jetrl                                          what FP8 does to the policy
     python train_gsm8k.py --method jetrl --lora-rank 0 --beta 0 --lr 1e-4    as the paper, all weights
     python train_gsm8k.py --method jetrl:training                    QeRL's NVFP4, trained on faster
 
@@ -34,7 +33,7 @@ faster, and on 0.5B it changes log π less (results/README.md, "Training in FP8"
 `training` gives up the rule of one policy: metrics.jsonl has fp8_error, the mean |l| that FP8 adds,
 l = log π in FP8 - log π in 16 bits of the sampled tokens (of eight completions a step), and
 mismatch_kl contains it. Look at both before you trust a run; --tis 2 weights the tokens for it. On
-the built-in policy it is more than AQN's noise, as the demonstration shows.
+the built-in policy it is more than AQN's noise, as `python -m methods` shows.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
@@ -45,17 +44,12 @@ When would you use it? `unified` to train all weights on Hopper GPUs, with long 
 `training` where the update and not the rollout takes the time: large batches, QeRL's weights.
 """
 import contextlib
-import types
 
 import torch
 
-import qerl
-from harness.demonstration import adapted_policy, gradient, relative, sample_step, small_policy
 from harness.eight_bit import require_fp8_products
 from harness.fp8_blocks import BLOCKS, ROWS, multiply, quantize, transposed
-from harness.fp8_layers import exact_backward, fp8, put_block_layers, switch_fp8
-from harness.full_weights import train_all_weights
-from harness.mismatch import describe_mismatch
+from harness.fp8_layers import fp8, put_block_layers, switch_fp8
 from methods import Method
 from qerl import require
 
@@ -135,76 +129,3 @@ class Neighbour(Method):
         # Evaluations, between steps, are in FP8 if the rollout and the training both are.
         switch_fp8(self.model, self.rollout_in_fp8 and self.training_in_fp8)
         return {}
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def show_products():
-    model, _, _ = small_policy(1, "bf16")
-    weight = model.blocks[0].mlp.down.weight.dequantize(torch.float32)
-    x = torch.randn(256, weight.shape[1]) * torch.randn(weight.shape[1]).exp()
-    grad = torch.randn(256, weight.shape[0]) * 1e-5
-    print("1. The three products of a layer of the built-in policy (down), relative error; x has\n"
-          "channels of unequal size.\n\n"
-          "  scales                   Y = X W^T   dX = dY W   dW = dY^T X")
-    for name, recipe in (("1 x 128 and 128 x 128", BLOCKS), ("rows and whole weight", ROWS)):
-        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = TrainedProduct.apply(*leaves, recipe)
-        y.backward(grad)
-        pairs = [(y, x @ weight.T), (leaves[0].grad, grad @ weight), (leaves[1].grad, grad.T @ x)]
-        print(f"  {name:22}" + "".join(f"{relative(*pair):12.2%}" for pair in pairs))
-
-
-def show_mismatch():
-    """Prints a table -> the model of its first line, all of whose weights are trained, and its Batch."""
-    print("\n2. Who samples and who is trained: 96 completions. l = log pi_old - log pi_rollout\n"
-          "should be 0 but for AQN, QeRL's noise on purpose, here sigma = 0.01 as at its start.\n\n"
-          "  rollout        training   trained           K3   mean |l|   eff. completions")
-    settings = types.SimpleNamespace(micro_tokens=16384)
-    cases = [
-        ("all weights", Neighbour(settings, "unified"), "FP8", "FP8"),
-        ("all weights", Neighbour(settings, "rollout"), "FP8", "float32"),
-        ("LoRA", Neighbour(settings, "training"), "NVFP4", "FP8"),
-        ("LoRA", Method(settings), "NVFP4", "NVFP4"),
-        ("LoRA", Method(settings), "NVFP4 + AQN", "NVFP4"),
-    ]
-    runs = []
-    for trained, method, rollout, training in cases:
-        if trained == "LoRA":
-            model, text, prompts = adapted_policy(24, lora_rank=16)
-        else:
-            model, text, prompts = small_policy(24, "bf16")
-            train_all_weights(model)
-        method.prepare(model, None, None, None)
-        _, batch = sample_step(method, model, text, prompts, 0.01 * rollout.endswith("AQN"))
-        runs.append((model, batch))
-        seen = describe_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-        log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask]
-        print(f"  {rollout:14} {training:10} {trained:12} {max(seen['mismatch_kl'], 0):7.1e} "
-              f"{log_ratio.abs().mean():10.1e} {seen['effective_completions']:18.1%}", flush=True)
-    return runs[0]
-
-
-def show_gradient(model, batch):
-    batch.weights = qerl.token_weights(batch.mask)
-    batch.advantages = torch.randn(len(batch.prompts))
-    ours = gradient(model, batch)
-    with exact_backward(model):
-        forward = gradient(model, batch)
-    with fp8(model, False):
-        exact = gradient(model, batch)
-    print("\n3. The gradient of all weights, relative error. The policy is so sure of most tokens\n"
-          "that its gradient hangs on few; to round its weights is to ask another policy.\n\n"
-          f"  forward and backward in FP8, against 32 bits            {relative(ours, exact):7.1%}\n"
-          f"  backward in FP8, against 32 bits, of the same FP8 policy{relative(ours, forward):7.1%}")
-
-
-def main():
-    torch.manual_seed(0)
-    show_products()
-    show_gradient(*show_mismatch())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """MASPO: soft bounds in the place of clipping (arXiv 2602.17550).
 
-    python -m methods.maspo                            the demonstration, on a CPU
     python train_gsm8k.py --method maspo
 
 Marks: [P] the authors' code or README was read, [I] our inference.
@@ -60,27 +59,3 @@ class Neighbour(Method):
             logprobs, micro_batch.old_logprobs, 0 * micro_batch.advantages, micro_batch.weights,
             ref_logprobs=micro_batch.ref_logprobs, beta=self.settings.beta)
         return kl_loss - (w * ratio * advantages * micro_batch.weights).sum(), kl
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def main():
-    print("MASPO's w, by which the gradient of a token is multiplied, beside clipping at 0.8 and\n"
-          "1.28, which multiplies by 1 or 0:\n\n"
-          "              A = 1                        A = -1\n"
-          "  ratio  pi=0.2  pi=0.01  clipping    pi=0.2  pi=0.01  clipping")
-    for ratio in (0.1, 0.5, 0.79, 1.0, 1.29, 2.0, 5.0):
-        shown = f"{ratio:7}"
-        for advantage, clipped in ((1.0, ratio > 1.28), (-1.0, ratio < 0.8)):
-            old_logprobs = torch.tensor([[0.2, 0.01]]).log()
-            ratios = torch.full((1, 2), ratio)
-            likely, unlikely = maspo_weights(ratios, old_logprobs, torch.tensor([[advantage]]))[0]
-            shown += f" {likely:7.2f} {unlikely:8.2f} {int(not clipped):9}   "
-        print(shown.rstrip())
-    print("\nWhat leads away from pi_old fades instead of being dropped, the more the farther it has\n"
-          "led; a token of 1 % fades later than one of 20 %. What leads back counts in full.")
-
-
-if __name__ == "__main__":
-    main()

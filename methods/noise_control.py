@@ -1,6 +1,5 @@
 """AQN steered by what it does, where QeRL's is scheduled.
 
-    python -m methods.noise_control                    the demonstration, on a CPU
     python train_gsm8k.py --method noise_control       or noise_control:plappert, noise_control:entropy
 
 The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes:
@@ -31,10 +30,9 @@ of layers. It needs the noise's share of K to stand out of K_0, which in bfloat1
 it cost our small policy accuracy (methods/README.md). The others are for ablations.
 """
 import math
-import types
 
+import qerl
 from harness.checks import require_noise
-from harness.demonstration import k3_of, sample_step, small_policy
 from harness.flags import require_flag
 from methods import Method
 
@@ -86,7 +84,7 @@ class Neighbour(Method):
 
     def before_updates(self, batch):
         """Steer sigma for the next step; log the one that this step had."""
-        k3 = k3_of(batch)
+        k3 = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.sampled)[0]
         if self.scheduled == 0:
             self.state["rounding"] = k3
         else:
@@ -106,37 +104,3 @@ class Neighbour(Method):
         self.state["divergence"] = k3 if before is None else (before + k3) / 2
         target = FIRST_DIVERGENCE * (self.scheduled / self.settings.sigma_start) ** 2
         return faster_rule(self.sigma, self.state["divergence"] - self.state["rounding"], target)
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def main():
-    model, text, prompts = small_policy(12)
-    settings = types.SimpleNamespace(sigma_start=0.02, micro_tokens=16384)
-
-    print("1. What sigma does to the small policy. K3 = mean(e^l - 1 - l) grows as sigma^2 within a factor\n"
-          "of two or three (a draw a line), so a measurement says in which direction, and about how far,\n"
-          "to move sigma. The entropy grows by a fifth where K3 has grown by hundreds.\n\n"
-          "  sigma        K3  K3/sigma^2  entropy")
-    for sigma in (0, 0.01, 0.03, 0.1, 0.2):
-        rollout, batch = sample_step(Method(settings), model, text, prompts, sigma)
-        slope = f"{k3_of(batch) / sigma ** 2:.2f}" if sigma else ""
-        entropy = rollout.entropy[rollout.mask].mean()
-        print(f"{sigma:7} {k3_of(batch):9.1e} {slope:>11} {entropy:8.3f}")
-
-    print(f"\n2. Loops from sigma = 0.02 on, towards K3 = {FIRST_DIVERGENCE} or mean(-l) = "
-          f"{PLAPPERT_DIVERGENCE}:\n\n"
-          "         divergence          plappert\n"
-          "  step  sigma       K3    sigma       K3")
-    loops = [Neighbour(settings, "divergence"), Neighbour(settings, "plappert")]
-    for i in range(6):
-        cells = []
-        for loop in loops:
-            _, batch = sample_step(loop, model, text, prompts, sigma=0.02, seed=i)
-            cells.append(f"{loop.before_updates(batch)['sigma']:.4f} {k3_of(batch):8.5f}")
-        print(f"{i + 1:6} {cells[0]}   {cells[1]}")
-
-
-if __name__ == "__main__":
-    main()

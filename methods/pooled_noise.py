@@ -1,6 +1,5 @@
 """Pooled noise: four draws share each group, and completions far from the policy are left out.
 
-    python -m methods.pooled_noise                     the demonstration, on a CPU
     python train_gsm8k.py --method pooled_noise
 
 The problem (3PO, arXiv 2608.09805). All completions of a step share one draw of the noise, so that
@@ -23,14 +22,12 @@ and with long completions w leaves its range, so look at kept_fraction.
 """
 import contextlib
 import dataclasses
-import types
 
 import torch
 
 import qerl
 from harness.batches import join_rollouts
 from harness.checks import require_noise
-from harness.demonstration import k3_of, sample_step, small_policy
 from methods import Method
 from methods.rollout_correction import correction
 from qerl import require
@@ -80,36 +77,3 @@ class Neighbour(Method):
     def before_updates(self, batch):
         kept = sequence_weights(batch) > 0
         return {"kept_fraction": kept.float().mean().item()}
-
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration
-
-def main():
-    model, text, prompts = small_policy(12)
-    settings = types.SimpleNamespace(micro_tokens=16384)
-    print("1. What pooling averages: how far each of 16 draws moves the small policy, and four draws\n"
-          "together; K3 = mean(e^l - 1 - l) in nats a token.\n\n"
-          "             one draw           four draws\n"
-          "  sigma    least     most     least     most")
-    _, clean = sample_step(Method(settings), model, text, prompts)
-    for sigma in (0.03, 0.1):
-        noise_rng = torch.Generator().manual_seed(0)
-        divergences = []
-        for _ in range(16):
-            with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
-                noisy = clean.logprobs_under(model, settings.micro_tokens)
-            divergences.append(qerl.mismatch(noisy, clean.old_logprobs, clean.mask)[0])
-        one = torch.tensor(divergences)
-        four = one.view(-1, DRAWS).mean(1)
-        print(f"{sigma:7} {one.min():8.5f} {one.max():8.5f}  {four.min():8.5f} {four.max():8.5f}")
-    print("\n2. The completions that sequence-MIS keeps, of some 30 tokens each:\n\n"
-          "  sigma        K3   kept")
-    for sigma in (0.01, 0.03, 0.1, 0.2):
-        _, batch = sample_step(Neighbour(settings), model, text, prompts, sigma)
-        kept = (sequence_weights(batch) > 0).float().mean()
-        print(f"{sigma:7} {k3_of(batch):9.1e} {kept:6.0%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -37,17 +37,14 @@ Result of the paper: the claims above; its figures were not read. Ours: methods/
 When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
-import itertools
 import random
 
 import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.demonstration import distance, worked_problems
 from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
-from harness.quantizers import quantized_folder, round_e2m1
-from harness.small_policy import ByteText, warm_start
+from harness.quantizers import round_e2m1
 from harness.trained_codes import ScaledLinear, packed_tensors, trained_codes_model
 from harness.worked import answer_logits, rows_of, worked_sequences
 from methods import Method
@@ -151,30 +148,3 @@ class Neighbour(Method):
 
         key = [start, self.variant, sequences, recipe, torch.device(device).type]
         return cached_folder(folder, "qat", key, make)
-
-
-def main(recipe=dict(SMALL_RECIPE, steps=16)):
-    print("The built-in policy, trained for NVFP4 on the answers that it once imitated: by\n"
-          "distillation from itself in 16 bit or by supervised fine-tuning, from rounded weights\n"
-          f"or from GPTQ's, {recipe['steps']} steps. KL to its 16-bit self on held-out answers, and\n"
-          "their perplexity:\n")
-    folder = warm_start()
-    questions, held_out = worked_problems(64)
-    sequences = worked_sequences(questions, ByteText(), 65536)
-    teacher = qerl.load_model(folder, "bf16")
-    starts = {"RTN": folder, "GPTQ": quantized_folder(folder, "gptq", questions, ByteText(), "cpu")}
-    print(f"{'start':7}{'training':10}{'KL':>10}{'perplexity':>12}")
-    for start, training in itertools.product(starts, ("none", "sft", "distil")):
-        student = fake_quantised(starts[start])
-        if training != "none":
-            guide = teacher if training == "distil" else None
-            cold_start(student, guide, sequences, **recipe)
-        far = distance(student, teacher, held_out)
-        print(f"{start:7}{training:10}{far['kl']:10.5f}{far['perplexity']:12.4f}")
-    print("\nFrom rounded weights distillation gives back more of the KL than fine-tuning. GPTQ\n"
-          "alone does better than either, and its weights hardly change their codes at this\n"
-          "learning rate: they start in the middle between two roundings.")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """QuRL: an 8-bit rollout whose clipping follows the truncation, and whose steps show in the codes.
 
-    python -m methods.qurl                                    both ideas in figures
     python train_gsm8k.py --method qurl:acr                   ACR alone, with QeRL's rollout
     python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6    both, on an INT8 rollout
 
@@ -39,14 +38,11 @@ When would you use it? Where FlashRL's rollout is right, all weights are trained
 and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.
 """
 import contextlib
-from types import SimpleNamespace
 
 import torch
 
 import qerl
-from harness.batches import Batch
-from harness.eight_bit import eight_bit, quantize_rows, require_fp8_products
-from harness.small_policy import warm_start
+from harness.eight_bit import eight_bit, require_fp8_products
 from methods import Method, flashrl
 from qerl import UserError
 
@@ -121,53 +117,3 @@ class Neighbour(Method):
         r = truncation(batch.old_logprobs, batch.rollout_logprobs, self.settings.tis)
         capped = (r < 1)[batch.mask].float().sum() / batch.mask.sum().clamp_min(1)
         return {"capped_fraction": capped.item()}
-
-
-def show_clipping():
-    """The slope of the gain in log π at R = 1.5 and advantage 1."""
-    rho = torch.tensor([[0.5, 1, 2, 3, 4, 8]])
-    one = torch.ones_like(rho)
-    token = Batch(None, None, None, -rho.log(), one[0, :1], one.bool(), 0 * rho, weights=one)
-    settings = SimpleNamespace(tis=2.0, clip_low=0.2, clip_high=0.28, beta=0)
-    logprobs = (1.5 * one).log().requires_grad_()
-    loss, _ = Neighbour(settings, "acr").loss(logprobs, token)
-    slope = -torch.autograd.grad(loss, logprobs)[0]
-    r = truncation(token.old_logprobs, token.rollout_logprobs, settings.tis)
-    print("ACR: the slope of a token's gain at R = 1.5, C = 2. With TIS alone, whose bound is always\n"
-          "1.28, it is 0 everywhere.\n\n"
-          "   ρ    w     r   ACR's bound   slope")
-    for row in zip(rho[0], (rho * r)[0], r[0], (1.28 / r)[0], slope[0].abs()):
-        print("{:4.1f} {:4.1f} {:5.2f} {:13.2f} {:7.1f}".format(*row))
-
-
-def show_updates():
-    """A weight that reads a norm, W and W / s, before and after a step of Adam from the start."""
-    layer = qerl.load_model(warm_start(), "bf16").blocks[0].mlp.gate_up
-    weight = layer.weight.dequantize(torch.float32)
-    scaled = weight / UAQ_SCALE
-    sign = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).sign()
-
-    def changed(before, after):
-        codes, _ = quantize_rows(before, "int8")
-        return (quantize_rows(after, "int8")[0] != codes).float().mean()
-
-    int8 = changed(weight, scaled)
-    nvfp4 = (qerl.quantize_nvfp4(weight)[0] != qerl.quantize_nvfp4(scaled)[0]).float().mean()
-    print(f"\nUAQ, s = {UAQ_SCALE}, changes {int8:.3%} of a weight's INT8 codes and {nvfp4:.3%} of "
-          "its NVFP4 codes.\nThen a step of Adam moves each value by the learning rate, up or down. "
-          "INT8 codes that\nit changes:\n\nlearning rate    plain   rate times s      UAQ")
-    for lr in (1e-6, 1e-5, 1e-4):
-        plain = changed(weight, weight + lr * sign)
-        faster = changed(weight, weight + UAQ_SCALE * lr * sign)
-        by_uaq = changed(scaled, scaled + lr * sign)
-        print(f"{lr:13.0e} {plain:8.3%} {faster:14.3%} {by_uaq:8.3%}")
-    print("\nThe rounding stays, the step grows; a larger rate would move the other weights, too.")
-
-
-def main():
-    show_clipping()
-    show_updates()
-
-
-if __name__ == "__main__":
-    main()

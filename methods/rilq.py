@@ -31,17 +31,14 @@ not [from the abstract and from notes; its figures were not checked]. Ours: meth
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.
 """
-import copy
+import contextlib
 import random
 
 import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.demonstration import distance, worked_problems
-from harness.lora_starts import adapter, low_bit_format, other_adapter, put_adapter, svd_start
 from harness.packed_folder import require_16_bit
-from harness.small_policy import ByteText, warm_start
 from harness.worked import Worked, answer_logits, rows_of, worked_sequences
 from methods import Method
 
@@ -50,6 +47,28 @@ LONGEST = 512                      # tokens of a text
 BATCH = 8
 EVERY = 8                          # steps between two validations
 PATIENCE = 3                       # validations without progress, after which training ends
+
+
+def adapter(model):
+    """A copy of what is trained: {name: tensor}."""
+    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+
+
+@torch.no_grad()
+def put_adapter(model, tensors):
+    for name, p in qerl.trainable(model).items():
+        p.copy_(tensors[name])
+
+
+@contextlib.contextmanager
+def other_adapter(model, tensors):
+    """The context in which the model has these tensors in the place of its own adapter."""
+    own = adapter(model)
+    put_adapter(model, tensors)
+    try:
+        yield
+    finally:
+        put_adapter(model, own)
 
 
 def rilq_loss(model, teacher_hidden, rows):
@@ -134,34 +153,3 @@ class Neighbour(Method):
     def reference(self, model):
         """The policy of the first step, LoRA included."""
         return other_adapter(model, self.start)
-
-
-def main(ranks=(4, 16, 64), steps=16):
-    print("The built-in policy in 2 bits, and LoRA that undoes the error: layer by layer by the SVD\n"
-          "of W - Ŵ, or by RILQ's loss of the whole model.\n"
-          f"({steps} steps of Adam at 2e-3, as the policy is small.)\n"
-          "KL to the 16-bit policy in nats per token, on held-out answers:\n")
-    qerl.FORMATS["low"] = low_bit_format(2)
-    folder = warm_start()
-    questions, held_out = worked_problems(64)
-    sequences = texts_of(questions, ByteText(), 120)
-    teacher = qerl.load_model(folder, "bf16")
-    kl = distance(qerl.load_model(folder, "low"), teacher, held_out)["kl"]
-    print(f"without LoRA {kl:.4f}\n\nrank      SVD     RILQ")
-    for rank in ranks:
-        torch.manual_seed(0)
-        by_layers = qerl.load_model(folder, "low", rank)
-        together = copy.deepcopy(by_layers)
-        svd_start(by_layers, teacher)
-        compensate(together, teacher, sequences, lr=2e-3, steps=steps)
-        svd = distance(by_layers, teacher, held_out)["kl"]
-        rilq = distance(together, teacher, held_out)["kl"]
-        print(f"{rank:4} {svd:8.4f} {rilq:8.4f}")
-    del qerl.FORMATS["low"]
-    print("\nThe SVD gains with the rank; RILQ is about as good at the small rank as at the large.\n"
-          "The layers are only 128 wide, so that rank 64 is half of all: there the SVD has nearly\n"
-          "the whole error, while RILQ's cross-entropy fits a large adapter to its few texts.")
-
-
-if __name__ == "__main__":
-    main()

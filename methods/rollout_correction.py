@@ -1,6 +1,5 @@
 """Rollout correction: what to do about completions that another policy sampled.
 
-    python -m methods.rollout_correction                                what each correction costs
     python train_gsm8k.py --method rollout_correction:token-tis         train with one of `variants`
 
 The problem ("On the Rollout-Training Mismatch in Modern RL Systems", openreview.net 8MHqvb4lK9):
@@ -39,12 +38,10 @@ rollout that sometimes goes wrong altogether. bypass saves a forward pass where 
 small against the clip range.
 """
 import math
-from types import SimpleNamespace
 
 import torch
 
 import qerl
-from harness.chain_policy import bias_and_scatter
 from harness.mismatch import describe_mismatch
 from methods import Method
 from qerl import UserError
@@ -142,29 +139,3 @@ class Neighbour(Method):
         if not self.three_policies:
             result |= describe_mismatch(log_ratio, torch.zeros_like(log_ratio), mask)
         return result
-
-
-def main():
-    torch.manual_seed(0)
-    logits = torch.randn(5, 5, requires_grad=True)
-    print("100 gradients, each of 1024 completions of 16 tokens, against the exact one. In per cent\n"
-          "of its length: how far their mean is off (bias), how far one is from the mean (scatter).")
-    rows = [("no correction", None, 0), *((kind, kind, 0) for kind in (*KEPT, "bypass"))]
-    rows += [("sequence-tis, --tis 1e6", "sequence-tis", 1e6)]
-    for sigma in (0.01, 0.3):
-        noisy = logits.detach() + sigma * torch.randn(5, 5)
-        print(f"\nnoise {sigma} on the logits of the sampler    bias  scatter  tokens left out")
-        for name, variant, tis in rows:
-            settings = SimpleNamespace(tis=tis, clip_low=0.2, clip_high=0.28, beta=0)
-            method = Neighbour(settings, variant) if variant else Method(settings)
-            bias, scatter = bias_and_scatter(method, logits, noisy)
-            left_out = method.after_updates().get("masked_fraction", 0)
-            print(f"{name:40} {bias:6.0%} {scatter:8.0%} {left_out:16.0%}")
-    print("\nA mean of 100 is itself off by about a tenth of the scatter. Only the whole product,\n"
-          "uncapped, has no bias beyond that, and it scatters most. geometric and k3 leave little of\n"
-          "a rollout that is off everywhere. In bypass the noise alone leaves the clip range: what\n"
-          "did well loses tokens of its gradient there, and what did badly keeps them.")
-
-
-if __name__ == "__main__":
-    main()

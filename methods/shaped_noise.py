@@ -1,6 +1,5 @@
 """AQN in some of the norms alone, or of another distribution: ablations of our own.
 
-    python -m methods.shaped_noise                     the demonstration, on a CPU
     python train_gsm8k.py --method shaped_noise:VARIANT
 
 The problem. AQN adds Gaussian noise to the scales of all RMSNorms. Which of them explore, and does
@@ -17,17 +16,15 @@ The formula. w + sigma z with E z = 0 and E z^2 = 1, as in QeRL (Eq. 7-10), but
 No result of ours: we have not trained with it.
 
 When would you use it? To find out where AQN works, at a sigma that causes the same divergence: the
-demonstration shows how differently the same sigma moves a policy, depending on where it is.
+table of `python -m methods` shows how differently the same sigma moves a policy, depending on where it is.
 """
 import contextlib
 import math
-import types
 
 import torch
 
 import qerl
 from harness.checks import require_noise
-from harness.demonstration import sample_step, small_policy
 from methods import Method
 
 PLACES = ("attention", "mlp", "first", "last")
@@ -73,29 +70,3 @@ class Neighbour(Method):
 
     def noise(self, model, sigma, generator):
         return shaped_noise(model, sigma, generator, self.variant)
-
-
-def main():
-    model, text, prompts = small_policy(12)
-    settings = types.SimpleNamespace(micro_tokens=16384)
-    print("sigma = 0.1 elsewhere and of other distributions, K3 = mean(e^l - 1 - l) over four draws.\n"
-          "The spread between draws is what a step with one draw is exposed to: see pooled_noise.py.\n\n"
-          "  noise          mean     least      most")
-    _, clean = sample_step(Neighbour(settings), model, text, prompts)
-    for variant in (None, *PLACES, *UNIT_VARIANCE):
-        method = Neighbour(settings, variant)
-        noise_rng = torch.Generator().manual_seed(0)
-        found = []
-        for _ in range(4):
-            with method.noise(model, 0.1, noise_rng):
-                noisy = method.old_logprobs(model, clean)
-            found.append(qerl.mismatch(noisy, clean.old_logprobs, clean.mask)[0])
-        mean = sum(found) / len(found)
-        print(f"  {variant or 'all norms':10} {mean:8.5f}  {min(found):8.5f}  {max(found):8.5f}")
-    print("\nNoise in the first third of the blocks does about what noise in all of them does, in the\n"
-          "last third next to nothing. Other distributions of the same variance came out larger in four\n"
-          "draws, by less than the draws of one of them differ.")
-
-
-if __name__ == "__main__":
-    main()

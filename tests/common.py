@@ -318,3 +318,21 @@ def widened(tensors):
     for name, tensor in tensors.items():
         if "mlp" in name:
             tensors[name] = F.pad(tensor, (0, 8) if "down" in name else (0, 0, 0, 8))
+
+
+def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
+    """A step's rollout by a methods.Method, with noise, and its log pi_old -> (Rollout, Batch).
+
+    group completions a prompt of at most 64 tokens; every advantage is 1.
+    """
+    sampling_rng = torch.Generator().manual_seed(seed)
+    noise_rng = torch.Generator().manual_seed(seed)
+    with method.noise(model, sigma, noise_rng):
+        rollout = method.generate(
+            model, prompts, 64, group, eos=text.eos, slots=256, generator=sampling_rng)
+    repeated = [p for p in prompts for _ in range(group)]
+    advantages = torch.ones(len(repeated))
+    batch = Batch(
+        repeated, rollout.tokens, rollout.length, rollout.logprobs, advantages, rollout.mask)
+    batch.old_logprobs = method.old_logprobs(model, batch)
+    return rollout, batch

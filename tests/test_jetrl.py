@@ -15,8 +15,8 @@ import fp4_kernels
 import qerl
 import train_gsm8k
 from common import QUICK, all_trained, fp8_neighbour, have_capability, neighbour, refused
-from common import stopped_and_resumed
-from harness import cross_compile, demonstration, eight_bit, fp8_blocks, fp8_layers
+from common import sample_step, stopped_and_resumed
+from harness import cross_compile, eight_bit, fp8_blocks, fp8_layers
 from harness.batches import Batch
 from harness.mismatch import describe_mismatch
 from methods import flashrl, jetrl
@@ -309,7 +309,7 @@ def test_one_fp8_flow_is_one_policy(qwen, kind):
 
     def mismatch_of(method, model):
         text = types.SimpleNamespace(eos=range(20))
-        rollout, batch = demonstration.sample_step(method, model, text, PROMPTS, seed=1)
+        rollout, batch = sample_step(method, model, text, PROMPTS, seed=1)
         return describe_mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask)["mismatch_kl"]
     one = model()
     assert mismatch_of(fp8_neighbour("unified", one), one) < 1e-6

@@ -1,5 +1,6 @@
 """The neighbouring methods."""
 import copy
+import importlib
 import json
 import math
 import random
@@ -16,8 +17,8 @@ import methods
 import qerl
 import train_gsm8k
 from common import QUICK, batch_with_log_ratios, have_capability, neighbour, refused
-from common import run_main, scored_by_letters, without_times
-from harness import branches, demonstration, eight_bit, keeper
+from common import run_main, sample_step, scored_by_letters, without_times
+from harness import branches, eight_bit, keeper
 from harness.batches import Batch
 from harness.checkpoint import read_checkpoint
 from harness.full_weights import train_all_weights
@@ -555,7 +556,7 @@ def test_fp16_rounds_more_finely_than_bfloat16(qwen):
     errors, mismatches = {}, {}
     for dtype in (torch.bfloat16, torch.float16):
         model = qerl.load_model(folder, "bf16", dtype=dtype)
-        rollout, batch = demonstration.sample_step(small_neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
+        rollout, batch = sample_step(small_neighbour("qerl"), model, types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
         tokens = torch.cat([torch.tensor([[5, 6, 7]]).repeat(16, 1), rollout.tokens], 1)
         exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1, rollout.tokens[..., None])[..., 0]
         errors[dtype] = (batch.old_logprobs - exact).std().item()
@@ -747,3 +748,14 @@ def test_maspo_trains(qwen, data, tmp_path, monkeypatch):
 ])
 def test_neighbours_refuse(data, tmp_path, monkeypatch, capsys, options, message):
     assert message in refused(monkeypatch, capsys, *options, "--device", "cpu", "--out", tmp_path / "out")
+
+
+def test_a_table_compares_the_second_step_of_each_method(capsys):
+    comparison = importlib.import_module("methods.__main__")
+    comparison.main(["qerl", "jetrl:training"])
+    header, qerl_row, jetrl_row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[:2] == ["method", "KL"] and qerl_row[0] == "qerl" and jetrl_row[0] == "jetrl:training"
+    assert 0 < float(qerl_row[1]) < float(jetrl_row[1])                           # FP8 in training adds to the noise's divergence
+    with pytest.raises(SystemExit) as stop:
+        comparison.main(["nonsense"])
+    assert stop.value.code == 2 and capsys.readouterr().err.startswith("error: --method nonsense: unknown; choose one of qerl, ")

@@ -10,7 +10,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,7 +19,7 @@ import methods
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
-from harness import cache as cache_folder, calibration, lora_starts, packed_folder, quantizers
+from harness import cache as cache_folder, calibration, packed_folder, quantizers
 from harness import run_folder, trained_codes, worked
 from harness.questions import read_questions
 from harness.small_policy import ByteText
@@ -377,30 +376,6 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
     assert loss.item() == pytest.approx((mse + cross_entropy).item() / 2)
 
 
-def test_layerwise_svd_is_the_best_of_its_rank(qwen, monkeypatch):
-    """Eckart and Young: what is left of each layer's error are the singular values beyond the rank."""
-    monkeypatch.setitem(qerl.FORMATS, "low", lora_starts.low_bit_format(2))
-    teacher = qerl.load_model(qwen[0], "bf16")
-    model = qerl.load_model(qwen[0], "low", 8, lora_alpha=16)
-    lora_starts.svd_start(model, teacher)
-    for layer, exact in zip(model.quantized_layers(), teacher.quantized_layers()):
-        A = layer.lora_A.split(layer.rank)
-        for i, rows in enumerate((exact.weight.dequantize(torch.float32) - layer.weight.dequantize(torch.float32)).split(layer.sizes)):
-            left = rows - 2 * layer.lora_B.split(layer.sizes)[i] @ A[i]
-            beyond = np.linalg.svd(rows.numpy(), compute_uv=False)[8:]
-            assert left.norm().item() == pytest.approx(np.linalg.norm(beyond), rel=1e-3)
-
-
-@pytest.mark.parametrize("bits,values", [(2, {-3, -1, 1, 3}), (3, {-7, -5, -3, -1, 1, 3, 5, 7})])
-def test_low_bit_format_takes_the_nearest_of_few_values(bits, values):
-    format = lora_starts.low_bit_format(bits)
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    decoded = format.dequantize(*format.quantize(weight), torch.float32)
-    for block, found in zip(weight.view(-1, 16), decoded.view(-1, 16)):
-        table = torch.tensor(sorted(values)) * block.abs().max() / max(values)
-        torch.testing.assert_close(found, table[(block[:, None] - table).abs().argmin(1)])
-
-
 def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     questions = read_questions(data, "train*.jsonl")
     sequences = rilq.texts_of(questions, train_gsm8k.ChatText(qwen[0], ""), 10)
@@ -412,10 +387,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, data):
     teacher = qerl.load_model(qwen[0], "bf16")
     torch.manual_seed(0)
     model = qerl.load_model(qwen[0], lora_rank=4)
-    start = lora_starts.adapter(model)
+    start = rilq.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)   # it is NaN at once
     assert len(losses) == 1 + rilq.PATIENCE and not any(loss <= losses[0] for loss in losses[1:])
-    assert all(torch.equal(start[name], p) for name, p in lora_starts.adapter(model).items())
+    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] < losses[0] and len(losses) == 3
     held = worked.rows_of(sequences[:2], "cpu")

@@ -1,0 +1,59 @@
+"""Two steps of the built-in policy by each method, the second of them with noise: one table.
+
+    python -m methods                            all methods and their variants, on a CPU
+    python -m methods flashrl jetrl:training     these
+
+KL: of the sampling policy to the one that is trained, in nats a token (K3). "left": the fraction of
+completions that is left after weighting them by their ratio, the effective sample size. Entropy in
+nats a token. gradient: the norm at the last update. The figures are of the second step.
+"""
+from harness import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_importing()
+
+import contextlib
+import io
+import json
+import tempfile
+
+import methods
+import train_gsm8k
+from harness.flags import Parser
+from harness.stops import one_line
+
+HEADER = "method                              KL   left  entropy  gradient  rollout s  update s"
+ROW = ("{name:30} {mismatch_kl:7.5f} {effective_completions:6.1%} {entropy:8.3f} {gradient_norm:9.4f} "
+       "{seconds[rollout]:10.1f} {seconds[update]:9.1f}")
+
+
+def every_variant():
+    """All that --method takes."""
+    for name in methods.names():
+        neighbour, _ = methods.look_up(name)
+        yield from [f"{name}:{variant}" for variant in neighbour.variants] or [name]
+
+
+def second_step(name):
+    """The line of metrics.jsonl of the second of two steps, the first of which has no noise."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        train_gsm8k.train(train_gsm8k.arguments([
+            "--method", name, "--steps", "2", "--stages", "2", "--skip-eval-before",
+            "--eval-questions", "1", "--device", "cpu", "--out", folder]))
+        with open(f"{folder}/metrics.jsonl", encoding="utf-8") as log:
+            return json.loads(log.readlines()[-1])
+
+
+def main(argv=None):
+    with one_line():
+        interrupts.as_exception()
+        parser = Parser(__doc__, prog="python -m methods")
+        parser.add_argument("names", nargs="*", metavar="NAME", help="as --method takes it")
+        names = parser.parse_args(argv).names or every_variant()
+        print(HEADER)
+        for name in names:
+            print(ROW.format(name=name, **second_step(name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
