@@ -160,13 +160,15 @@ def claims_of_exercise_6(outputs):
 
 def claims_of_exercise_7(outputs):
     k1, k3 = zip(*(row[2:5:2] for row in columns(outputs[0], "sigma ")[:4]))
-    assert sorted(k1) == list(k1) and k1[-1] == pytest.approx(k3[-1], rel=0.3)
+    assert sorted(k1) == list(k1) and k1[2] == pytest.approx(k3[2], rel=0.5)
+    assert 1 / 3 < k1[3] / k3[3] < 3                    # at sigma 0.3 a few tokens make most of K3
     capped = columns(outputs[0], "cap ")                # cap; mean and deviation of the weights; estimate and its error
     for column in (1, 2, 3, 4):
         assert sorted(row[column] for row in capped) == [row[column] for row in capped]
     (in_16_bit,), tokens_of_01 = columns(outputs[0], "trained in BF16, sigma 0"), k3[1]
     assert in_16_bit[3] > 10 * tokens_of_01             # rounding the rollout alone: a larger mismatch than noise of 0.01
-    assert capped[-1][1] == pytest.approx(1, abs=0.15)  # of 8,000 weights with a standard deviation of 3: five errors
+    *_, (_, mean, deviation, *_) = capped               # of about 7,000 weights
+    assert mean == pytest.approx(1, abs=5 * deviation / 7000 ** 0.5)
 
 # What the course concludes from the built-in policy's figures, on whatever policy this processor has made.
 COURSE_CLAIMS = {4: claims_of_exercise_4, 6: claims_of_exercise_6, 7: claims_of_exercise_7}
