@@ -36,12 +36,12 @@ from harness.checks import require_finite_update, require_rank_fits, say_what_st
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
-from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_weights
+from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
 from harness.loading import load_with_progress
 from harness.math_data import is_equal
 from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
-from harness.packed_folder import save_packed, weights_fingerprint
+from harness.packed_folder import policy_fingerprints, save_packed
 from harness.questions import first_of_each, load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
@@ -300,7 +300,7 @@ def load_all(settings, method, ranks=Ranks()):
         ranks.serve = SharedPasses(model, ranks).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
-    model.weights_fingerprint = weights_fingerprint(stored)
+    model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -580,7 +580,7 @@ def evaluate_only(settings):
     model, tokenizer, _, held_out = load_all(settings, method, ranks)
     if saved:
         state, tensors = saved
-        require_same_weights(state, model, settings.out)
+        require_same_policy(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
     result = evaluate(model, tokenizer, held_out, settings, "now", ranks)

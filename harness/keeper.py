@@ -39,13 +39,17 @@ def read_saved(settings, must_agree=None):
     return saved
 
 
-def require_same_weights(state, model, folder):
-    """Refuse to go on with other weights, or 4-bit codes, than those that the run in `folder` adapts."""
-    if state["weights"] != model.weights_fingerprint:
-        raise UserError(
-            f"--resume: {folder} was begun with other weights than --model has now, or other 4-bit "
-            "codes than --quantizer finds now, with other code, libraries or hardware; bring back the "
-            "model's files or the cache of that time, or start a new run")
+def require_same_policy(state, model, folder):
+    """Refuse to go on with another model, or other 4-bit codes, than the run in `folder` adapts."""
+    changed = {
+        "weights": "other weights than --model has now, or other 4-bit codes than --quantizer finds "
+                   "now, with other code, libraries or hardware",
+        "config": "another config.json or other EOS tokens than --model has now",
+    }
+    for part, fingerprint in model.fingerprints.items():
+        if state.get(part, fingerprint) != fingerprint:       # an older checkpoint lacks "config"
+            raise UserError(f"--resume: {folder} was begun with {changed[part]}; bring back the "
+                            "model's files or the cache of that time, or start a new run")
 
 
 def open_run(settings):
@@ -97,7 +101,7 @@ class Keeper:
                     f"--resume: {self.folder} was started with other questions, answers or prompts than "
                     "the data and the model's chat template now give; bring those back or name another "
                     "--out")
-            require_same_weights(self.state, model, self.folder)
+            require_same_policy(self.state, model, self.folder)
             require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
             require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
@@ -109,7 +113,7 @@ class Keeper:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
             self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data,
-                          "weights": model.weights_fingerprint, **chosen}
+                          **model.fingerprints, **chosen}
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])

@@ -194,8 +194,17 @@ def model_name(folder):
     return name
 
 
+def policy_fingerprints(folder, eos):
+    """What a policy is made of: {"weights": of the folder's files, "config": of config.json and eos}.
+
+    Each a SHA-256; of the weights that of pieces of them, which other weights or codes do not share.
+    """
+    with open(f"{folder}/config.json", "rb") as f:
+        config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
+    return {"weights": weights_fingerprint(folder), "config": config.hexdigest()}
+
+
 def weights_fingerprint(folder, samples=256, size=4096):
-    """SHA-256 of pieces of the weights' files in a folder, which other weights or codes do not share."""
     digest = hashlib.sha256()
     for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
         length = os.path.getsize(path)

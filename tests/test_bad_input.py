@@ -1194,6 +1194,23 @@ def test_a_run_does_not_go_on_with_other_weights_or_another_chat_template(qwen, 
     assert "other questions, answers or prompts" in refused(monkeypatch, capsys, *options, "--resume")
 
 
+def test_a_run_does_not_go_on_with_another_config(qwen, data, tmp_path, monkeypatch, capsys):
+    """A model computes something else with other values in config.json, and completions end elsewhere with another EOS."""
+    model = tmp_path / "model"
+    shutil.copytree(qwen[0], model)
+    options = ("--model", model, "--data", data, *QUICK, "--steps", 1, "--quantizer", "rtn", "--out", tmp_path / "run")
+    run_main(monkeypatch, *options)
+    for name, key, value in (("config", "rms_norm_eps", 0.1), ("config", "rope_parameters", {"rope_type": "default", "rope_theta": 500.0}),
+                             ("generation_config", "eos_token_id", [256, 65])):
+        path = model / f"{name}.json"
+        stored = path.read_text()
+        path.write_text(json.dumps({**json.loads(stored), key: value}))
+        for more in ((), ("--eval-only",)):
+            assert "was begun with another config.json" in refused(monkeypatch, capsys, *options, "--resume", *more)
+        path.write_text(stored)
+    run_main(monkeypatch, *options, "--resume")
+
+
 def test_a_cut_off_model_of_the_cache_is_made_again(qwen, cache, capsys):
     def make(path):
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
