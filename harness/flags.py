@@ -33,6 +33,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            require_value(name, value)
+        return args
+
 
 def default_text(name, default, presets):
     """The end of a flag's help, its default and where a preset differs: (default 64; small 16)."""
@@ -66,10 +72,7 @@ def parse_flags(settings_class, description, presets, argv=None):
             remark += default_text(f.name, f.default, presets)
             parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
     given = vars(parser.parse_args(argv))
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        require_value(name, value)
-    return given
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def require_value(name, value):

@@ -1194,6 +1194,17 @@ def test_a_run_does_not_go_on_with_other_weights_or_another_chat_template(qwen, 
     assert "other questions, answers or prompts" in refused(monkeypatch, capsys, *options, "--resume")
 
 
+@pytest.mark.parametrize("program,arguments", [
+    ("bench", ["step", "--device", "cpu", "--out", ""]), ("bench", ["entropy", "--out", ""]), ("bench", ["claims", "--out", ""]),
+    ("bench", ["methods", "--runs", ""]), ("harness.report", [""]), ("methods.__main__", [""])])
+def test_every_program_refuses_an_empty_value(monkeypatch, capsys, program, arguments):
+    """As an unset variable of the shell leaves it: `--out ''` would write to the root of the file system."""
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(program).main()
+    assert stop.value.code == 2 and "is empty; give a value" in capsys.readouterr().err
+
+
 def test_a_run_does_not_go_on_with_another_config(qwen, data, tmp_path, monkeypatch, capsys):
     """A model computes something else with other values in config.json, and completions end elsewhere with another EOS."""
     model = tmp_path / "model"
