@@ -25,11 +25,6 @@ mma needs a Hopper GPU. On a CPU the others run a tiny shape, so that one can st
 times, and memory, mean nothing. step may be started by torchrun, too: each process then has its
 share of the prompts. claims, entropy and methods come first on the line and have flags of their own.
 """
-from harness import interrupts
-
-if __name__ == "__main__":
-    interrupts.while_importing()
-
 import argparse
 import copy
 import glob
@@ -1309,7 +1304,6 @@ def run(args):
 
 def main():
     with one_line():
-        interrupts.as_exception()
         studies = {"claims": claims, "entropy": entropy, "methods": compare}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))

@@ -11,11 +11,6 @@
 # and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
 # and plots, is in the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a
 # neighbour beside it; a comment behind method.x names the function of qerl.py that QeRL calls there.
-from harness import interrupts
-
-if __name__ == "__main__":
-    interrupts.while_importing()       # before torch, whose import takes seconds: Ctrl-C is one line
-
 import json
 import math
 import re
@@ -632,7 +627,6 @@ def arguments(argv=None):
 
 def main():
     with one_line() as run:                     # an error that the user can mend is one line
-        interrupts.as_exception()
         settings = arguments()
         ranks = Ranks()
         if settings.save_quantized:

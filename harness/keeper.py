@@ -46,8 +46,8 @@ def require_same_policy(state, model, folder):
                    "now, with other code, libraries or hardware",
         "config": "another config.json or other EOS tokens than --model has now",
     }
-    for part, fingerprint in model.fingerprints.items():
-        if state.get(part, fingerprint) != fingerprint:       # an older checkpoint lacks "config"
+    for part, ours in model.fingerprints.items():
+        if state.get(part, ours) != ours:       # an older checkpoint lacks "config"
             raise UserError(f"--resume: {folder} was begun with {changed[part]}; bring back the "
                             "model's files or the cache of that time, or start a new run")
 

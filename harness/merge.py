@@ -8,11 +8,6 @@ of the model that adapter_config.json names, or --model. Where that is in NVFP4,
 stand for: the weights that LoRA was trained on. The adapter of a 16-bit model, which was rounded
 while it was loaded, is added to the weights before rounding.
 """
-from harness import interrupts
-
-if __name__ == "__main__":
-    interrupts.while_importing()
-
 import json
 import math
 import os
@@ -171,7 +166,6 @@ def merge(folder, out, given=None):
 
 def main(argv=None):
     with one_line():
-        interrupts.as_exception()
         parser = Parser(__doc__, prog="python -m harness.merge")
         parser.add_argument("adapter", help="the folder adapter of a run")
         parser.add_argument("out", help="the new folder")

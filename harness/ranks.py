@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import sys
-import time
 from statistics import fmean
 
 import torch
@@ -26,9 +25,6 @@ from qerl import UserError, reason
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
           "step": max}
-
-# How long the other ranks of a machine leave it to the first one to say what happened.
-SPEAKING_SECONDS = 5.0
 
 
 class Ranks:
@@ -107,15 +103,6 @@ class Ranks:
             sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-    def let_first_speak(self):
-        """Wait before saying an error, which the first rank of the machine may be saying now.
-
-        With that one's end torchrun stops the others. So who is still there after this is alone with
-        its error. That torchrun then reports the end in its own words cannot be helped.
-        """
-        if self.local_rank:
-            time.sleep(SPEAKING_SECONDS)
 
     @contextlib.contextmanager
     def together(self):

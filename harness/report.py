@@ -4,11 +4,6 @@
 
 The page is one file and loads nothing. Its text and its looks are in report.html.jinja.
 """
-from harness import interrupts
-
-if __name__ == "__main__":
-    interrupts.while_importing()
-
 import bisect
 import json
 import math
@@ -257,7 +252,6 @@ def report_on(folder):
 
 def main(argv=None):
     with one_line():
-        interrupts.as_exception()
         parser = Parser(__doc__, prog="python -m harness.report")
         parser.add_argument("folder", help="of a run")
         folder = parser.parse_args(argv).folder

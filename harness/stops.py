@@ -3,7 +3,6 @@ import contextlib
 import errno
 import os
 import sys
-import traceback
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -14,22 +13,8 @@ from harness.ranks import Ranks
 from harness.run_folder import remove_if_empty
 from qerl import UserError
 
-# A function that runs in one phase only, the phase, and what lowers its memory. The first counts
-# that was running; `train` also runs around the others.
-PHASES = [
-    ("quantized_folder", "while choosing the 4-bit codes, for which 16-bit blocks and text are loaded",
-     "in a new run, use --quantizer rtn, which takes a layer at a time and no text"),
-    ("load_all", "while loading the model",
-     "choose a smaller --model or 4-bit --weights, or cut it over several GPUs by --shard"),
-    ("generate", "in the rollout", "lower --slots or, in a new run, --max-new-tokens"),
-    ("logprobs_under", "in the log-probabilities",
-     "lower --micro-tokens or, in a new run, --max-new-tokens"),
-    ("train", "in the update", "lower --micro-tokens, leave out --keep-activations or, in a new run, "
-                               "lower --max-new-tokens or --lora-rank"),
-]
-ANY_PHASE = ("lower --slots (rollout), --micro-tokens (update) or, in a new run, --max-new-tokens or "
-             "--lora-rank")
-
+LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model itself does not fit, "
+               "use 4-bit --weights, --quantizer rtn or a smaller --model")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -65,7 +50,7 @@ def one_line():
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
-        end(f"{where_memory_ended(e)}{how_to_go_on(run.folder)}")
+        end(f"out of memory; {LESS_MEMORY}{how_to_go_on(run.folder)}")
     except KeyboardInterrupt:
         ranks = Ranks()
         if not ranks.local_rank:
@@ -86,22 +71,10 @@ def leave_no_empty_folder(run):
 
 
 def end(message):
-    """End with an error's line and status 2; where all ranks see it a machine's first one says it."""
-    ranks = Ranks()
-    ranks.let_first_speak()
+    """End with an error's line and status 2."""
     print(f"error: {message}", file=sys.stderr)
     flush_quietly()
-    ranks.leave(2)
-
-
-def where_memory_ended(error):
-    """What ran out of memory, by the functions that were running, and the remedy."""
-    frames = traceback.walk_tb(error.__traceback__)
-    running = {frame.f_code.co_name for frame, _ in frames}
-    for function, phase, remedy in PHASES:
-        if function in running:
-            return f"out of memory {phase}; {remedy}"
-    return f"out of memory; {ANY_PHASE}"
+    Ranks().leave(2)
 
 
 def what_failed(error, folder):

@@ -7,11 +7,6 @@ KL: of the sampling policy to the one that is trained, in nats a token (K3). "le
 completions that is left after weighting them by their ratio, the effective sample size. Entropy in
 nats a token. gradient: the norm at the last update. The figures are of the second step.
 """
-from harness import interrupts
-
-if __name__ == "__main__":
-    interrupts.while_importing()
-
 import contextlib
 import io
 import json
@@ -46,7 +41,6 @@ def second_step(name):
 
 def main(argv=None):
     with one_line():
-        interrupts.as_exception()
         parser = Parser(__doc__, prog="python -m methods")
         parser.add_argument("names", nargs="*", metavar="NAME", help="as --method takes it")
         names = parser.parse_args(argv).names or every_variant()

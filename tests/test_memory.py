@@ -1,4 +1,4 @@
-"""bench.py memory, and which phase ran out of it."""
+"""bench.py memory, and what is said where memory ends."""
 import json
 import sys
 
@@ -17,25 +17,11 @@ def no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
-@pytest.mark.parametrize("place,name,phase,flag", [
-    (qerl, "load_model", "while loading the model", "4-bit --weights"),
-    (qerl.Sampler, "steps", "in the rollout", "--slots"),
-    (qerl, "token_logprobs", "in the log-probabilities", "--micro-tokens"),
-    (torch.Tensor, "backward", "in the update", "--keep-activations"),
-    (torch.optim.AdamW, "step", "in the update", "--micro-tokens"),
-])
-def test_out_of_memory_names_phase_and_remedy(qwen, data, tmp_path, monkeypatch, capsys, place, name, phase, flag):
+@pytest.mark.parametrize("place,name", [(qerl, "load_model"), (qerl.Sampler, "steps"), (torch.optim.AdamW, "step")])
+def test_out_of_memory_is_one_line_with_the_remedies(qwen, data, tmp_path, monkeypatch, capsys, place, name):
     monkeypatch.setattr(place, name, no_memory)
     line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--skip-eval-before", "--out", tmp_path / "run")
-    assert f"out of memory {phase};" in line and flag in line and "--resume" in line
-
-
-def test_out_of_memory_while_the_codes_are_chosen(qwen, data, tmp_path, cache, monkeypatch, capsys):
-    """By default, as here, they are GPTQ's; without the 16-bit model there are others."""
-    monkeypatch.setattr(qerl, "load_model", no_memory)
-    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--device", "cpu", "--out", tmp_path / "run")
-    assert "out of memory while choosing the 4-bit codes" in line and "use --quantizer rtn" in line
-    assert not list(cache.iterdir())
+    assert line.startswith("error: out of memory; lower --slots (rollout) or --micro-tokens") and "--resume" in line
 
 
 def bench_main(monkeypatch, *args):
