@@ -5,7 +5,6 @@ its NVFP4 version.
 """
 import hashlib
 import json
-import math
 import os
 from dataclasses import fields
 
@@ -19,7 +18,6 @@ from qerl import UserError
 
 
 NEW_RUN = "start a new run in another --out, and keep this folder's adapter"
-ADAMW = {"step", "exp_avg", "exp_avg_sq"}      # what the optimiser keeps of a parameter
 
 
 def trained_norms(model):
@@ -174,15 +172,9 @@ def read_checkpoint(folder, settings, must_agree=None):
         raise UserError(f"{path}: not a checkpoint of this version of the program; {NEW_RUN}")
     if metadata["sha256"] != content_hash(metadata, tensors):
         raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
-    try:
-        state = json.loads(metadata["state"])
-        then = ADDED_LATER | json.loads(metadata["settings"])
-        counted = must_agree or sorted(settings.keys() | then.keys())
-        check_state(state)
-    except (ValueError, TypeError, AttributeError, RecursionError) as e:
-        raise UserError(f"{path}: its settings or its state are broken, or another "
-                        f"version's ({qerl.reason(e)}); {NEW_RUN}")
-    for name in counted:
+    state = json.loads(metadata["state"])
+    then = ADDED_LATER | json.loads(metadata["settings"])
+    for name in must_agree or sorted(settings.keys() | then.keys()):
         if settings.get(name) != then.get(name):
             raise UserError(
                 f"--resume: {folder} was started with {name} = {then.get(name)}, "
@@ -191,73 +183,12 @@ def read_checkpoint(folder, settings, must_agree=None):
     return state, tensors
 
 
-def possible(name, value):
-    """Whether a checkpoint's state may hold this value under this name; see harness/keeper.py."""
-    if name in ("step", "drawn"):
-        return type(value) is int and value >= 0
-    if name in ("slots", "micro_tokens"):
-        return value is None or type(value) is int and value > 0
-    if name == "seconds":
-        return type(value) is float and 0 <= value < math.inf
-    if name in ("data", "weights"):
-        return type(value) is str
-    if name in ("scaler", "method"):
-        return type(value) is dict
-    if name.endswith(("_before", "_after")):               # an accuracy
-        return type(value) is float and 0 <= value <= 1
-    return True
-
-
-def check_state(state):
-    """Raise a ValueError that names what is missing in a checkpoint's state, or cannot be in one."""
-    lacking = {"step", "drawn", "seconds", "data", "weights", "scaler", "method"} - state.keys()
-    if lacking:
-        raise ValueError(f"no {min(lacking)}")
-    for name, value in state.items():
-        if not possible(name, value):
-            raise ValueError(f"{name} cannot be {value!r}")
-
-
-def require_same_kind(name, stored, ours):
-    """Refuse a part of a stored state that cannot take the place of a new run's: {name: value}."""
-    same = stored.keys() == ours.keys() and all(
-        ours[key] is None or type(stored[key]) is type(ours[key]) for key in ours)
-    if not same:
-        raise UserError(f"the checkpoint's {name} is {stored}, which this run cannot go on from; "
-                        f"{NEW_RUN}")
-
-
-def check_moments(tensors, trained):
-    """Refuse tensors of an optimiser that are not AdamW's, or not of these parameters."""
-    kinds = {name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.")}
-    for kind in ADAMW if kinds else ():        # there are none before the first step
-        for name, p in trained.items():
-            name = f"optimizer.{name}.{kind}"
-            if name not in tensors:
-                raise UserError(f"the checkpoint lacks the tensor {name}; {NEW_RUN}")
-            value = tensors[name]
-            fits = value.shape == (() if kind == "step" else p.shape) and value.dtype == torch.float32
-            if not fits or kind != "exp_avg" and not (value >= 0).all():
-                raise UserError(f"the checkpoint's tensor {name} is no optimiser's; {NEW_RUN}")
-
-
 @torch.no_grad()
 def restore(tensors, model, optimizer=None, generators=()):
     """Put a checkpoint's tensors where save_checkpoint took them from."""
-    trained = qerl.trainable(model)
-    stored = {name: (t.shape, t.dtype) for name, t in tensors.items() if name.startswith("model.")}
-    if stored != {f"model.{name}": (p.shape, p.dtype) for name, p in trained.items()}:
-        raise UserError(f"the checkpoint's tensors are not this model's; {NEW_RUN}")
-    check_moments(tensors, trained)
     for i, generator in enumerate(generators):
-        if f"rng.{i}" not in tensors:
-            raise UserError(f"the checkpoint lacks the tensor rng.{i}; {NEW_RUN}")
-        try:
-            generator.set_state(tensors[f"rng.{i}"])
-        except (RuntimeError, TypeError) as e:
-            raise UserError(f"the checkpoint's tensor rng.{i} is no state of a random number "
-                            f"generator ({qerl.reason(e)}); {NEW_RUN}")
-    for name, p in trained.items():
+        generator.set_state(tensors[f"rng.{i}"])
+    for name, p in qerl.trainable(model).items():
         p.copy_(tensors[f"model.{name}"])
         prefix = f"optimizer.{name}."
         for key in [k for k in tensors if optimizer and k.startswith(prefix)]:

@@ -29,14 +29,8 @@ def check_settings(settings):
     each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
          "must be positive and finite")
-    each(["lr", "clip_high", "tis", "beta", "weight_decay", "lora_alpha"],
-         lambda x: x is None or x <= 1e30, "must be at most 1e30")
     each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed", "start_seed"], lambda n: n < 2 ** 63, "must be below 2**63")
-    each(["prompts", "group", "updates", "stages", "slots", "eval_samples"],
-         lambda n: n is None or n <= 10 ** 6, "must be at most a million")
-    each(["steps", "max_new_tokens", "micro_tokens", "save_every", "eval_questions"],
-         lambda n: n is None or n < 2 ** 31, "must be below 2**31")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     require_flag(settings.start_seed == 0 or not settings.model, "start_seed", settings.start_seed,
                  "is for the small built-in policy; leave it out with --model")

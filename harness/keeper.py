@@ -4,8 +4,8 @@ import os
 import time
 from dataclasses import asdict
 
-from harness.checkpoint import fingerprint, read_checkpoint, require_same_kind, restore
-from harness.checkpoint import save_checkpoint, weights_checksum
+from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
+from harness.checkpoint import weights_checksum
 from harness.checks import require_finite_metrics
 from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, import_tracker, open_tracker
@@ -102,8 +102,6 @@ class Keeper:
                     "the data and the model's chat template now give; bring those back or name another "
                     "--out")
             require_same_policy(self.state, model, self.folder)
-            require_same_kind("scaler", self.state["scaler"], scaler.state_dict())
-            require_same_kind("method", self.state["method"], method.state)
             restore(tensors, model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             method.state = self.state["method"]

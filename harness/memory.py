@@ -7,7 +7,6 @@ import torch
 import qerl
 
 HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
-CONTAINER = "/sys/fs/cgroup"                   # memory.max is "max" or a number of bytes
 UNKNOWN = 4e9                                  # bytes taken to be free where nobody says
 
 
@@ -23,33 +22,12 @@ def free_memory(device):
         return UNKNOWN
     with open(HOST) as f:
         available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
-    limit, used = (read_number(f"{CONTAINER}/memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None:
-        available = max(0, min(available, limit - used + file_cache()))
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def file_cache():
-    """Bytes of files that the container has read and lets go when it needs memory."""
-    path = f"{CONTAINER}/memory.stat"
-    if not os.path.exists(path):
-        return 0
-    with open(path) as f:
-        return next((int(line.split()[1]) for line in f if line.startswith("inactive_file ")), 0)
 
 
 def is_out_of_memory(error):
     """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
     return bool(re.search("out of memory|can't allocate memory", str(error)))
-
-
-def read_number(path):
-    """The number that a file holds, None without such a file or number."""
-    if not os.path.exists(path):
-        return None
-    with open(path) as f:
-        text = f.read().strip()
-    return int(text) if text.isdecimal() else None
 
 
 def keep_decoded(model, collect=list, share=0.5, small=1e8):

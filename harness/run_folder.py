@@ -28,9 +28,6 @@ except ImportError:                         # Windows has another module for loc
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
          "summary.json", "curve.png", "report.html", "eval.json", "wandb_id"]
 
-# The numbers that each line of metrics.jsonl holds at least, besides its step.
-FIGURES = ("accuracy", "reward", "entropy", "length", "sigma")
-
 
 def atomic_write(path, data):
     """Write str or bytes beside `path`, then rename.
@@ -197,27 +194,14 @@ def append_jsonl(path, entry):
         f.write(torn + json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
-def is_step(entry, name):
-    """Whether an object from metrics.jsonl or samples.jsonl (`name`) is a step's, not someone's own."""
-    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
-        return False
-    if name == "samples.jsonl":
-        completions = entry.get("completions")
-        return isinstance(completions, list) and all(isinstance(c, dict) for c in completions)
-    figures = [value for key, value in entry.items() if key not in ("seconds", "completions")]
-    return (all(type(entry.get(figure)) in (int, float) for figure in FIGURES)
-            and all(value is None or type(value) in (int, float) for value in figures))
-
-
 def read_log(folder, last_step):
     """The metrics up to last_step. What a killed process logged after it is cut from the files.
 
-    So is a line that is no step's. A log that was lost ends no run: it goes on without the steps that it lacks.
+    A log that was lost ends no run: it goes on without the steps that it lacks.
     """
     kept = {}
     for name in ("metrics.jsonl", "samples.jsonl"):
-        steps = [o for o in read_jsonl(f"{folder}/{name}") if is_step(o, name)]
-        kept[name] = [o for o in steps if o["step"] <= last_step]
+        kept[name] = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
         write_jsonl(f"{folder}/{name}", kept[name])
     metrics = kept["metrics.jsonl"]
     if len(metrics) < last_step:

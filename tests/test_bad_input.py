@@ -26,7 +26,7 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, assert_learned, change, command, copied
+from common import LEARNING, QUICK, assert_learned, command, copied
 from common import files_below, finished_run, killed_at, logged_steps, quick_study
 from common import refused, run_main, run_missing, scored_by_letters, study_arguments, used_folder
 from common import without_times
@@ -241,21 +241,15 @@ def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     assert memory.micro_tokens_that_fit(model) == 16384 and not capsys.readouterr().out.endswith("16384")
 
 
-def test_free_memory_knows_a_containers_limit(tmp_path, monkeypatch):
+def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    free = memory.free_memory(cpu)
-    assert 0 < free < 2 ** 50
-    monkeypatch.setattr(memory, "CONTAINER", str(tmp_path))
-    (tmp_path / "memory.current").write_text("3000000\n")
-    (tmp_path / "memory.stat").write_text("anon 7\ninactive_anon 5\ninactive_file 1000\n")
-    for limit, least, most in (("max", 1, 2 ** 50), (str(2 ** 62), 1, 2 ** 50), ("5000000", 2001000, 2001000), ("1", 0, 0)):
-        (tmp_path / "memory.max").write_text(limit + "\n")
-        assert least <= memory.free_memory(cpu) <= most
-    (tmp_path / "memory.max").write_text("5000000")
+    monkeypatch.setattr(memory, "HOST", str(tmp_path / "meminfo"))
+    assert memory.free_memory(cpu) == memory.UNKNOWN                                    # there is no such file
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
+    assert memory.free_memory(cpu) == 3000 * 1024
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert memory.free_memory(cpu) == 667000
-    monkeypatch.setattr(memory, "HOST", str(tmp_path / "no such file"))
-    assert memory.free_memory(cpu) == memory.UNKNOWN
+    assert memory.free_memory(cpu) == 1000 * 1024
+
 
 NO_NUMBER = re.compile("NaN|Infinity")
 
@@ -322,39 +316,6 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path, monkeypatc
     assert checkpoint.read_checkpoint(str(out), settings)[0]["step"] == 2
 
 
-def test_another_models_checkpoint_is_refused(qwen, tmp_path):
-    tensors = {f"model.{name}": p for name, p in qerl.trainable(with_lora(qwen[0])).items()}
-    model = qerl.load_model(qwen[0], lora_rank=8)
-    with pytest.raises(qerl.UserError, match="not this model's"):
-        checkpoint.restore(tensors, model)
-    tensors.popitem()
-    with pytest.raises(qerl.UserError, match="not this model's"):
-        checkpoint.restore(tensors, with_lora(qwen[0]))
-
-
-@pytest.mark.parametrize("edit,message", [
-    (lambda t, m: t.pop("rng.1"), "lacks the tensor rng.1"),
-    (lambda t, m: t.pop(min(n for n in t if n.endswith("exp_avg"))), "lacks the tensor optimizer."),
-    (lambda t, m: t.pop(min(n for n in t if n.startswith("model."))), "not this model's"),
-    (lambda t, m: m.update(settings="{"), "its settings or its state are broken"),
-    (lambda t, m: m.update(settings="[]"), "its settings or its state are broken"),
-    (lambda t, m: m.update(settings="[" * 100_000), "its settings or its state are broken"),
-    (lambda t, m: m.update(state="3"), "its settings or its state are broken"),
-    (lambda t, m: m.update(state="{}"), "its settings or its state are broken, or another version's (no data)"),
-    (lambda t, m: m.pop("state"), "not a checkpoint of this version"),
-])
-def test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message):
-    """Its hash is right: whatever wrote it was not this program."""
-    options, out = copied(finished, tmp_path)
-    path = out / "checkpoint.safetensors"
-    tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
-    edit(tensors, metadata)
-    metadata["sha256"] = checkpoint.content_hash({"state": "", "settings": ""} | metadata, tensors)
-    save_file(tensors, path, metadata)
-    before = files_below(out)
-    assert message in refused(monkeypatch, capsys, *options) and files_below(out) == before
-
-
 def test_a_checkpoint_from_before_start_seeds_goes_on(finished, tmp_path, monkeypatch, capsys):
     """It began with the policy of seed 0; a checkpoint of another seed is refused, also where it is only measured."""
     options, out = copied(finished, tmp_path)
@@ -390,7 +351,9 @@ def test_a_lost_log_is_a_warning(finished, qwen, data, tmp_path, monkeypatch, ca
     assert (out / adapter).read_bytes() == (finished[1] / adapter).read_bytes() and (out / "report.html").exists()
     assert read_log(str(out), 2) == []
     steps = logged_steps(1, 2, 3)
-    write_jsonl(out / "metrics.jsonl", [*steps, 4, {}])
+    write_jsonl(out / "metrics.jsonl", steps)
+    with open(out / "metrics.jsonl", "a") as log:
+        log.write('{"step": 4, "rew')                            # torn by a kill
     assert read_log(str(out), 2) == steps[:2] == read_jsonl(out / "metrics.jsonl")
 
 
@@ -878,59 +841,6 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
     assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
 
 
-def exchange(start, end, make):
-    """An edit: the first tensor with such a name becomes what make gives for it."""
-    def edit(tensors, metadata):
-        name = min(n for n in tensors if n.startswith(start) and n.endswith(end))
-        tensors[name] = make(tensors[name])
-    return edit
-
-
-@pytest.mark.parametrize("edit,message", [
-    (change(step="2"), "(step cannot be '2')"),
-    (change(step=True), "(step cannot be True)"),
-    (change(drawn=-1), "(drawn cannot be -1)"),
-    (change(seconds=math.nan), "(seconds cannot be nan)"),
-    (change(slots="many"), "(slots cannot be 'many')"),
-    (change(micro_tokens=0), "(micro_tokens cannot be 0)"),
-    (change(data=7), "(data cannot be 7)"),
-    (change(accuracy_before="half"), "(accuracy_before cannot be 'half')"),
-    (change(scaler=[]), "(scaler cannot be [])"),
-    (change(scaler={"scale": 1}), "checkpoint's scaler is {'scale': 1}"),
-    (change(method={"sigma": 1}), "checkpoint's method is {'sigma': 1}"),
-    (exchange("rng.0", "", lambda t: t[:9]), "tensor rng.0 is no state of a random number generator"),
-    (exchange("rng.1", "", lambda t: t.float()), "tensor rng.1 is no state of a random number generator"),
-    (exchange("rng.1", "", torch.zeros_like), "tensor rng.1 is no state of a random number generator"),
-    (exchange("optimizer.", ".exp_avg", lambda t: t[:1]), "exp_avg is no optimiser's"),
-    (exchange("optimizer.", ".exp_avg_sq", lambda t: t.double()), "exp_avg_sq is no optimiser's"),
-    (exchange("optimizer.", ".exp_avg_sq", lambda t: t - 1), "exp_avg_sq is no optimiser's"),
-    (exchange("optimizer.", ".step", lambda t: -t), "step is no optimiser's"),
-    (exchange("model.", "", lambda t: t.to(torch.int8)), "not this model's"),
-])
-def test_a_checkpoint_that_was_signed_again_is_one_line(finished, tmp_path, monkeypatch, capsys, edit, message):
-    test_a_checkpoint_that_lacks_something_is_named(finished, tmp_path, monkeypatch, capsys, edit, message)
-
-
-def test_a_checkpoint_of_a_steered_noise_is_held_to_its_kinds():
-    fresh = methods.find("noise_control:divergence", train_gsm8k.Settings(device="cpu")).state
-    checkpoint.require_same_kind("method", {"sigma": 0.02, "divergence": 0.1, "rounding": 1e-6}, fresh)
-    for nonsense in ({"sigma": "0.02"}, {"rounding": None}, {"more": 1}):
-        with pytest.raises(qerl.UserError, match="checkpoint's method is"):
-            checkpoint.require_same_kind("method", fresh | nonsense, fresh)
-
-
-def test_a_line_written_by_hand_is_no_step(finished, tmp_path, monkeypatch, capsys):
-    """Neither the curve nor the report stumbles over it, at the end of a run that is resumed."""
-    options, out = copied(finished, tmp_path)
-    (whole,), samples = logged_steps(2), read_jsonl(out / "samples.jsonl")
-    lines = [{"step": 1, "note": "mine"}, {**whole, "reward": "good"}, {**whole, "sigma": None}, whole]
-    write_jsonl(out / "metrics.jsonl", lines)
-    write_jsonl(out / "samples.jsonl", [{"step": 1, "note": "mine"}, *samples])
-    run_main(monkeypatch, *options)
-    assert "lacks 1 of the 2 steps" in capsys.readouterr().err and (out / "report.html").exists()
-    assert read_jsonl(out / "metrics.jsonl") == [whole] and read_jsonl(out / "samples.jsonl") == samples
-
-
 @pytest.mark.parametrize("name", methods.names()[1:])
 def test_a_neighbour_opens_with_what_a_student_needs(name):
     """The problem, a formula, what differs from QeRL, a result and when to use it."""
@@ -978,20 +888,6 @@ def test_two_held_out_files_of_one_name_are_refused(tmp_path):
         write_jsonl(tmp_path / folder / "test.jsonl", [{"question": f"{folder}?", "answer": "5"}])
     with pytest.raises(qerl.UserError, match="two of them are called test.jsonl"):
         questions.load_questions(None, [str(tmp_path / "a" / "test.jsonl"), str(tmp_path / "b" / "test.jsonl")], None)
-
-
-@pytest.mark.parametrize("flag", ["--prompts", "--eval-samples", "--steps", "--max-new-tokens"])
-def test_counts_that_nothing_can_hold_are_refused(flag):
-    with pytest.raises(qerl.UserError, match=f"{flag} 1{20 * '0'}: must be"):
-        train_gsm8k.arguments([flag, f"1{20 * '0'}", "--updates", "1", "--device", "cpu"])
-
-
-@pytest.mark.parametrize("name,entry", [
-    ("metrics.jsonl", {"kl": "abc"}), ("metrics.jsonl", {"kl": [1.0]}), ("samples.jsonl", {"completions": 5}),
-    ("samples.jsonl", {"completions": [3]})])
-def test_a_changed_line_of_the_log_is_no_step(name, entry):
-    step, = logged_steps(1)
-    assert run_folder.is_step(step, name) and not run_folder.is_step(step | entry, name)
 
 
 def test_the_report_of_changed_files_is_one_line(tmp_path, monkeypatch):
