@@ -4,7 +4,7 @@
     python train_gsm8k.py                                 a small policy, made-up problems: minutes
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
     python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
-    python train_gsm8k.py ... --resume [--out FOLDER]     the same flags: go on where a run stopped
+    python train_gsm8k.py --resume --out FOLDER           go on where a run stopped, with its settings
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
@@ -25,7 +25,7 @@ import qerl
 from harness.answers import answered_number, stated_number
 from harness.batches import Batch, pick_groups
 from harness.chat_text import ChatText, check_tokens
-from harness.checkpoint import restore
+from harness.checkpoint import restore, stored_settings
 from harness.checks import check_settings, require_finite_policy, require_finite_rollout
 from harness.checks import require_finite_update, require_rank_fits, say_what_stays
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
@@ -599,8 +599,14 @@ def save_quantized(settings):
 
 
 def read_settings(argv=None):
-    """The Settings of a command line, checked: flags win over the preset, it over the defaults."""
+    """The Settings of a command line, checked: flags win over the preset, it over the defaults.
+
+    With --resume --out FOLDER the settings of the run there come before preset and defaults.
+    """
     given = parse_flags(Settings, __doc__, PRESETS, argv)
+    if given.get("resume"):
+        then = stored_settings(given.get("out")).items()
+        given = {name: value for name, value in then if hasattr(Settings, name)} | given
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
     if given.get("algo") == "dapo":

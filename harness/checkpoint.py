@@ -147,14 +147,20 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
     atomic_write(f"{folder}/checkpoint.safetensors", stored)
 
 
-# Settings that older checkpoints do not name, and what they were.
-ADDED_LATER = {"start_seed": 0}
+def stored_settings(folder):
+    """The settings that the run in `folder` was begun with; none without a sound checkpoint."""
+    try:
+        with safe_open(f"{folder}/checkpoint.safetensors", framework="pt") as f:
+            return json.loads(f.metadata()["settings"])
+    except Exception:                   # read_checkpoint will say what is wrong
+        return {}
 
 
 def read_checkpoint(folder, settings, must_agree=None):
     """(state, tensors) of the last checkpoint, or None where there is none.
 
     Refuses one that was made with other settings; must_agree: the names that count (default: all).
+    A setting that is newer than the checkpoint, or that it alone knows, does not count.
     """
     path = f"{folder}/checkpoint.safetensors"
     if not os.path.exists(path):
@@ -173,12 +179,13 @@ def read_checkpoint(folder, settings, must_agree=None):
     if metadata["sha256"] != content_hash(metadata, tensors):
         raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     state = json.loads(metadata["state"])
-    then = ADDED_LATER | json.loads(metadata["settings"])
-    for name in must_agree or sorted(settings.keys() | then.keys()):
-        if settings.get(name) != then.get(name):
+    then = json.loads(metadata["settings"])
+    counted = set(must_agree or settings) & settings.keys() & then.keys()
+    for name in sorted(counted):
+        if settings[name] != then[name]:
             raise UserError(
-                f"--resume: {folder} was started with {name} = {then.get(name)}, "
-                f"now it is {settings.get(name)}; give the same settings or another --out"
+                f"--resume: {folder} was started with {name} = {then[name]}, "
+                f"now it is {settings[name]}; give the same settings or another --out"
             )
     return state, tensors
 

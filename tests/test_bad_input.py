@@ -316,24 +316,23 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path, monkeypatc
     assert checkpoint.read_checkpoint(str(out), settings)[0]["step"] == 2
 
 
-def test_a_checkpoint_from_before_start_seeds_goes_on(finished, tmp_path, monkeypatch, capsys):
-    """It began with the policy of seed 0; a checkpoint of another seed is refused, also where it is only measured."""
-    options, out = copied(finished, tmp_path)
+def test_a_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
+    """Flags need not be typed again. A setting newer than the checkpoint takes its default, one that is no more is left out."""
+    _, out = copied(finished, tmp_path)
     path = out / "checkpoint.safetensors"
     tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
     settings = json.loads(metadata["settings"])
-
-    def store(settings):
-        metadata["settings"] = json.dumps(settings)
-        metadata["sha256"] = checkpoint.content_hash({k: metadata[k] for k in ("state", "settings")}, tensors)
-        save_file(tensors, path, metadata)
-
     del settings["start_seed"]
-    store(settings)
-    run_main(monkeypatch, *options)
-    store({**settings, "start_seed": 3})
+    metadata["settings"] = json.dumps(settings | {"no_more": 3})
+    metadata["sha256"] = checkpoint.content_hash({k: metadata[k] for k in ("state", "settings")}, tensors)
+    save_file(tensors, path, metadata)
+    before = path.read_bytes()
+    run_main(monkeypatch, "--resume", "--out", out)
+    run_main(monkeypatch, "--resume", "--out", out, "--eval-only")
+    assert path.read_bytes() == before and (out / "eval.json").exists()
     for more in ((), ("--eval-only",)):
-        assert "was started with start_seed = 3, now it is 0" in refused(monkeypatch, capsys, *options, *more)
+        assert "was started with lora_rank = 2, now it is 3" in refused(
+            monkeypatch, capsys, "--resume", "--out", out, "--lora-rank", 3, *more)
 
 
 def test_a_log_line_nested_too_deeply_is_left_out(tmp_path):
