@@ -1,6 +1,5 @@
 """What a run measures beside the learning, and where else it sends its metrics."""
 import contextlib
-import importlib
 import os
 import platform
 import shlex
@@ -11,7 +10,6 @@ import torch
 import transformers
 
 import qerl
-from harness.run_folder import atomic_write
 from qerl import UserError
 
 try:
@@ -90,60 +88,25 @@ def flat(metrics):
     return numbers
 
 
-def import_tracker(name):
-    """The module of TensorBoard or Weights & Biases, imported only here; None without a name."""
-    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-    try:
-        return name and importlib.import_module(modules[name])
-    except ImportError:
-        raise UserError(
-            f"--log {name}: the package {name} is not installed; pip install {name}, "
-            "or leave --log out"
-        )
+def open_tracker(name, folder, settings, state):
+    """A function (metrics, step) that sends a step's metrics to TensorBoard or Weights & Biases.
 
-
-def open_tracker(name, folder, settings, last_step=None):
-    """A function (step, metrics) that sends a step's metrics to TensorBoard or Weights & Biases.
-
-    Without a name it does nothing. settings: what the tracker shows as the run's configuration.
-    last_step: the step after which a resumed run goes on; what the tracker has of later ones is
-    replaced, and it goes on with the same run.
+    Without a name it does nothing. settings: what the tracker shows as the run's configuration;
+    state: of the run, which keeps W&B's id so that a resumed run goes on there. Raises UserError.
     """
-    if name is None:
-        return lambda step, metrics: None
-    module = import_tracker(name)
-    if name == "wandb":
-        run = wandb_run(module, folder, settings, resumed=last_step is not None)
-        return lambda step, metrics: run.log(flat(metrics), step=step)
-    purge_step = None if last_step is None else last_step + 1
-    writer = module.SummaryWriter(folder, purge_step=purge_step)
-
-    def write(step, metrics):
-        for key, value in flat(metrics).items():
-            writer.add_scalar(key, value, step)
-        writer.flush()
-    return write
-
-
-def wandb_run(wandb, folder, settings, resumed):
-    """Begin a run at Weights & Biases or, if resumed, go on with the one whose id the folder has.
-
-    Of a step that it has already, wandb keeps what it has.
-    """
-    path = f"{folder}/wandb_id"
-    known = None
-    if resumed and os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            known = f.read().strip()
     try:
-        run = wandb.init(
-            project="qerl", name=os.path.basename(folder), dir=folder, config=settings,
-            id=known, resume="allow",
-        )
-    except Exception as e:                  # no key, no connection, or the run was deleted there
-        raise UserError(
-            f"--log wandb: no run could be opened ({qerl.reason(e)}); type wandb login, remove "
-            f"{path} if its run was deleted, or leave --log out"
-        )
-    atomic_write(path, run.id)
-    return run
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(folder, purge_step=state["step"] + 1)
+            return lambda metrics, step: [
+                writer.add_scalar(key, value, step) for key, value in flat(metrics).items()]
+        if name == "wandb":
+            import wandb
+            run = wandb.init(project="qerl", name=os.path.basename(folder), dir=folder,
+                             config=settings, id=state.get("wandb"), resume="allow")
+            state["wandb"] = run.id
+            return lambda metrics, step: run.log(flat(metrics), step=step)
+    except Exception as e:                  # no package, no key, no connection
+        raise UserError(f"--log {name}: {qerl.reason(e)}; pip install {name}, log in there, or leave "
+                        "--log out")
+    return lambda metrics, step: None

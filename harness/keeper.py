@@ -8,7 +8,7 @@ from harness.checkpoint import fingerprint, read_checkpoint, restore, save_check
 from harness.checkpoint import weights_checksum
 from harness.checks import require_finite_metrics
 from harness.figures import learning_curve, save_figure
-from harness.instruments import command_line, environment, import_tracker, open_tracker
+from harness.instruments import command_line, environment, open_tracker
 from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
@@ -74,8 +74,9 @@ class Keeper:
         self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
-        if self.writes:
-            import_tracker(settings.log)       # what is missing is said before the model is loaded
+        self.state = self.saved[0] if self.saved else {"step": 0, "drawn": 0, "seconds": 0.0}
+        log = settings.log if self.writes else None
+        self.track = open_tracker(log, self.folder, lasting(settings), self.state)
 
     def begin(self, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
@@ -95,7 +96,7 @@ class Keeper:
                 "the checkpoint's step": self.saved[0]["step"] if self.saved else None,
             })
         if self.saved:
-            self.state, tensors = self.saved
+            _, tensors = self.saved
             if self.state["data"] != data:
                 raise UserError(
                     f"--resume: {self.folder} was started with other questions, answers or prompts than "
@@ -110,14 +111,10 @@ class Keeper:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
-            self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "data": data,
-                          **model.fingerprints, **chosen}
+            self.state.update(data=data, **model.fingerprints, **chosen)
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
-        last_step = self.state["step"] if self.saved else None
-        log = self.settings.log if self.writes else None
-        self.track = open_tracker(log, self.folder, lasting(self.settings), last_step)
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 
@@ -136,7 +133,7 @@ class Keeper:
             return
         self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-        self.track(logged["step"], logged)
+        self.track(logged, logged["step"])
 
     def show(self, step, group):
         """Add the completions of one question to samples.jsonl."""

@@ -8,8 +8,6 @@
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     lock                     held while a process runs here
-    wandb_id                 with --log wandb: the run there that --resume goes on with; TensorBoard's
-                             files with --log tensorboard
 """
 import contextlib
 import glob
@@ -26,7 +24,7 @@ except ImportError:                         # Windows has another module for loc
     import msvcrt
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
-         "summary.json", "curve.png", "report.html", "eval.json", "wandb_id"]
+         "summary.json", "curve.png", "report.html", "eval.json"]
 
 
 def atomic_write(path, data):
@@ -142,7 +140,7 @@ def refuse_to_overwrite(out, resume):
         raise UserError(f"--out {out}: its file lock is not a run's; choose another folder")
     found = traces(out)
     # Before its first checkpoint a run writes these at most.
-    later = [name for name in found if name not in ("answers_before.jsonl", "wandb_id")]
+    later = [name for name in found if name != "answers_before.jsonl"]
     resumable = not later or "checkpoint.safetensors" in found
     if found and not resume:
         going_on = "add --resume to go on with it or " if resumable else ""
