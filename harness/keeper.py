@@ -7,7 +7,6 @@ from dataclasses import asdict
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checkpoint import weights_checksum
 from harness.checks import require_finite_metrics
-from harness.figures import learning_curve, save_figure
 from harness.instruments import command_line, environment, open_tracker
 from harness.report import report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
@@ -141,7 +140,7 @@ class Keeper:
             append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
 
     def finish(self, held_out_questions):
-        """Write summary.json, curve.png and report.html, say what came of the run."""
+        """Write summary.json, report.html and curve.png, say what came of the run."""
         if not self.writes:
             return
         state = self.state
@@ -157,10 +156,6 @@ class Keeper:
             **environment(self.settings.device),
         }
         atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
-        before = state.get("accuracy_before")                 # None with --skip-eval-before
-        after = state["accuracy_after"]
-        save_figure(f"{self.folder}/curve.png", learning_curve, self.metrics, before, after)
-
         def change(name):
             known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
             return " -> ".join(f"{accuracy:.1%}" for accuracy in known)

@@ -1,9 +1,10 @@
-"""A run's report.html: curves, completions token by token, answers before and after.
+"""A run's report.html: its curve, completions token by token, answers before and after.
 
     python -m harness.report FOLDER           write the page of an existing run again
 
 The page is one file and loads nothing. Its text and its looks are in report.html.jinja.
 """
+import base64
 import bisect
 import json
 import math
@@ -13,7 +14,7 @@ import statistics
 import jinja2
 
 import qerl
-from harness.curves import curves
+from harness.figures import learning_curve, picture
 from harness.flags import Parser
 from harness.run_folder import atomic_write, read_jsonl
 from harness.stops import one_line
@@ -26,7 +27,10 @@ CHANGED = {"wrong to right": 6, "right to wrong": 4}                # questions 
 
 
 def write_report(folder):
-    """Write report.html from the files of a run's folder."""
+    """Write report.html and curve.png from the files of a run's folder."""
+    shown = contents(folder)
+    if shown["curve"]:
+        atomic_write(f"{folder}/curve.png", shown["curve"])
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -34,7 +38,8 @@ def write_report(folder):
         lstrip_blocks=True,
     )
     templates.filters["percent"] = percent
-    page = templates.get_template("report.html.jinja").render(contents(folder))
+    templates.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    page = templates.get_template("report.html.jinja").render(shown)
     atomic_write(f"{folder}/report.html", page)
 
 
@@ -62,7 +67,7 @@ def contents(folder):
         "held_out": held_out,
         "standard_error": 0.5 / math.sqrt(max(held_out, 1)),
         "steps": len(metrics),
-        "curves": curves(metrics, accuracy, settings),
+        "curve": picture(learning_curve, metrics, accuracy) if metrics else None,
         "limits": LIMITS,
         "groups": groups(read_jsonl(f"{folder}/samples.jsonl"), metrics),
         "answers": compare(before, after),

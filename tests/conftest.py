@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
-from harness import cache as cache_folder, keeper
+from harness import cache as cache_folder, report
 from harness.run_folder import write_jsonl
 from harness.small_policy import made_up_problems
 
@@ -68,15 +68,15 @@ def plain_curves():
 
     Everything else of them is drawn. Runs in processes of their own, and other pictures, are not touched.
     """
-    save_figure = keeper.save_figure
+    picture = report.picture
 
-    def save_plain(*picture):
+    def plain_picture(*data):
         without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
         with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
             patch.setattr(matplotlib.figure.Figure, "set_layout_engine", lambda self, *args, **options: None)
-            save_figure(*picture)
+            return picture(*data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "save_figure", save_plain)
+        patch.setattr(report, "picture", plain_picture)
         yield
 
 

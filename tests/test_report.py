@@ -105,14 +105,13 @@ def test_report_shows_a_run(tmp_path):
     assert page.index("2.2</span>") < page.index("0.2</span>")             # the best answer first
     assert re.findall(r"<td>(\d)</td>", page)[:4] == ["1", "1", "2", "0"]
     assert page.index("From wrong to right") < page.index("From right to wrong")
-    assert page.count("<svg") == 6                                         # no mismatch: it is NaN
 
 
 def test_report_loads_nothing(tmp_path):
     made_up_run(tmp_path)
     page = report_of(tmp_path)
-    assert not re.search(r"<(script|link|iframe|object|embed|img|use)\b", page)
-    assert not re.search(r"\b(src|srcset)=|url\(|@import", page)
+    assert not re.search(r"<(script|link|iframe|object|embed|use)\b", page)
+    assert not re.search(r"\bsrcset=|url\(|@import", page) and re.findall(r'\bsrc="([^"]{22})', page) == ["data:image/png;base64,"]
     assert re.findall('href="(.)', page) == ["#"] * 4
 
 
@@ -138,7 +137,7 @@ def test_report_of_what_is_there(tmp_path, missing, steps):
         os.remove(tmp_path / name)
     page = report_of(tmp_path)
     assert page.endswith("</html>")
-    assert page.count("<figure>") == (6 if steps else 0)
+    assert page.count("<img") == (steps > 0)
 
 
 def test_report_of_long_completions_stays_small(tmp_path):
@@ -158,7 +157,7 @@ def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             report.main([str(argument)])
         assert stop.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        assert capsys.readouterr().err.count("error: ") == 1
 
 
 @pytest.mark.parametrize("environment,setting,drawn", [
@@ -170,9 +169,9 @@ def test_a_picture_is_drawn_whatever_the_environment_says_or_is_one_warning(tmp_
     (tmp_path / "matplotlibrc").write_text("".join(f"{name}: {value}\n" for name, value in setting.items()))
     script = ("from harness.figures import learning_curve, save_figure\n"
               "step = dict(step=1, accuracy=0.5, reward=0.5, entropy=1.0, length=9, sigma=0.01)\n"
-              "save_figure('curve.png', learning_curve, [step], 0.1, 0.2)")
+              "save_figure('curve.png', learning_curve, [step], {'pass@1': (0.1, 0.2)})")
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
                             env={**os.environ, "PYTHONPATH": HERE, "PATH": "", **environment})
     assert result.returncode == 0 and (tmp_path / "curve.png").exists() == drawn
-    assert result.stderr == "" if drawn else result.stderr.startswith("warning: curve.png could not be drawn (")
+    assert result.stderr == "" if drawn else result.stderr.startswith("warning: a picture could not be drawn (")
     assert result.stderr.count("\n") == (not drawn)
