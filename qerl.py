@@ -9,7 +9,7 @@ bottom, from a weight's 4 bits up to the loss:
     3. Noisy RMSNorm      quantisation noise as annealed exploration, merged in the norm   Eq. 7-10
     4. Transformer        Qwen2/2.5, Qwen3 and Llama 3
     5. Sampler            KV cache, groups of completions for each prompt
-    6. Objectives         advantages, the loss of GRPO and DAPO, mismatch                  Eq. 3-4
+    6. Objectives         GRPO, DAPO, Dr. GRPO: advantages, loss; mismatch                 Eq. 3-4
 
     and what a first reading may skip:
     7. Log-probabilities of a batch, in which a prompt that completions share is computed once
@@ -1002,27 +1002,53 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
-def group_advantages(rewards, eps=1e-4):
+@dataclass(frozen=True)
+class Objective:
+    """What tells one objective from another. The loss of a token is policy_loss's for all.
+
+    It is divided by `length` of its completion, and by `count` of all processes' minibatch.
+    """
+    length: Callable                # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
+    count: Callable                 # mask -> a number
+    divide_by_std: bool = True      # advantages: Eq. 4's division
+    redraw: bool = False            # groups without a signal are replaced by others
+    drop_truncated: bool = False    # a completion that was cut off gives no gradient
+
+
+def own_length(mask, limit):
+    return mask.sum(1, keepdim=True).clamp_min(1)
+
+
+OBJECTIVES = {
+    # Eq. 3: the mean over completions of the mean over their tokens
+    "grpo": Objective(own_length, count=len),
+    # arXiv 2503.14476: the mean over all tokens
+    "dapo": Objective(lambda mask, limit: 1, count=torch.sum, redraw=True, drop_truncated=True),
+    # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
+    "dr-grpo": Objective(lambda mask, limit: limit, count=len, divide_by_std=False),
+}
+
+
+def group_advantages(rewards, algorithm="grpo", eps=1e-4):
     """rewards [P, G] -> advantages [P, G] (Eq. 4), exactly 0 in groups without signal.
 
-    The standard deviation is the sample's, over G - 1; eps as in TRL.
+    algorithm: a name in OBJECTIVES. The standard deviation is the sample's, over G - 1; eps as in TRL.
     """
-    centered = rewards - rewards.mean(1, keepdim=True)
-    advantages = centered / (rewards.std(1, keepdim=True) + eps)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if OBJECTIVES[algorithm].divide_by_std:
+        advantages = advantages / (rewards.std(1, keepdim=True) + eps)
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
-def token_weights(mask, algorithm="grpo"):
+def token_weights(mask, algorithm="grpo", limit=None):
     """The weight of each token in the loss: mask bool [N, C] of a (mini)batch -> float32 [N, C].
 
-    grpo: the mean over samples of the mean over a sample's tokens (Eq. 3); dapo: over all tokens, and
-    the caller leaves samples that were cut off out of the mask.
+    algorithm: a name in OBJECTIVES; limit: the most tokens of a completion, which dr-grpo asks for.
     """
-    assert algorithm in ("grpo", "dapo"), algorithm
+    objective = OBJECTIVES[algorithm]
     mask = mask.float()
-    if algorithm == "dapo":
-        return mask / mask.sum().clamp_min(1)
-    return mask / mask.sum(1, keepdim=True).clamp_min(1) / len(mask)
+    count = torch.as_tensor(objective.count(mask)).clamp_min(1)
+    return mask / objective.length(mask, limit) / count
 
 
 def bounded(log_ratio):

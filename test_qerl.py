@@ -722,10 +722,10 @@ def trl_trainer(folder, tmp_path, **options):
                        processing_class=transformers.AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.mark.parametrize("algorithm,beta", [("grpo", 0.0), ("grpo", 0.04), ("dapo", 0.0)])
+@pytest.mark.parametrize("algorithm,beta", [("grpo", 0.0), ("grpo", 0.04), ("dapo", 0.0), ("dr-grpo", 0.0)])
 def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
     folder = qwen[0]
-    trainer = trl_trainer(folder, tmp_path, loss_type=algorithm, beta=beta)
+    trainer = trl_trainer(folder, tmp_path, loss_type=algorithm.replace("-", "_"), beta=beta, max_completion_length=20)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     torch.manual_seed(0)
@@ -738,7 +738,7 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
     old = (logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask                           # some ratios are clipped
     reference = (logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask
     advantages = qerl.group_advantages(torch.tensor([[2.2, 0.0, 0.2, 2.0]]))[0]
-    loss, kl = qerl.policy_loss(logprobs, old, advantages, qerl.token_weights(mask, algorithm), 0.2, 0.28,
+    loss, kl = qerl.policy_loss(logprobs, old, advantages, qerl.token_weights(mask, algorithm, 20), 0.2, 0.28,
                                 reference if beta else None, beta)
     loss.backward()
     theirs = trainer._compute_loss(trainer.model, {
@@ -801,6 +801,7 @@ def test_token_weights_by_hand():
     torch.testing.assert_close(qerl.token_weights(mask, "grpo"), grpo)
     assert torch.equal(qerl.token_weights(mask, "dapo"), mask / 6)
     assert qerl.token_weights(mask[2:], "dapo").tolist() == [[0] * 4]      # and not NaN
+    torch.testing.assert_close(qerl.token_weights(mask, "dr-grpo", 10), mask / 30)
 
 
 def test_mismatch_and_its_correction_by_hand():

@@ -85,7 +85,7 @@ class Settings:
     schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
 
     # The objective
-    algo: str = setting("grpo", "objective", ["grpo", "dapo"])
+    algo: str = setting("grpo", "objective: qerl.OBJECTIVES", sorted(qerl.OBJECTIVES))
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
     reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 "
                                     "whatever it says", ["answer", "paper", "random"])
@@ -134,7 +134,7 @@ PRESETS = {
     # KL loss, the authors' code --beta 0.04.
     "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", lr=1e-5, quantizer="awq"),
 }
-DAPO = dict(beta=0.0)                           # DAPO has no KL term
+NO_KL = dict(beta=0.0)                          # all objectives but GRPO are without a KL term
 PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rate for 16-bit weights
 
 
@@ -145,6 +145,7 @@ def train(settings):
     """
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     method = methods.find(settings.method, settings)
+    objective = qerl.OBJECTIVES[settings.algo]
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
     model, tokenizer, questions, held_out = load_all(settings, method, ranks)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
@@ -190,13 +191,13 @@ def train(settings):
         )
         with method.noise(model, sigma, noise_rng):    # qerl.adaptive_quantization_noise
             samples = sample_and_score()        # questions -> completions -> rewards
-            if settings.algo == "dapo":         # its further draws share the noise of this step
+            if objective.redraw:                # the further draws share the noise of this step
                 samples = dynamic_sampling(samples, sample_and_score, ranks, settings.updates)
             samples = method.explore(samples, complete, noise_rng)      # may add groups; QeRL does not
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = method.advantages(samples)        # qerl.group_advantages           [P, G]
-        batch = make_batch(samples, advantages.flatten(), settings.algo)
+        batch = make_batch(samples, advantages.flatten(), objective)
 
         # Log-probabilities under the policy before its update, and the reference: without LoRA.
         with clock("logprobs"):
@@ -214,7 +215,7 @@ def train(settings):
         with clock("update"):
             for minibatch in batch.minibatches(settings.updates):       # neighbouring rows: mostly whole groups
                 minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
-                minibatch.weights *= fraction_here(minibatch, settings.algo, ranks)    # 1 if alone
+                minibatch.weights *= fraction_here(minibatch, objective, ranks)    # 1 if alone
                 for micro_batch in minibatch.micro_batches(settings.micro_tokens):
                     logprobs = qerl.token_logprobs(
                         model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
@@ -414,24 +415,21 @@ def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
 # --------------------------------------------------------------------------------------------------
 # The update's parts
 
-def make_batch(samples, advantages, algo):
+def make_batch(samples, advantages, objective):
     """The completions as the rows of a Batch; advantages float32 [N]."""
     rollout = samples.rollout
     group = len(advantages) // len(samples.questions)
     prompts = [q["prompt"] for q in samples.questions for _ in range(group)]
     mask = rollout.mask
-    if algo == "dapo":
-        # A truncated completion gives no gradient. (The authors' code leaves it out for GRPO, too.)
+    if objective.drop_truncated:           # (the authors' code does so for GRPO, too)
         mask = mask & rollout.finished[:, None]
     return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
 
 
-def fraction_here(minibatch, algo, ranks):
-    """What fraction of all processes' minibatch is here: of its completions, or for DAPO its tokens."""
-    if algo == "grpo":
-        return 1 / ranks.count                         # each process has as many completions
-    tokens = minibatch.mask.sum()
-    return tokens / ranks.total(tokens).clamp_min(1)
+def fraction_here(minibatch, objective, ranks):
+    """What fraction of all processes' minibatch is here, by what the objective divides by."""
+    here = torch.as_tensor(objective.count(minibatch.mask), device=minibatch.mask.device)
+    return here / ranks.total(here).clamp_min(1)
 
 
 def make_optimizer(model, lr, weight_decay):
@@ -609,8 +607,8 @@ def read_settings(argv=None):
         given = {name: value for name, value in then if hasattr(Settings, name)} | given
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
-    if given.get("algo") == "dapo":
-        values.update(DAPO)
+    if given.get("algo", "grpo") != "grpo":
+        values.update(NO_KL)
     values.update(methods.defaults(given.get("method", Settings.method)))
     weights = {**values, **given}.get("weights", Settings.weights)
     if preset == "paper" and weights == "bf16":

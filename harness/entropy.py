@@ -44,7 +44,7 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
         )
     texts = train_gsm8k.decode_all(tokenizer, rollout)
     samples = train_gsm8k.score(questions, rollout, texts, settings.reward)
-    batch = train_gsm8k.make_batch(samples, samples.rewards.flatten(), "grpo")
+    batch = train_gsm8k.make_batch(samples, samples.rewards.flatten(), qerl.OBJECTIVES["grpo"])
     scored = batch.logprobs_under(model, settings.micro_tokens)
     kl, _ = qerl.mismatch(scored, rollout.logprobs, rollout.mask)
     entropy = (rollout.entropy * rollout.mask).view(len(questions), -1).sum(1)

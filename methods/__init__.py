@@ -79,7 +79,7 @@ class Method:
 
     def advantages(self, samples):
         """How much better a completion did than the others of its question, float32 [P, G] (Eq. 4)."""
-        return qerl.group_advantages(samples.rewards)
+        return qerl.group_advantages(samples.rewards, self.settings.algo)
 
     def old_logprobs(self, model, batch):
         """log π_old: of the policy before this step's updates and without noise, float32 [N, C]."""
@@ -87,7 +87,8 @@ class Method:
 
     def token_weights(self, minibatch):
         """Each token's share of the loss of a harness.batches.Batch, float32 [N, C]."""
-        return qerl.token_weights(minibatch.mask, self.settings.algo)
+        settings = self.settings
+        return qerl.token_weights(minibatch.mask, settings.algo, settings.max_new_tokens)
 
     def loss(self, logprobs, micro_batch):
         """(loss with gradient, KL to the reference) of some completions of a minibatch (Eq. 3).

@@ -120,7 +120,8 @@ class Neighbour(Method):
         for branches, stream in self.streams(minibatch):
             mask = minibatch.mask[stream]
             share = self.settings.updates * self.size(mask) / max(1, self.sizes[branches])
-            weights[stream] = share * qerl.token_weights(mask, self.settings.algo)
+            weights[stream] = share * qerl.token_weights(
+                mask, self.settings.algo, self.settings.max_new_tokens)
         return weights
 
     def streams(self, batch):
@@ -130,8 +131,8 @@ class Neighbour(Method):
         return (False, ~is_branch), (True, is_branch)
 
     def size(self, mask):
-        """What the mean of a stream is over: with DAPO its tokens, else its completions."""
-        return mask.sum().item() if self.settings.algo == "dapo" else len(mask)
+        """What the mean of a stream is over: its completions, or with DAPO its tokens."""
+        return int(qerl.OBJECTIVES[self.settings.algo].count(mask))
 
     def before_updates(self, batch):
         """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""

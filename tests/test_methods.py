@@ -647,7 +647,7 @@ def test_branches_join_the_samples_behind_their_question(qwen):
     assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
     advantages = method.advantages(both)
     torch.testing.assert_close(advantages, torch.tensor([[-1, 1], [math.sqrt(2), -math.sqrt(2)], [0, 0], [0, 0]]) / math.sqrt(2), rtol=1e-3, atol=0)
-    batch = train_gsm8k.make_batch(both, advantages.flatten(), "grpo")
+    batch = train_gsm8k.make_batch(both, advantages.flatten(), qerl.OBJECTIVES["grpo"])
     assert method.before_updates(batch) == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
     weights = method.token_weights(batch)
     assert method.settings.updates == 4 and weights.sum(1).tolist() == pytest.approx([1] * 8)      # two of eight in each minibatch, on average

@@ -196,13 +196,17 @@ def loss_of(model, row, settings):
 
 
 def minibatch_loss(model, rows, settings):
-    """(loss, KL) of a minibatch: GRPO's mean of means, DAPO's mean over the tokens of the finished."""
-    counted = [row for row in rows if row.finished or settings.algo == "grpo"]
+    """(loss, KL) of a minibatch.
+
+    GRPO's mean of means, DAPO's mean over the tokens of the finished, Dr. GRPO's sum over a constant length.
+    """
+    counted = [row for row in rows if row.finished or settings.algo != "dapo"]
     tokens = sum(len(row.tokens) for row in counted)
     loss = kl = 0
     for row in counted:
         losses, kls, row.clipped = loss_of(model, row, settings)
-        share = 1 / tokens if settings.algo == "dapo" else 1 / len(row.tokens) / len(rows)
+        share = {"grpo": 1 / len(row.tokens) / len(rows), "dapo": 1 / tokens,
+                 "dr-grpo": 1 / settings.max_new_tokens / len(rows)}[settings.algo]
         loss = loss + losses.sum() * share
         kl += kls.sum().item() * share
     return loss, kl
@@ -256,13 +260,14 @@ def assert_sampled_by(model, noise, rows):
         norm.noisy_weight = None
 
 
-def set_advantages(group):
-    """Eq. 4 of one group of completions; 0 if all have the same reward."""
+def set_advantages(group, algo):
+    """Eq. 4 of one group of completions; 0 if all have the same reward. Dr. GRPO does not divide."""
     rewards = torch.tensor([row.reward for row in group])
     for row in group:
         row.advantage = 0.0
         if rewards.min() < rewards.max():
-            row.advantage = ((row.reward - rewards.mean()) / (rewards.std() + 1e-4)).item()
+            divisor = 1 if algo == "dr-grpo" else rewards.std() + 1e-4
+            row.advantage = ((row.reward - rewards.mean()) / divisor).item()
 
 
 def mean(numbers):
@@ -296,11 +301,14 @@ DAPO_LOOP = dict(
     schedule="linear",
 )
 
+DR_GRPO_LOOP = dict(algo="dr-grpo", warm_up=0.0, gradient_clip=0.5)
+
 
 @pytest.mark.parametrize("options,rates,sigmas", [
     # Two steps of warm-up, then half a cosine to zero; and without warm-up.
     (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
     (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
+    (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
 ])
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
@@ -341,7 +349,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         assert any(teaches[k] for k in kept)
         rows = sum((groups[k] for k in kept), [])
         for k in kept:
-            set_advantages(groups[k])
+            set_advantages(groups[k], settings.algo)
         for row in rows:
             row.old = logprobs_of(model, row).detach()
             row.reference = logprobs_of(reference, row).detach()
