@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import methods
 import qerl
-from harness.answers import answered_number, stated_number
+from harness.answers import is_right
 from harness.batches import Batch, pick_groups
 from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore, stored_settings
@@ -33,7 +33,6 @@ from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
 from harness.loading import load_with_progress
-from harness.math_data import is_equal
 from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
 from harness.packed_folder import policy_fingerprints, save_packed
@@ -347,33 +346,26 @@ def decode_all(tokenizer, rollout):
 def score(questions, rollout, texts, scheme):
     """Samples, with the reward of each completion.
 
-    A method may have completions go on from a given beginning (methods.Method.explore). It stands
-    in question["begun"], and is scored with them.
+    A prompt or a method may begin the completions (with_prompts, methods.Method.explore). What they
+    go on from stands in question["begun"], and is scored with them.
     """
-    group = len(texts) // len(questions)
-    scores = []
-    for i, text in enumerate(texts):
-        question = questions[i // group]
-        scores.append(reward(question.get("begun", "") + text, question["right"], scheme))
+    scores = [reward(text, right, scheme) for text, right in answers_to(questions, texts)]
     scores = torch.tensor(scores, device=rollout.tokens.device)
-    rewards, correct = scores.view(len(questions), group, 2).unbind(-1)
+    rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct)
 
 
-# In the paper's format the reasoning and the answer stand between tags. What the reasoning holds is
-# not looked at.
-FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+def answers_to(questions, texts):
+    """(a whole completion, the right answer) of each text, of as many texts a question."""
+    group = len(texts) // len(questions)
+    for i, text in enumerate(texts):
+        question = questions[i // group]
+        yield question.get("begun", "") + text, question["right"]
 
 
-def is_right(completion, answer, anywhere=False):
-    """Does a completion answer with this number (Decimal) or TeX (string)?
-
-    In a box or between the tags; with `anywhere`, as in evaluation, its last number will do.
-    """
-    assert answer is not None              # a question without a clear answer never gets here
-    if isinstance(answer, str):
-        return is_equal(completion, answer, anywhere)
-    return (stated_number if anywhere else answered_number)(completion) == answer
+# In the paper's format the reasoning and the answer stand between tags, each of which comes once.
+FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*"
+                    r"<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
 def reward(completion, answer, scheme):
@@ -383,7 +375,7 @@ def reward(completion, answer, scheme):
     where few answers are right it is most of the advantage, and a short wrong answer in the right
     format wins.
     """
-    correct = float(is_right(completion, answer))
+    correct = float(bool(is_right(completion, answer)))
     if scheme == "answer":
         return correct, correct
     if scheme == "random":         # a control that knows nothing: the last bit of a text's checksum
@@ -511,8 +503,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     for name, samples, temperature, top_p in measures:
         found = answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
         texts, lengths = zip(*found)
-        right = [is_right(text, questions[i // samples]["right"], anywhere=True)
-                 for i, text in enumerate(texts)]
+        right = [bool(is_right(text, answer, anywhere=True))
+                 for text, answer in answers_to(questions, texts)]
         for i, answer in enumerate(answers):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
         shares = accuracy_by_source(questions, right)
@@ -537,11 +529,13 @@ def describe(samples, batch, clock):
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
+    answers = [answer for s in draws for answer in answers_to(s.questions, s.texts)]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     return {
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
+        "timeouts": float(sum(is_right(*answer) is None for answer in answers)),    # see is_equal
         "entropy": rollout.entropy[rollout.mask].mean().item(),
         **describe_mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask),
         "length": rollout.length.float().mean().item(),

@@ -1,87 +1,78 @@
-"""Numbers in texts: what a completion answers, and what a question's worked answer ends with.
+"""Does a completion answer right? GSM8K's answers are numbers, those of other data are TeX.
 
-These are our own expressions and not math-verify's, which takes "3, 5", "4 or 5" and "- 5" for 5
-but \\boxed{5 dollars} for nothing, and whose time limit works in the main thread only.
-The time that a text takes is proportional to its length, however odd the text.
+A number is read by what is allowed around it (NUMBER), in time proportional to the text's length.
+Other TeX is compared by math-verify: pip install math-verify.
 """
+import functools
+import logging
 import re
+import time
 from decimal import Decimal
 
-NUMBER = re.compile(r"""
-    (?: (?<![\w)}]) - )?                               # perhaps a minus that is not a subtraction
-    \$?
-    (?: \d+ (?:\.\d+)? | (?<![\d.]) \.\d+ )            # digits, decimals or both
-    (?: e [+-]? \d{1,3} (?!\d) )?                      # perhaps times a power of ten
-""", re.VERBOSE | re.IGNORECASE)
-# All before the last side of an equation, or of a sentence that says what a number is.
-SIDES = re.compile(r".*(?:(?<!\\not)=|≈|\\approx|\bis\b)", re.DOTALL)
-UP_TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
-# Digits in groups: of three, which make one number, or else several numbers.
-COMMAS = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:,\d+)+")
-SPACES = re.compile(r"(?<!\d)(?<!\d\.)\d+(?:[ \u00a0\u202f]\d+)+")
-THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\D\d{3})+")
-# What makes another number of the one behind or before it: 1/5, 2^5, x_5, x + 5, \frac{x}{5}, 5²,
-# 5k, 5x.
-OPERATOR = r"\\(?:[dt]?frac|sqrt|log|ln|exp|sin|cos|tan|cdot|times|div|pm|mp|pi)"
-SIGN = r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2044\u2215\u221a÷×±π]"
-BEFORE = re.compile(
-    rf"(?: [/^<>≠≤≥] | \\(?:neq?|[lg]eq?|[lg]t) | [^\W_]_ | \}}\s*\{{ | {SIGN} | {OPERATOR}"
-    rf"  | \b[A-Za-z] \s* [-+*] ) [\s({{$]* $", re.VERBOSE,
-)
-AFTER = re.compile(
-    rf"[kKMxyz]\b | \s*(?:hundred|dozen|thousand|million|billion|trillion)\b | [)}}]* {SIGN}"
-    rf" | [\s)}}]* {OPERATOR}", re.VERBOSE,
-)
-# The imaginary unit behind a number: 5i, 5\,i, 5\mathrm{i}; but not in "5 i think" or "5, i.e. five".
-IMAGINARY = re.compile(r"[\s,)}]* \{? i\b (?! \s+\w | \.e )", re.VERBOSE)
-# What says of a number that it is not meant: "not 5", "isn't 5", "not equal to 5".
-DENIED = re.compile(
-    r"(?: (?:\b(?:[Nn]ot|NOT) | n['\u2019]t) (?:\s+ (?:be|equal(?:\s+to)?))? | \\(?:neg|lnot|not\s*=) )"
-    r" [\s({}$*]* $", re.VERBOSE,
-)
-# A minus that NUMBER has not seen: "- 5", "-{5}", "{-}5"; but in "Answer - 5" it is a dash.
-MINUS = re.compile(
-    r"(?: (?:^|[^\w)}\s])\s*- | \b(?:[Mm]inus|[Nn]egative) ) [\s({})$*]* $", re.VERBOSE,
-)
-BRACE = re.compile(r"\\[{}]|(\\boxed\s*)?\{|\}")       # \{ and \} are signs, and open or close nothing
+from qerl import UserError
 
-SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
-# What behind a question's answer says that the first word is not all of it: "2 - 3", "5 million",
-# "2 hours 30 minutes", but not "1,200 m2" or "5 km/h".
-GOES_ON = re.compile(rf"""
-    .*? (?: (?<!\w)[-–—/] | [+*=×<>:\\] | (?<![A-Za-z^])\d | {SIGN}
-          | \b(?:[kKMB]|to|and|or|less|more|times|over|squared|cubed|half)\b
-          | \b(?:hundred|dozen|thousand|million|billion|trillion)\b )
-""", re.VERBOSE)
-LONGEST = 1000                 # characters: no number that is meant, with its unit, is longer
+LONGEST = 1000                 # characters: no answer that is meant is longer
 
-# TeX and typography that say nothing about the number, and how `plain` spells them.
+# TeX and typography that say nothing about a number, and how `plain` spells them.
 PLAIN = [
-    (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
-    (re.compile(r"(\\(?:text|mathrm|mbox)\s*\{[^{}]*\})\s*\^\s*\{?[23]\}?"), r"\1"),     # cm^3
-    (re.compile(r"\\,|\{,\}"), ","),
-    (re.compile(r"\\!|\^\s*\{?\\circ\}?"), ""),
+    (re.compile(r"\^?\s?\{?\\circ\}?"), "°"),
+    (re.compile(r"\\(?:text|math|mbox|f?box|left|right)[a-z]*|\\[()\[\],:; ]|[~\u00a0\u202f]"), " "),
+    (re.compile(r"(?<!\\)[{}]|\\!"), ""),
     (re.compile(r"\\([$%])"), r"\1"),
-    (re.compile(r"\\[()\[\]; ]|\\(?:text|math|left|right|boxed|mbox)[a-z]*|~"), " "),
+    (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
+    (re.compile(r"\\approx|≈"), "="),
 ]
+# The one number of an answer, and all that may stand around it.
+NUMBER = re.compile(r"""
+    (?: US | [\s$€£(*] )*  (?P<sign> [-+]? )  [\s$€£(*]{,3}
+    (?P<digits>
+        (?: [1-9]\d{,2} (?:[,\ ]\d{3})+ | \d+ )  (?: \.\d* )?       # 1,250.00
+      | \.\d+
+    )
+    (?P<power> [eE] [+-]? \d{1,3} )?  [\s)]{,3}
+    (?:
+        (?: [%°€£] | (?<=\s)[mghslL] | [mck]m | [mk]g | m[lL] | ft | in | yd | lb | oz | min | mph
+          | percent | hour | day | week | month | year | dollar | mile | people | children
+          | (?: (?:square|cubic)\s )? (?: feet | [A-Za-z][A-Za-z-]+[a-rtv-z]s )    # a plural, not "less"
+        )
+        (?![A-Za-z-])  (?: \^?[23] | [²³] )?                      # cm^2
+        (?: \s (?:of|an?) \s [A-Za-z]+ )?                         # slices of bread
+    )?
+    (?: \s? (?: per\s[A-Za-z]+ | /\s?(?:h|s|hour|day|week|month|year)\b ) )?
+    [\s$*).]*
+""", re.VERBOSE)
+# What stands between a number and what it is: nothing, a name, or a calculation.
+EQUALS = re.compile(r"[=:]|\bis\b")
+NAMED = re.compile(r"""
+    (?: [^\W\d] [\w\s]*
+      | [\d.,\s$]+ (?: (?: [-+*/×÷] | \\times | \\cdot | \\div ) [\d.,\s$]+ )+
+    )?
+""", re.VERBOSE)
+BOX = re.compile(r"""
+    \\[{}]                                              # signs, which open and close nothing
+    | (?P<box> \\(?:boxed|fbox)\s* )? \{ | \}
+    | \\boxed\s* (?P<bare> [^\s{}$\\]*[^\s{}$\\.,] )    # \boxed 2
+""", re.VERBOSE)
 
 
 def last_box(text):
-    """What stands in the \\boxed{} that ends last; None if none is closed."""
+    """What stands in the \\boxed{} that ends last; None if none is closed. Also of "\\boxed 2"."""
     opened = []                        # of each open brace, where its content begins if it is a box's
     last = None
-    for brace in BRACE.finditer(text):
-        if brace.group() == "}" and opened:
+    for brace in BOX.finditer(text):
+        if brace["bare"]:
+            last = slice(*brace.span("bare"))
+        elif brace.group() == "}" and opened:
             start = opened.pop()
             if start is not None:
                 last = slice(start, brace.start())
         elif brace.group() not in ("}", r"\{", r"\}"):
-            opened.append(brace.end() if brace[1] else None)
+            opened.append(brace.end() if brace["box"] else None)
     return None if last is None else text[last]
 
 
-def answered_number(completion):
-    """The one number between the last <answer> tags, or in the last \\boxed{} there; else None.
+def given_answer(completion):
+    """The text between the last <answer> tags, or in the last \\boxed{} there; None without either.
 
     Without tags, in the last \\boxed{} of the completion.
     """
@@ -89,9 +80,26 @@ def answered_number(completion):
     _, tag, answer = head.rpartition("<answer>")
     answer = answer.partition("</answer>")[0] if tag else completion
     box = last_box(answer)
-    if not tag and box is None:
-        return None
-    return one_number(answer if box is None else box)
+    return answer if tag and box is None else box
+
+
+def is_right(completion, answer, anywhere=False):
+    """Does a completion answer with this number (Decimal) or TeX (string)?
+
+    What counts stands in a box or between the tags (given_answer): the last that is closed, so in
+    "\\boxed{5}, no, \\boxed{7" the 5. With `anywhere`, as in evaluation, a completion with neither
+    is read by its last number. A number may have a unit, but "18 M" is none: nobody knows whether
+    metres or millions. None where one second did not tell: see is_equal.
+    """
+    assert answer is not None              # a question without a clear answer never gets here
+    given = given_answer(completion)
+    if isinstance(answer, str):
+        if given is None and anywhere:
+            return is_equal(completion[-LONGEST:], answer, prose=True)
+        return given is not None and is_equal(given, answer)
+    if given is None:
+        return anywhere and last_number(completion) == answer
+    return one_number(given) == answer
 
 
 def right_answer(question):
@@ -99,77 +107,62 @@ def right_answer(question):
     return final_number(question) if "####" in question["answer"] else question["answer"]
 
 
-def stated_number(completion):
-    """What evaluation accepts: answered_number, or else the last number of the text."""
-    number = answered_number(completion)
-    return parse_number(completion) if number is None else number
-
-
 def final_number(question):
-    """The right answer of a question: the first word behind "####", or "1 000"; None if unclear."""
+    """The right answer of a question, a Decimal: the line behind its only "####"; None if unclear."""
     _, text, *others = question["answer"].split("####")
-    if others:
-        return None
-    word = re.match(r"\s*\S+(?:[ \u00a0\u202f]\d+(?!\S))*", text)
-    if not word or GOES_ON.match(text[word.end():]):
-        return None
-    return one_number(word.group())
+    return None if others else one_number(text.strip().partition("\n")[0])
 
 
 def one_number(text):
-    """The number of a text that holds no other, else None: not for "3, 5", "4 or 5" or "1,00".
-
-    Of an equation, or a sentence with "is", the last side with a number counts.
-    """
-    numbers = UP_TO_LAST_DIGIT.match(text)
-    if not numbers:
+    """The number of a text as Decimal, if it says nothing else (NUMBER, NAMED); else None."""
+    if len(text) > LONGEST:
         return None
-    guesses, _, _ = numbers.group().rpartition(" or ")
-    sides = SIDES.match(numbers.group())
-    start = sides.end() if sides else 0
-    if re.search(r"\d", guesses) or numbers.end() - start > LONGEST:
+    *names, side = EQUALS.split(plain(text))
+    number = NUMBER.fullmatch(side)
+    if not number or not all(NAMED.fullmatch(name.strip(" \n$*")) for name in names):
         return None
-    side = SPACES.sub(join_thousands, plain(text[start:numbers.end() + LONGEST]))
-    match, *others = NUMBER.finditer(side)
-    number = value(match)
-    if number is None or others:
-        return None
-    return -number if MINUS.search(side[:match.start()]) else number
+    digits = re.sub("[, ]", "", number["digits"])
+    return Decimal(f"{number['sign']}{digits}{number['power'] or ''}")
 
 
-def parse_number(text):
-    """The last number in a text as Decimal, tolerant of $, commas, .00, TeX and other numbers.
-
-    None without a number, and where the last one is part of another, as a denominator is, or denied.
-    """
-    numbers = UP_TO_LAST_DIGIT.match(text)
-    if not numbers:
-        return None
-    end = numbers.end()
-    *_, last = NUMBER.finditer(plain(text[max(0, end - LONGEST):end + LONGEST]))
-    return value(last)
+def last_number(text):
+    """The last word of a text with a digit in it, as one_number reads it."""
+    words = re.split(r"[\s=<>]+|\.\.+|(?<=\w)-", plain(text))
+    last = next((word for word in reversed(words) if re.search(r"\d", word)), "")
+    return one_number(last.strip(",;:!?\"'`[]"))
 
 
 def plain(text):
-    """A text without TeX's wrappings, with one kind of minus and without thousands' commas."""
+    """A text without TeX's wrappings and braces, and with one kind of minus."""
     for pattern, spelling in PLAIN:
         text = pattern.sub(spelling, text)
-    return COMMAS.sub(join_thousands, text)
+    return text
 
 
-def join_thousands(digits):
-    """The digits of "1,250" or "1 250" as one number, those of "3,4" as two."""
-    grouped = THOUSANDS.fullmatch(digits.group())
-    return re.sub(r"\D", "" if grouped else " ", digits.group())
+@functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
+def is_equal(given, answer, prose=False):
+    """Is this the answer, both in TeX? prose: `given` is a text that ends in what it answers.
 
-
-def value(match):
-    """A match of NUMBER as Decimal; None if what stands around it denies it or makes it another."""
-    start, end = match.span()
-    text = match.string
-    before = text[max(0, start - 16):start]
-    if BEFORE.search(before) or DENIED.search(before):
-        return None
-    if AFTER.match(text, end) or IMAGINARY.match(text, end):
-        return None
-    return Decimal(match.group().replace("$", ""))
+    Only what is neither the same text nor the same number goes to math-verify, which has a second
+    to read a text and one to compare (in the main thread: it sets an alarm). None if that was not
+    enough: nobody is rewarded for TeX that takes for ever.
+    """
+    if "".join(given.split()) == "".join(answer.split()):
+        return True
+    number = one_number(given)
+    if number is not None and number == one_number(answer):
+        return True
+    if len(given) > LONGEST:
+        return False
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError("answers in TeX need the package math-verify; pip install math-verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)       # else it warns of each timeout
+    start = time.monotonic()
+    right = verify(
+        parse(f"\\boxed{{{answer}}}", parsing_timeout=1),
+        parse(given if prose else f"\\boxed{{{given}}}", parsing_timeout=1),
+        timeout_seconds=1,
+    )
+    return None if not right and time.monotonic() - start > 1 else right

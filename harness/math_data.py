@@ -1,15 +1,15 @@
 """Mathematics in TeX, as the paper trains and evaluates on besides GSM8K (its Tables 2 and 3).
 
---data and --eval take a name of DATASETS, another dataset of Hugging Face, or a local file of one
-(.jsonl, .json or .parquet). Answers are compared by math-verify. Both packages are asked for only
-here: pip install datasets math-verify.
+--data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME or NAME:CONFIG), or
+a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip install datasets.
 """
+import glob
 import json
 import math
 import os
 import re
 
-from harness.answers import LONGEST, SURROGATE, last_box, one_number, right_answer
+from harness.answers import last_box, right_answer
 from qerl import UserError, reason
 
 # Of each: where it lies on Hugging Face, and which split.
@@ -23,16 +23,17 @@ DATASETS = {
 }
 # What these and their like call the two columns, in the order in which they are looked for.
 QUESTION = ("question", "problem", "Problem", "prompt")
-ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "solution")
+ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
 FILES = (".jsonl", ".json", ".parquet")
-# A number of TeX and nothing that makes an expression of it; and one that names what it counts.
-BARE_NUMBER = re.compile(r"""
-    \s* -? \s* (?:\\?\$)? \s* -?
-    \d (?: [\d.,\s] | \\[,!] | \{,\} )*            # digits, perhaps in groups
-    (?: \\?% | \^\s*\{?\\circ\}? )? \s*
-""", re.VERBOSE)
-WITH_UNIT = re.compile(rf"{BARE_NUMBER.pattern} (?: (?<=\s) [A-Za-z]{{3,}} [A-Za-z\s]* )?", re.VERBOSE)
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")      # of a dataset on Hugging Face: owner/name
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")      # of a dataset on Hugging Face: owner/name:config
+SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
+# Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
+# behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.
+DEMANDS = re.compile(r"""
+    ^Solve\ the\ following\ math\ problem\ step\ by\ step\..*?\n\n
+    | \n\nRemember\ to\ put\ your\ answer\ .*
+    | (?<=[.?!\n]) [^.?!\n]* \#{4} [^\n]* $
+""", re.VERBOSE | re.DOTALL)
 
 
 def source_name(source):
@@ -95,8 +96,8 @@ def rows_of(source):
     try:
         if is_file:
             kind = "parquet" if source.endswith(".parquet") else "json"
-            return datasets.load_dataset(kind, data_files=source, split="train")
-        return datasets.load_dataset(repository, split=split)
+            return datasets.load_dataset(kind, data_files=glob.escape(source), split="train")
+        return datasets.load_dataset(*repository.split(":"), split=split)
     except Exception as e:
         if is_file:
             raise UserError(f"{source}: cannot be read ({reason(e)}); mend the file")
@@ -125,12 +126,12 @@ def first_column(row, names):
 
 def answer_of(row):
     """A row's answer as text; numbers become text, what is neither is None."""
-    answer = first_column(row, ANSWER)
-    if answer is not None and answer == row.get("solution") and last_box(str(answer)) is None:
-        return None                                        # prose, which no completion repeats
     checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
-    if answer is None and isinstance(checked, dict):
-        answer = checked.get("ground_truth")
+    if isinstance(checked, dict):
+        row = {**row, **checked}
+    answer = first_column(row, ANSWER)
+    if answer == row.get("solution") and isinstance(answer, str) and " " in answer.strip():
+        answer = last_box(answer)                          # without one it is prose
     if type(answer) is int and abs(answer) < 10 ** 100:
         return str(answer)
     if type(answer) is float and math.isfinite(answer):
@@ -144,45 +145,14 @@ def is_text(value):
 
 
 def bare(question):
-    """A question alone: not as a chat's message, and without DAPO-Math's demands on the form."""
+    """A question alone: not as a chat's message, and without demands on the form of its answer."""
     if isinstance(question, list) and all(isinstance(message, dict) for message in question):
         asked = [message.get("content") for message in question if message.get("role") != "system"]
         question = asked[0] if len(asked) == 1 else None
-    if not isinstance(question, str):
-        return None
-    first, *parts = question.strip().split("\n\n")
-    if len(parts) > 1 and first.startswith("Solve the following math problem step by step."):
-        return "\n\n".join(parts[:-1])
-    return question.strip()
+    return DEMANDS.sub("", question.strip()).strip() if isinstance(question, str) else None
 
 
 def final_part(answer):
     """Of a whole solution what it ends with, in its last box."""
     box = last_box(answer)
     return (answer if box is None else box).strip()
-
-
-def is_equal(completion, answer, anywhere=False):
-    """Does a completion end with this answer (TeX)? `anywhere`: also outside of a box.
-
-    Only what is neither the same text nor the same bare number goes to math-verify, which takes up
-    to half a second.
-    """
-    box = last_box(completion)
-    if box is None and not anywhere:
-        return False
-    given = completion[-LONGEST:] if box is None else box
-    if "".join(given.split()) == "".join(answer.split()):
-        return True
-    if len(given) > LONGEST:
-        return False
-    if BARE_NUMBER.fullmatch(answer) and WITH_UNIT.fullmatch(given):
-        number = one_number(given)
-        if number is not None and number == one_number(answer):
-            return True
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise UserError("answers in TeX need the package math-verify; pip install math-verify")
-    answered = given if box is None else f"\\boxed{{{given}}}"
-    return verify(parse(f"\\boxed{{{answer}}}"), parse(answered))

@@ -13,7 +13,7 @@ import urllib.request
 
 from harness.answers import final_number, right_answer
 from harness.cache import CACHE
-from harness.math_data import is_text, math_questions, source_name
+from harness.math_data import DEMANDS, is_text, math_questions, source_name
 from harness.run_folder import atomic_write
 from harness.small_policy import made_up_problems
 from qerl import UserError
@@ -137,7 +137,7 @@ def read_question(line, path, number):
             f'{path}:{number}: {given[:40]!r} behind "####" is not one clear number; '
             "mend or remove it"
         )
-    return {"question": question["question"], "answer": question["answer"]}
+    return {"question": DEMANDS.sub("", question["question"]), "answer": question["answer"]}
 
 
 def first_of_each(questions, count):
@@ -151,11 +151,15 @@ def first_of_each(questions, count):
 def with_prompts(questions, tokenizer, longest):
     """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
 
-    Prompts of more than `longest` tokens are counted and left out.
+    Where the prompt opens the reasoning itself, as some chat templates do, "begun" is "<think>":
+    it counts as the beginning of each completion. Prompts of more than `longest` tokens are counted
+    and left out.
     """
     for question in questions:
         question["prompt"] = tokenizer.prompt(question["question"])
         question["right"] = right_answer(question)
+        if tokenizer.decode(question["prompt"]).rstrip().endswith("<think>"):
+            question["begun"] = "<think>"
     kept = [q for q in questions if len(q["prompt"]) <= longest]
     if len(kept) < len(questions):
         skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"

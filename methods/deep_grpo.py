@@ -99,7 +99,7 @@ class Neighbour(Method):
             begun = tokens[:cuts[chosen]]
             question = dict(samples.questions[i // group])
             question["prompt"] = question["prompt"] + begun
-            question["begun"] = self.tokenizer.decode(begun)
+            question["begun"] = question.get("begun", "") + self.tokenizer.decode(begun)
             room = self.settings.max_new_tokens - len(begun)
             pivots.append(Pivot(i // group, r[chosen].item(), question, room))
         return pivots
@@ -107,7 +107,7 @@ class Neighbour(Method):
     def advantages(self, samples):
         """Of branches without the division by the standard deviation."""
         centered = samples.rewards - samples.rewards.mean(1, keepdim=True)
-        is_branch = [["begun" in question] for question in samples.questions]
+        is_branch = [[tuple(q["prompt"]) in self.branch_prompts] for q in samples.questions]
         is_branch = torch.tensor(is_branch, device=centered.device)
         return torch.where(is_branch, centered, super().advantages(samples))
 

@@ -3,17 +3,20 @@ import json
 import math
 import re
 import time
+import types
 from decimal import Decimal
 
 import pytest
+import torch
+from hypothesis import given, strategies
 
 import qerl
 import train_gsm8k
 from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, logged_steps, refused, run_main
 from common import without_times
 from harness import claims, compare, entropy, questions
-from harness.answers import answered_number, final_number, last_box, parse_number, stated_number
-from harness.math_data import is_equal, math_questions
+from harness.answers import final_number, given_answer, is_equal, is_right, last_box, last_number, one_number
+from harness.math_data import math_questions
 from harness.questions import read_questions
 from harness.run_folder import read_jsonl, read_log, write_jsonl
 from harness.small_policy import made_up_problems
@@ -34,10 +37,10 @@ def test_word_problems_are_gsm8k_shaped_and_disjoint():
 @pytest.mark.parametrize("text,number", [
     ("18", "18"), ("$1,250.00", "1250"), ("\\boxed{42}", "42"), ("-3", "-3"), ("-$7.50", "-7.5"), ("it is 5 + 3 = 8 apples.", "8"),
     (".5", "0.5"), ("70,000", "70000"), ("20%", "20"), ("12.", "12"),
-    ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "4"), ("\u22123", "-3"), ("x=-5", "-5"),
+    ("3-5", "5"), ("Total-5", "5"), ("$-5", "-5"), ("wait...18", "18"), ("3,4", "None"), ("\u22123", "-3"), ("x=-5", "-5"),
     ("1/2", "None"), ("\\frac{1}{2}", "None"), ("\\dfrac{1}{2}", "None"), ("(3)/(4)", "None"), ("3/4 of 20 is 15", "15"), ("1{,}042", "1042")])
 def test_tolerant_numbers(text, number):
-    assert parse_number(text) == (None if number == "None" else Decimal(number))
+    assert last_number(text) == (None if number == "None" else Decimal(number))
 
 
 def test_rewards():
@@ -51,25 +54,28 @@ def test_rewards():
     assert reward(good, Decimal(42), "answer") == (1.0, True)
     assert reward(good, Decimal(41), "answer") == (0.0, False)
     assert reward("so \\boxed{42}", Decimal(42), "answer") == (1.0, True)
-    assert parse_number("none") is None
+    assert last_number("none") is None
     assert final_number({"answer": "so 12\n#### 1,200 m2"}) == 1200
-    assert stated_number("so \\boxed{1,042} it is, in 2 days") == 1042
-    assert stated_number("so 12, no, 13.") == 13
+    assert is_right("so \\boxed{1,042} it is, in 2 days", Decimal(1042), anywhere=True)
+    assert is_right("so 12, no, 13.", Decimal(13), anywhere=True)
 
 # What is not 5, though a 5 is its last digit.
 NOT_FIVE = [
     "1e5", "5E5", "0x5", "{1}/{5}", "1\u20445", "\u00bd5", "5\u00bd", "5\u00b2", "2^5", "1,5", "0,005", "5.5.5", "3:5", "3-5",
     "\\sqrt{5}", "\\frac{1}{5}", "\\frac15", "\\frac{x}{5}", "x/5", "5\\pi", "\\pm 5", "\\log 5", "2 \\times 5", "x_5", "5k",
     "- 5", "\u20135", "\u22125", "-{5}", "-(5)", "-\\$5", "\\$-5", "- $5", "negative 5", "x = - 5",
+    "log 5", "sqrt(5)", "f(5)", "\\cancel{5}", "less than 5", "5+n", "5n", "5j", "\\infty 5", "5 is wrong", "5 bn", "5!", "|5|", "x >= 5",
+    "5 million", "5 thousand", "\\neq 5", "≠5", ">5", "<5", "\\geq 5", "5 hundred", "5 dozen", "5 squared", "5 less", "5 minus", "5 or six",
+    "5m", "5 M", "5:30", "30:5", "4-5", "4 = 5", "2x = 5", "x/2 = 5", "5 out of 7", "\\{5\\}", "{5}^{2}", "5(200)", "5 \\text{ out of } 7",
     "x+5", "x - 5", "(x + 5)", "5x", "3, 5", "3;5", "3\n5", "4 or 5", "3 and 5", "1 2 5", "1 005", "x = 3 or x = 5", "3 apples, 5 pears",
 ]
 
 FIVE = [
-    "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "5!", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "5=x",
-    "5 dollars", "5 apples, no more", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}",
-    "5\\text{ cm}^3", "5 \\mathrm{ft}^{2}",
-    "5 m\u00b2", "5 km/h", "5^\\circ", "\u20ac5", "US$5", "Total: 5", "Answer - 5", "\\approx 5",
-    "2 + 3 = 5 apples.", "90-85=5", "1/4 of 20 is 5",
+    "5", "5.00", "5e0", "$5.00", "\\$5", "5%", "5\\%", "05", "+5", "5.", "{5}", "(5)", "$5$", "\\(5\\)", "**5**", "x=5", "\n5\n",
+    "5 dollars", "5 apples", "\\text{5 apples}", "5 \\text{ apples}", "5\\,\\text{cm}", "\\mathbf{5}", "\\boxed{5}", "5\\text{m}",
+    "5\\text{ cm}^3", "5 \\mathrm{ft}^{2}", "5 m^2", "5 cm²", "5 square feet", "5 miles per hour", "5 slices of pizza", "\\$5/hour", "5 percent",
+    "5 m²", "5 km/h", "5^\\circ", "€5", "US$5", "Total: 5", "\\approx 5", "The answer is 5.", "\\text{Total cost} = \\$5", "**Answer:** 5",
+    "2 + 3 = 5 apples.", "90-85=5", "x = 2 \\times 3 - 1 = 5", "5 inches", "5 in",
 ]
 
 
@@ -84,7 +90,7 @@ def test_only_one_clear_number_is_rewarded(text, five):
     ("\\boxed{1e5}", 100000), ("\\boxed{\\text{\\$1,250}}", 1250), ("\\boxed{- 5}", -5), ("\\boxed{x=-5}", -5),
     ("\\boxed{5} or \\boxed{6", 5), ("<answer>5</answer> <answer>6", 5), ("<answer>3 <answer>5</answer> 7</answer>", 5), ("5", None)])
 def test_answered_number(text, number):
-    assert answered_number(text) == number
+    assert one_number(given_answer(text) or "") == number
 
 
 @pytest.mark.parametrize("gold,number", [
@@ -100,7 +106,7 @@ def test_right_answers_are_read_or_refused(tmp_path, gold, number):
             read_questions(tmp_path, "train.jsonl")
 
 LONG_UNITS = ["<answer>", "</answer>", "\\boxed{", "\\boxed{{}", "{", "5", "1,", ",000", "1 000 ", "5e", "1e1,", "\\frac{", "1/ ", " ", "=",
-              "5=", "5 or ", "is ", "- ", "^ ", "<think>", "</think><answer>"]
+              "5=", "5 or ", "is ", "- ", "^ ", "<think>", "</think><answer>", "\\boxed", "\\boxed 5", "$", "(", "US", "a", "per a", "5.", "*5"]
 
 
 @pytest.mark.parametrize("unit", LONG_UNITS)
@@ -108,7 +114,7 @@ LONG_UNITS = ["<answer>", "</answer>", "\\boxed{", "\\boxed{{}", "{", "5", "1,",
 def test_long_texts_are_graded_in_no_time(unit, frame):
     """100,000 characters take some 20 ms of a CPU; what grows with the square took seconds."""
     text = frame.replace("{}", unit * (100_000 // len(unit)))
-    for read in (answered_number, stated_number, parse_number, train_gsm8k.FORMAT.fullmatch):
+    for read in (given_answer, one_number, last_number, train_gsm8k.FORMAT.fullmatch):
         start = time.process_time()
         read(text)
         assert time.process_time() - start < 0.5
@@ -147,11 +153,6 @@ def test_unclear_gold_answers_are_no_number(gold):
     assert final_number({"answer": f"so\n#### {gold}"}) is None
 
 
-@pytest.mark.parametrize("box", ["5 million", "5 thousand", "\\neq 5", "≠5", ">5", "<5", "\\geq 5"])
-def test_other_magnitudes_and_bounds_earn_nothing(box):
-    assert train_gsm8k.reward(f"\\boxed{{{box}}}", Decimal(5), "answer") == (0.0, 0.0)
-
-
 def test_a_torn_line_costs_no_other(tmp_path, capsys):
     lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -182,8 +183,9 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((*args, options)) or FOREIGN_ROWS["aime25"])
-    assert math_questions("aime25")[0]["source"] == "aime25" and len(math_questions("somebody/else")) == 1
-    assert asked == [("math-ai/aime25", {"split": "test"}), ("somebody/else", {"split": "train"})]
+    for name in ("aime25", "somebody/else", "openai/gsm8k:main"):
+        assert len(math_questions(name)) == 1
+    assert asked == [("math-ai/aime25", {"split": "test"}), ("somebody/else", {"split": "train"}), ("openai/gsm8k", "main", {"split": "train"})]
 
 
 @pytest.mark.parametrize("right,answer", [
@@ -191,8 +193,8 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
     ("p - q", "-q+p"), ("3,5,7", "7, 5, 3"), ("1000", "1,000"), ("\\text{Evelyn}", "Evelyn"), ("90^\\circ", "90")])
 def test_mathematics_is_compared_and_not_its_spelling(right, answer):
     pytest.importorskip("math_verify")
-    assert is_equal(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)
-    assert not is_equal(f"So {answer}.", right) and not is_equal(f"\\boxed{{{answer}}} or \\boxed{{x + 1}}", right)
+    assert is_right(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)
+    assert not is_right(f"So {answer}.", right) and not is_right(f"\\boxed{{{answer}}} or \\boxed{{x + 1}}", right)
 
 
 @pytest.mark.parametrize("answer,right", [
@@ -200,12 +202,14 @@ def test_mathematics_is_compared_and_not_its_spelling(right, answer):
     ("5", "x+5"), ("2", "2x"), ("3", "3!"), ("5", "(5,\\infty)"), ("7b", "7a"), ("5", "5\\theta"), ("5", "f(5)")])
 def test_other_mathematics_earns_nothing(answer, right):
     pytest.importorskip("math_verify")
-    assert not is_equal(f"\\boxed{{{answer}}}", right)
+    assert not is_right(f"\\boxed{{{answer}}}", right)
 
 
 @pytest.mark.parametrize("text,box", [
     ("\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2", "\\frac{3^{\\frac{1}{2}}}{2}"), ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-    ("\\boxed{\\boxed{5}}", "\\boxed{5}"), ("\\boxed{}", ""), ("} boxed{5}", None), ("\\boxed{" * 10 ** 5, None)])
+    ("\\boxed{\\boxed{5}}", "\\boxed{5}"), ("\\boxed{}", ""), ("} boxed{5}", None), ("\\boxed{5}, no, \\boxed{7", "5"),
+    ("so $\\boxed 2$.", "2"), ("\\boxed 2.", "2"), ("\\boxed12 \\boxed", "12"), ("\\fbox{3}", "3"), ("\\boxed{1 \\boxed 2}", "1 \\boxed 2"),
+    ("\\boxed{" * 10 ** 5, None)])
 def test_the_last_box_of_any_depth(text, box):
     assert last_box(text) == box
 
@@ -257,17 +261,113 @@ def test_a_random_reward_knows_nothing_of_the_answer():
     assert 160 < sum(r for r, _ in rewards) < 240 and rewards == [train_gsm8k.reward(t, Decimal(5), "random") for t in texts]
     assert [correct for _, correct in rewards] == [float(n == 5) for n in range(400)]
 
+
 ODD_ANSWERS = {
     **dict.fromkeys(["{-}5", "{-} 5", "\\text{-}5", "$-$ {5}"], -5),
     **dict.fromkeys(["5i", "5 i", "5i.", "{5}i", "(5)i", "5\\,i", "5\\mathrm{i}"], None),
-    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5"], None),
-    **dict.fromkeys(["5 i think", "5, i.e. five", "5 in", "x >= 5", "5 inches", "notes: 5", "not 3, it is 5", "10 - (5) = 5"], 5),
+    **dict.fromkeys(["not 5", "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "not equal to 5", "\\neg 5", "x \\not= 5", "not 3, it is 5"], None),
 }
 
 
 @pytest.mark.parametrize("text,number", ODD_ANSWERS.items())
 def test_a_number_that_is_imaginary_denied_or_negative_is_not_another(text, number):
     for answer in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}"):
-        assert answered_number(answer) == number
-    if number is None:                         # nor does evaluation, which takes a text's last number, take it or one before it
-        assert stated_number(f"7, {text}") is None
+        assert one_number(given_answer(answer)) == number
+
+
+PIECES = ["\\boxed", "\\boxed{", "\\fbox{", "\\text{", "\\mathrm{", "\\frac{", "{", "}", "\\{", "^", "^{2}", "^3", "_", "<answer>", "</answer>",
+          "<think>", "</think>", "####", "5", "12", "1,250", ".", ".5", ",", "{,}", "\\,", "-", "\u2212", "+", "=", ":", "$", "\\$", "%", "€", "e9",
+          "e", "(", ")", "cm", "m", " ", "\n", "is", "per", "eggs", "²", "٣", "\\circ", "\\approx", "US", "*", "/", "x", "\\", "\u00a0", "\x00"]
+
+
+@given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
+def test_no_text_raises_anything(text):
+    for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
+        for scheme in ("answer", "paper", "random"):
+            assert train_gsm8k.reward(completion, Decimal(5), scheme)[1] in (0.0, 1.0)
+        assert is_right(completion, Decimal(5), anywhere=True) in (True, False)
+    question = {"answer": f"so\n#### {text}"}
+    assert final_number(question) is None or isinstance(final_number(question), Decimal)
+
+
+@pytest.mark.parametrize("text", ["\\boxed{\\text{cm}^2}", "<answer>\\text{m}^3</answer>", "some \\mathrm{ft}^{2}"])
+def test_a_unit_alone_is_no_answer(text):
+    assert not is_right(text, Decimal(2)) and not is_right(text, Decimal(2), anywhere=True)
+    assert final_number({"answer": f"#### {text}"}) is None
+
+
+@pytest.mark.parametrize("text", ["5 or 6", "5, 6", "5-6", "30:6", "6 is not 5, 6", "5 \\text{ out of } 6", ""])
+def test_in_evaluation_a_box_or_tag_decides(text):
+    for completion in (f"so 6, \\boxed{{{text}}} 6", f"<answer>{text}</answer> 6", f"so \\boxed{{6}} <answer>{text}</answer> 6"):
+        assert not is_right(completion, Decimal(6), anywhere=True)
+    assert is_right("so it is 6", Decimal(6), anywhere=True) and is_right("so \\boxed{6", Decimal(6), anywhere=True)
+
+
+def test_what_a_box_without_braces_or_without_end_gives():
+    pytest.importorskip("math_verify")
+    for answer in (Decimal(2), "2"):
+        assert is_right("so $\\boxed 2$.", answer) and not is_right("so $\\boxed 3$.", answer)
+        assert is_right("\\boxed{2}, or rather \\boxed{7", answer) and not is_right("\\boxed{2}, or rather \\boxed{7}", answer)
+    assert not is_right("\\boxed{18 M}", Decimal(18)) and not is_right("\\boxed{18 M}", "18")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_what_the_prompt_has_opened_counts_for_the_format(opens):
+    class Text:
+        def prompt(self, question):
+            return list(f"{question}\n<think>\n" if opens else question)
+
+        def decode(self, tokens):
+            return "".join(tokens)
+    asked = questions.with_prompts([{"question": "2+3?", "answer": "#### 5"}], Text(), 100)
+    texts = ["x\n</think>\n<answer>\\boxed{5}</answer>", "<think>x\n</think>\n<answer>\\boxed{5}</answer>",
+             "<think><think>x\n</think>\n<answer>\\boxed{5}</answer>"]
+    rollout = qerl.Rollout(torch.zeros(3, 1), *[None] * 4)
+    rewards = train_gsm8k.score(asked, rollout, texts, "paper").rewards
+    assert rewards.tolist() == [pytest.approx([2.2, 2.0, 2.0] if opens else [2.0, 2.2, 2.0])]
+
+
+@pytest.mark.parametrize("row,answer", [
+    ({"prompt": "a", "solution": "34", "reward_model": {"ground_truth": "34"}}, "34"), ({"prompt": "a", "solution": "34"}, "34"),
+    ({"prompt": "a", "solution": "it is so", "reward_model": {"ground_truth": "34"}}, "34"), ({"problem": "a", "ground_truth": "x+1"}, "x+1"),
+    ({"problem": "a", "solution": "so $\\boxed 2$."}, "2"), ({"problem": "a", "solution": 34}, "34")])
+def test_answers_are_found_in_the_columns_that_have_them(tmp_path, row, answer):
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert [q["answer"] for q in math_questions(str(tmp_path / "rows.jsonl"))] == [answer]
+
+
+@pytest.mark.parametrize("demand", [
+    'Let\'s think step by step and output the final answer after "####".', "Give the answer as #### number", "\nAnswer behind ####!"])
+def test_a_demand_for_another_form_is_taken_out(tmp_path, demand):
+    row = {"question": f"He has 2.5 eggs. How many are left? {demand}", "answer": "so\n#### 5"}
+    write_jsonl(tmp_path / "train.jsonl", [row])
+    for asked in (math_questions(str(tmp_path / "train.jsonl")), read_questions(tmp_path, "train.jsonl")):
+        assert asked[0]["question"].rstrip() == "He has 2.5 eggs. How many are left?"
+
+
+@pytest.mark.parametrize("name", ["f[1].parquet", "z*.json"])
+def test_a_file_of_questions_is_the_one_of_that_name(tmp_path, name):
+    datasets = pytest.importorskip("datasets")
+    for file, question in ((name, "right?"), (name.replace("[1]", "1").replace("*", "z"), "wrong?")):
+        rows = datasets.Dataset.from_list([{"question": question, "answer": "5"}])
+        getattr(rows, "to_" + name.rpartition(".")[2])(str(tmp_path / file))
+    assert [q["question"] for q in math_questions(str(tmp_path / name))] == ["right?"]
+
+
+SLOW = [("x^{1000000}+1", "(x+1)^{1000000}"), ("\\sum_{n=1}^{10^{12}} n^n", "5"), ("(" * 60 + "5" + ")" * 60, "5x"), ("9^{9^{9}}", "5")]
+
+
+@pytest.mark.parametrize("text,right", SLOW)
+def test_answers_that_take_for_ever_earn_nothing_and_are_counted(text, right):
+    """Equal texts are graded once: a rollout of them takes as long as one."""
+    pytest.importorskip("math_verify")
+    count = 8
+    rollout = qerl.Rollout(*[torch.ones(count, 1)] * 3, torch.ones(count, dtype=torch.long), torch.ones(count, dtype=bool))
+    asked = [{"prompt": [1], "right": right}]
+    start = time.monotonic()
+    samples = train_gsm8k.score(asked, rollout, [f"\\boxed{{{text}}}"] * count, "answer")
+    assert samples.correct.tolist() == [[0] * count]
+    batch = types.SimpleNamespace(old_logprobs=rollout.logprobs)
+    clock = types.SimpleNamespace(seconds={"rollout": 1}, since_restart=lambda: 1)
+    assert train_gsm8k.describe(samples, batch, clock)["timeouts"] == count
+    assert time.monotonic() - start < 6                        # 5 s each were 40 s
