@@ -56,8 +56,8 @@ class Settings:
     2503.14476.
     """
     model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
-    data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's name or file; "
-                              "with --model GSM8K is fetched")
+    data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's file, NAME or "
+                              "NAME:CONFIG; with --model GSM8K is fetched")
     eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
     start_seed: int = setting(0, "seed that makes the small built-in policy; another makes another")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])

@@ -127,7 +127,7 @@ def one_number(text):
 
 def last_number(text):
     """The last word of a text with a digit in it, as one_number reads it."""
-    words = re.split(r"[\s=<>]+|\.\.+|(?<=\w)-", plain(text))
+    words = re.split(r"[\s=<]+|\.\.+|(?<=\w)-", plain(text))
     last = next((word for word in reversed(words) if re.search(r"\d", word)), "")
     return one_number(last.strip(",;:!?\"'`[]"))
 

@@ -33,7 +33,7 @@ from common import without_times
 from harness import cache as cache_folder, calibration, checkpoint, claims, entropy
 from harness import keeper, math_data, memory, packed_folder, quantizers, questions
 from harness import report, run_folder, small_policy, stops, study
-from harness.answers import final_number, stated_number
+from harness.answers import final_number, is_right
 from harness.batches import Batch
 from harness.chat_text import check_tokens
 from harness.flags import full_name, parse_flags
@@ -834,7 +834,7 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
         assert [a["number"] for a in answers] == [str(final_number(p)) for p in held_out]
         for kind in ("accuracy", "greedy"):
             for answer in answers:
-                assert answer[kind]["correct"] == (stated_number(answer[kind]["text"]) == Decimal(answer["number"]))
+                assert answer[kind]["correct"] == is_right(answer[kind]["text"], Decimal(answer["number"]), anywhere=True)
             assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
     (folder, files), = reported                                                          # once, when all else is there
     assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)

@@ -20,7 +20,6 @@ import train_gsm8k
 from common import BOXED, LEARNING, QUICK, QUIZ_EOS, QUIZ_TOKENS, TAGGED, assert_learned
 from common import command, files_below, flat_policy, recorded, refused, run_main, without_times
 from harness import keeper
-from harness.answers import final_number
 from harness.batches import cut_rows
 from harness.checkpoint import load_adapter, read_checkpoint
 from harness.full_weights import train_all_weights
@@ -589,14 +588,14 @@ def test_full_fine_tuning_samples_what_it_trains(qwen, data, tmp_path, monkeypat
 def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, tmp_path, monkeypatch):
     """The grader is replaced by one that finds two of three answers to each question right."""
     out = tmp_path / "run"
-    numbers = iter([final_number(p) for p in made_up_problems()[1][:5] for _ in range(3)] * 2)
     graded = []
 
-    def two_of_three(text):
-        graded.append(text)
-        return None if len(graded) <= 15 and len(graded) % 3 == 0 and next(numbers) else next(numbers)
+    def two_of_three(text, answer, anywhere=False):
+        if anywhere:                                                                     # not for a reward
+            graded.append(text)
+        return len(graded) > 15 or len(graded) % 3 != 0
 
-    monkeypatch.setattr(train_gsm8k, "stated_number", two_of_three)
+    monkeypatch.setattr(train_gsm8k, "is_right", two_of_three)
     run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5,
              "--eval-samples", 3, "--skip-eval-before", "--out", out)
     summary = json.loads((out / "summary.json").read_text())
