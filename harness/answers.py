@@ -33,7 +33,7 @@ NUMBER = re.compile(r"""
     (?:
         (?: [%°€£] | (?<=\s)[mghslL] | [mck]m | [mk]g | m[lL] | ft | in | yd | lb | oz | min | mph
           | percent | hour | day | week | month | year | dollar | mile | people | children
-          | (?: (?:square|cubic)\s )? (?: feet | [A-Za-z][A-Za-z-]+[a-rtv-z]s )    # a plural, not "less"
+          | (?: (?:square|cubic)\s )? (?: feet | [A-Za-z][A-Za-z-]+[a-rtv-z]s )    # a plural
         )
         (?![A-Za-z-])  (?: \^?[23] | [²³] )?                      # cm^2
         (?: \s (?:of|an?) \s [A-Za-z]+ )?                         # slices of bread

@@ -25,7 +25,7 @@ DATASETS = {
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
 FILES = (".jsonl", ".json", ".parquet")
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")      # of a dataset on Hugging Face: owner/name:config
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")      # on Hugging Face: owner/name:config
 SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
 # Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
 # behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.

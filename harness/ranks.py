@@ -23,8 +23,8 @@ from harness.memory import is_out_of_memory
 from qerl import UserError, reason
 
 # How the ranks' figures of a step become one, where that is not their mean.
-JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max, "peak_memory_gb": max,
-          "step": max}
+JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max,
+          "peak_memory_gb": max, "step": max}
 
 
 class Ranks:

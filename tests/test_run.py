@@ -128,7 +128,7 @@ def quiz_verdict(tokens):
     words = words_of(tokens)
     answers = [t for t in words if t in TAGGED] or [t for t in words if t in BOXED]
     number = {**BOXED, **TAGGED}[answers[-1]] if answers else None
-    return number, bool(words) and words[0] in TAGGED and words[-1] in TAGGED
+    return number, len(words) == 1 and words[0] in TAGGED
 
 
 def quiz_stated(tokens):
