@@ -154,7 +154,7 @@ def test_unclear_gold_answers_are_no_number(gold):
 
 
 def test_a_torn_line_costs_no_other(tmp_path, capsys):
-    lines = [json.dumps(step) for step in logged_steps(2, "a", None, 3)]
+    lines = [json.dumps(step) for step in logged_steps(2, 3)]
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("\n".join(["torn{", *lines, ""]))
     assert read_log(str(tmp_path), 2) == logged_steps(2) == read_jsonl(tmp_path / "samples.jsonl")

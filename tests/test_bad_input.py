@@ -837,7 +837,7 @@ def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypat
                 assert answer[kind]["correct"] == is_right(answer[kind]["text"], Decimal(answer["number"]), anywhere=True)
             assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
     (folder, files), = reported                                                          # once, when all else is there
-    assert folder == str(out) and {"summary.json", "curve.png", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
+    assert folder == str(out) and {"summary.json", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
 
 
 @pytest.mark.parametrize("name", methods.names()[1:])
