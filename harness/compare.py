@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from harness.figures import save_figure
 from harness.flags import require_flag
-from harness.quantizers import QUANTIZERS
 from harness.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
 from harness.study import standard_error, with_error, write_lines
+from methods.parts.quantizers import QUANTIZERS
 
 
 class Row(NamedTuple):

@@ -40,9 +40,8 @@ class Method:
         quantizer = self.settings.quantizer
         if quantizer == "rtn":
             return folder
-        quantizers = importlib.import_module("harness.quantizers")     # which imports this module
-        return quantizers.quantized_folder(
-            folder, quantizer, questions, tokenizer, self.settings.device)
+        from methods.parts.quantizers import quantized_folder       # which few runs need
+        return quantized_folder(folder, quantizer, questions, tokenizer, self.settings.device)
 
     def fits_questions(self):
         """Whether stored_model's weights are fitted to the questions, and others with other data."""
@@ -112,6 +111,24 @@ class Method:
     def after_updates(self):
         """Put back what was prepared; -> the same, of what `loss` saw in the updates."""
         return {}
+
+
+class OtherCodes(Method):
+    """QeRL with --quantizer at the name that a subclass gives, and nothing else."""
+    quantizer = None
+
+    @classmethod
+    def defaults(cls, variant):
+        return dict(quantizer=cls.quantizer)
+
+    def check(self):
+        given = self.settings.quantizer
+        qerl.require(self.settings.weights == "nvfp4",
+                     f"--method {self.settings.method}: its codes are NVFP4's, not "
+                     f"{self.settings.weights}'s; use --weights nvfp4")
+        qerl.require(given == self.quantizer,
+                     f"--method {self.settings.method}: chooses the codes as --quantizer "
+                     f"{self.quantizer} does; use --quantizer {given} alone")
 
 
 def names():

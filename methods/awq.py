@@ -16,7 +16,7 @@ before (v -> o if they have as many heads; up -> down). Since ‖D X‖² = tr(D
 nothing is needed of the inputs but H and x̄.
 [Eq. 4-5 of the paper; the normalisation is from the authors' code]
 
-What differs from QeRL. Only the bytes that are loaded; harness/quantizers.py finds and keeps them.
+What differs from QeRL. Only the bytes that are loaded; methods/parts/quantizers.py finds and keeps them.
 AWQ's authors measure q, k, v behind the attention, and gate, up behind the MLP, and clip weights
 afterwards; we measure each layer's own output, and do not clip. The norms' scales become w / s, so
 that the same σ of AQN is more noise where s is large.
@@ -30,9 +30,10 @@ their own already, GPTQ comes nearer.
 import torch
 
 import qerl
-from harness.calibration import calibrate
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes, pieces
+from methods import OtherCodes
+from methods.parts.calibration import calibrate
+from methods.parts.quantizers import pieces
 
 
 def channel_scale(mean, a):
@@ -85,7 +86,7 @@ def fold(block, scales):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of harness.worked.
+    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked.
 
     A block reads what the 16-bit blocks before it give.
     """

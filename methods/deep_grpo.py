@@ -37,8 +37,8 @@ from collections import namedtuple
 import torch
 
 import qerl
-from harness.branches import fit_success, join_samples, limited_sampler, sentence_ends
 from methods import Method
+from methods.parts.branches import fit_success, join_samples, limited_sampler, sentence_ends
 
 REMEMBERED = 10_000            # outcomes of pivots
 

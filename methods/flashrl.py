@@ -13,7 +13,7 @@ The formulas (README, primary). Before each rollout, of the current weights W [o
     t_n = max_i |x_ni| / M      p = round(x / t)     a scale for each token, when it comes
     y_no = t_n s_o Σ_i p_ni q_oi
 
-M = 127 and integer sums (INT8), or M = 448 and E4M3 with float sums (FP8); harness/eight_bit.py has
+M = 127 and integer sums (INT8), or M = 448 and E4M3 with float sums (FP8); methods/parts/eight_bit.py has
 the layers. The update weights each
 token by truncated importance sampling, min(π_old / π_rollout, C) with C = --tis: 2 for 0.5B on
 GSM8K, 8 for 32B with DAPO.
@@ -35,8 +35,8 @@ no correction.
 """
 import contextlib
 
-from harness.eight_bit import eight_bit, require_fp8_products
 from methods import Method
+from methods.parts.eight_bit import eight_bit, require_fp8_products
 from qerl import UserError
 
 

@@ -29,7 +29,7 @@ import torch
 
 import qerl
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes
+from methods import OtherCodes
 
 
 def quantize_four_over_six(weight):
@@ -52,7 +52,7 @@ def quantize_four_over_six(weight):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of harness.worked."""
+    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked."""
     found = {}
     for layer in model.quantized_layers():
         parts = quantize_four_over_six(layer.weight.dequantize(torch.float32))

@@ -16,7 +16,7 @@ other; what a column j loses is made up by those not yet rounded:
 authors' --act-order]. Block scales are those of RTN.
 
 What differs from QeRL. Only the bytes that are loaded: they are found once, from 256 x 2,048 tokens
-of the training questions and answers, and kept in the cache (harness/quantizers.py).
+of the training questions and answers, and kept in the cache (methods/parts/quantizers.py).
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
 where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md,
@@ -28,9 +28,10 @@ qat.py. Its codes are fitted to the text that they were calibrated on.
 import torch
 
 import qerl
-from harness.calibration import calibrate
 from harness.packed_folder import stacked_parts
-from harness.quantizers import OtherCodes, round_e2m1
+from methods import OtherCodes
+from methods.parts.calibration import calibrate
+from methods.parts.quantizers import round_e2m1
 
 
 def inverse_factor(gram, order, damping):
@@ -75,7 +76,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of harness.worked.
+    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked.
 
     A block reads what the quantised blocks before it give.
     """

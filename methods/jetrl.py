@@ -37,8 +37,8 @@ the built-in policy it is more than AQN's noise, as `python -m methods` shows.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
-accuracy: methods/README.md. The products of blocks are in harness/fp8_blocks.py, the layers in
-harness/fp8_layers.py.
+accuracy: methods/README.md. The products of blocks are in methods/parts/fp8_blocks.py, the layers in
+methods/parts/fp8_layers.py.
 
 When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.
 `training` where the update and not the rollout takes the time: large batches, QeRL's weights.
@@ -47,10 +47,10 @@ import contextlib
 
 import torch
 
-from harness.eight_bit import require_fp8_products
-from harness.fp8_blocks import BLOCKS, ROWS, multiply, quantize, transposed
-from harness.fp8_layers import fp8, put_block_layers, switch_fp8
 from methods import Method
+from methods.parts.eight_bit import require_fp8_products
+from methods.parts.fp8_blocks import BLOCKS, ROWS, multiply, quantize, transposed
+from methods.parts.fp8_layers import fp8, put_block_layers, switch_fp8
 from qerl import require
 
 

@@ -44,10 +44,10 @@ import torch.nn.functional as F
 
 import qerl
 from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
-from harness.quantizers import round_e2m1
-from harness.trained_codes import ScaledLinear, packed_tensors, trained_codes_model
-from harness.worked import answer_logits, rows_of, worked_sequences
 from methods import Method
+from methods.parts.quantizers import round_e2m1
+from methods.parts.trained_codes import ScaledLinear, packed_tensors, trained_codes_model
+from methods.parts.worked import answer_logits, rows_of, worked_sequences
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
 RECIPE = dict(lr=1e-5, steps=500, batch=16)

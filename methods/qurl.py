@@ -42,8 +42,8 @@ import contextlib
 import torch
 
 import qerl
-from harness.eight_bit import eight_bit, require_fp8_products
 from methods import Method, flashrl
+from methods.parts.eight_bit import eight_bit, require_fp8_products
 from qerl import UserError
 
 UAQ_SCALE = 1.5

@@ -39,8 +39,8 @@ import torch.nn.functional as F
 
 import qerl
 from harness.packed_folder import require_16_bit
-from harness.worked import Worked, answer_logits, rows_of, worked_sequences
 from methods import Method
+from methods.parts.worked import Worked, answer_logits, rows_of, worked_sequences
 
 TEXTS = 320
 LONGEST = 512                      # tokens of a text
@@ -82,7 +82,7 @@ def rilq_loss(model, teacher_hidden, rows):
 def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     """Train the model's LoRA by rilq_loss; returns the validation losses, the first of the start.
 
-    sequences: of harness.worked. The adapter with the least validation loss stays in the model.
+    sequences: of methods.parts.worked. The adapter with the least validation loss stays in the model.
     """
     device = model.device
     count = max(1, len(sequences) // 5)

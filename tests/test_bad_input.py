@@ -30,8 +30,8 @@ from common import LEARNING, QUICK, assert_learned, command, copied
 from common import files_below, finished_run, killed_at, logged_steps, quick_study
 from common import refused, run_main, run_missing, scored_by_letters, study_arguments, used_folder
 from common import without_times
-from harness import cache as cache_folder, calibration, checkpoint, claims, entropy
-from harness import keeper, math_data, memory, packed_folder, quantizers, questions
+from harness import cache as cache_folder, checkpoint, claims, entropy
+from harness import keeper, math_data, memory, packed_folder, questions
 from harness import report, run_folder, small_policy, stops, study
 from harness.answers import final_number, is_right
 from harness.batches import Batch
@@ -41,6 +41,8 @@ from harness.math_data import math_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
+from methods.parts import calibration
+from methods.parts import quantizers
 from test_qerl import HERE, UP, break_tensor, with_lora
 
 

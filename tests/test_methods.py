@@ -18,7 +18,7 @@ import qerl
 import train_gsm8k
 from common import QUICK, batch_with_log_ratios, have_capability, neighbour, refused
 from common import run_main, sample_step, scored_by_letters, without_times
-from harness import branches, eight_bit, keeper
+from harness import keeper
 from harness.batches import Batch
 from harness.checkpoint import read_checkpoint
 from harness.full_weights import train_all_weights
@@ -26,6 +26,7 @@ from harness.mismatch import describe_mismatch
 from harness.run_folder import read_jsonl
 from harness.small_policy import ByteText
 from methods import deep_grpo, maspo, qurl, rollout_correction
+from methods.parts import branches, eight_bit
 from test_qerl import PROMPTS, WEIGHTS, compressed_tensors_nvfp4, gpu, make_folder, relative
 from test_qerl import stacked_layer, trl_trainer, with_lora
 

@@ -19,11 +19,13 @@ import methods
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
-from harness import cache as cache_folder, calibration, packed_folder, quantizers
-from harness import run_folder, trained_codes, worked
+from harness import cache as cache_folder, packed_folder
+from harness import run_folder
 from harness.questions import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
+from methods.parts import calibration, quantizers
+from methods.parts import trained_codes, worked
 from test_qerl import CONFIGS, SIZES, WEIGHTS, break_tensor, make_folder, relative
 
 

@@ -25,7 +25,7 @@ from harness.checkpoint import load_adapter, read_checkpoint
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
 from harness.run_folder import read_jsonl
-from harness.small_policy import ByteText, made_up_problems
+from harness.small_policy import ByteText
 from test_qerl import relative, scales
 
 

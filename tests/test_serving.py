@@ -20,8 +20,9 @@ import methods
 import qerl
 import train_gsm8k
 from common import killed_at, refused, run_main, used_folder, widened
-from harness import checkpoint, loading, merge, packed_folder, quantizers, shards
+from harness import checkpoint, loading, merge, packed_folder, shards
 from harness.checkpoint import save_adapter
+from methods.parts import quantizers
 from test_qerl import HERE, INDEX, SIZES, UP, break_tensor, compressed_tensors_nvfp4, make_folder
 from test_qerl import relative, with_lora
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import qerl
 from harness.ranks import Ranks
-from harness.worked import batches_of
+from methods.parts.worked import batches_of
 
 
 class Unread:
@@ -104,7 +104,7 @@ def inputs_of(layers, block, batches, hidden, ropes):
 
 @torch.no_grad()
 def calibrate(model, sequences, visit, batch=8):
-    """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of harness.worked.
+    """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of methods.parts.worked.
 
     A block reads what the blocks before it give as `visit` left them; in the end all have the
     weights that they came with. What takes longer than two seconds shows a bar on stderr.

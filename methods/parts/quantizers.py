@@ -12,12 +12,11 @@ import inspect
 import torch
 
 import qerl
-from harness import calibration
 from harness.loading import load_with_progress
 from harness.packed_folder import cached_folder, is_packed, write_packed_folder
 from harness.small_policy import ByteText
-from harness.worked import worked_sequences
-from methods import Method
+from methods.parts import calibration
+from methods.parts.worked import worked_sequences
 
 QUANTIZERS = ("four-over-six", "awq", "gptq")      # besides "rtn", rounding to the nearest
 CALIBRATION_TOKENS = 256 * 2048
@@ -44,7 +43,7 @@ def pieces(layer, weight):
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.
 
-    quantizer: a name in QUANTIZERS; questions, tokenizer: see harness.worked.worked_sequences. A
+    quantizer: a name in QUANTIZERS; questions, tokenizer: see methods.parts.worked.worked_sequences. A
     folder that is in 4 bits already stays as it is.
     """
     if is_packed(folder):
@@ -67,21 +66,3 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()             # a run's log is of its steps
     return stored
-
-
-class OtherCodes(Method):
-    """QeRL with --quantizer at the name that a subclass gives, and nothing else."""
-    quantizer = None
-
-    @classmethod
-    def defaults(cls, variant):
-        return dict(quantizer=cls.quantizer)
-
-    def check(self):
-        given = self.settings.quantizer
-        qerl.require(self.settings.weights == "nvfp4",
-                     f"--method {self.settings.method}: its codes are NVFP4's, not "
-                     f"{self.settings.weights}'s; use --weights nvfp4")
-        qerl.require(given == self.quantizer,
-                     f"--method {self.settings.method}: chooses the codes as --quantizer "
-                     f"{self.quantizer} does; use --quantizer {given} alone")

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in FP8 blocks (harness/fp8_blocks.py), for methods/jetrl.py.
+"""Linear layers that multiply in FP8 blocks (methods/parts/fp8_blocks.py), for methods/jetrl.py.
 
 Frozen weights get codes once, from the decoded 4-bit weights, which are kept for the whole run, a
 byte a weight (6.5 GB for 7B). To make them anew in each pass would save that and cost some 2 % of a
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.fp8_blocks import choose_recipe, multiply, quantize, transposed
 from harness.full_weights import TrainedLinear, replace_layers
+from methods.parts.fp8_blocks import choose_recipe, multiply, quantize, transposed
 
 
 class CodedWeight(qerl.PackedWeight):
