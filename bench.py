@@ -54,7 +54,6 @@ import fp4_kernels
 import qerl
 from harness import claims, compare, entropy, memory_bench, scaling_bench
 from harness.batches import Batch
-from harness.earlier import keep_others, read_earlier
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
@@ -1288,13 +1287,10 @@ def run(args):
     path = f"{results_folder(args)}/{results_name(args)}"
     with creating(args.out):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    earlier = read_earlier(f"{path}.json")
     for result in bench(args):
         if not ranks.main:
             continue
         result = {"command": command_line(), **result, **environment(args.device)}
-        if args.what != "formats":
-            keep_others(earlier, result)
         atomic_write(f"{path}.json", json.dumps(result, indent=1))
         if plot:
             save_figure(f"{path}.png", plot, result)

@@ -5,8 +5,7 @@
 
 The paper's first claim: quantisation raises the entropy, and noise raises it further. Each format
 answers the same questions, without noise and with more and more of it; a draw of noise serves one
-rollout, so several are taken. Written to entropy.json, and a picture of it; formats that an earlier
-call measured, and this one does not, stay there.
+rollout, so several are taken. Written to entropy.json, and a picture of it.
 """
 import json
 import os
@@ -17,15 +16,13 @@ import torch
 import methods
 import qerl
 import train_gsm8k
-from harness.earlier import keep_others, read_earlier
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag, require_value
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
-from harness.study import data_in_rows, is_number, name_in_rows, standard_error
+from harness.study import data_in_rows, name_in_rows, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
-MEASURED = ["sigma", "entropy", "accuracy", "mismatch_kl"]                # what the picture needs
 COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
 
 
@@ -61,31 +58,13 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
     }
 
 
-def asked_in_rows(args):
-    """What every row of a file has alike: the policy, and the questions that it answers."""
-    return {
+def measure_formats(args):
+    """The rows of all formats, growing: a list after each format."""
+    asked = {
         "model": name_in_rows(args.model),
         "data": data_in_rows(args.model, args.data),
         "prompts": args.prompts,
     }
-
-
-def read_same_questions(path, asked):
-    """What an earlier call measured; raises UserError where its policy or questions were others."""
-    earlier = read_earlier(path)
-    for row in earlier.get("rows", []):
-        if row.get("weights") not in list(COLORS) or not all(is_number(row.get(m)) for m in MEASURED):
-            raise qerl.UserError(f"{path}: a row is none of bench.py's; remove the file, or give "
-                                 "another --out")
-        for name, value in asked.items():
-            if row.get(name) != value:
-                raise qerl.UserError(f"{path} has rows of {name} {row.get(name)}, not {value}; "
-                                     "give another --out")
-    return earlier
-
-
-def measure_formats(args, asked):
-    """The rows of all formats, growing: a list after each format. asked: see asked_in_rows."""
     rows = []
     for weights in args.weights:
         given = [] if args.model is None else ["--model", args.model]
@@ -107,12 +86,23 @@ def measure_formats(args, asked):
         yield rows
 
 
-def plot_entropy(rows, plt):
+def plot_entropy(result, plt):
     """Entropy, accuracy and mismatch against sigma, a line a format; no noise at the left edge.
 
-    A point is the mean of the draws, and a dash each of them.
+    result: what entropy.json holds; each of its models has a row of panels. A point is the mean of
+    the draws, and a dash each of them.
     """
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    models = list(dict.fromkeys(r["model"] for r in result["rows"]))
+    figure, axes = plt.subplots(len(models), 3, figsize=(13, 4 * len(models)), layout="constrained",
+                                squeeze=False)
+    for model, row in zip(models, axes):
+        row[1].set_title(model)
+        plot_model([r for r in result["rows"] if r["model"] == model], row)
+    return figure
+
+
+def plot_model(rows, axes):
+    """plot_entropy's three panels of one model."""
     panels = [
         ("entropy", 1, "entropy, nats a token"),
         ("accuracy", 100, "accuracy (temperature 1), %"),
@@ -142,7 +132,6 @@ def plot_entropy(rows, plt):
     if any(r["sigma"] > 0 and r["mismatch_kl"] > 0 for r in rows):
         axes[2].set_yscale("log")
     axes[0].legend(frameon=False)
-    return figure
 
 
 def main(argv):
@@ -155,7 +144,7 @@ def main(argv):
     p.add_argument("--prompts", type=int, default=64, help="questions (default 64)")
     p.add_argument("--slots", type=int, default=256)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--out", default="results/claims", help="folder (default results/claims)")
+    p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
     args = p.parse_args(argv)
     check_device(args.device)
     for name in ("model", "data", "out"):
@@ -170,14 +159,10 @@ def main(argv):
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
     path = f"{args.out}/entropy.json"
-    asked = asked_in_rows(args)
-    read_same_questions(path, asked)                   # refused before anything is measured
     what = "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring"
-    for rows in measure_formats(args, asked):
+    for rows in measure_formats(args):
         result = {"command": command_line(), "what": what, "rows": rows, **environment(args.device)}
-        # Read again: meanwhile another call may have added its formats.
-        keep_others(read_same_questions(path, asked), result)
         atomic_write(path, json.dumps(result, indent=1))
-    save_figure(f"{args.out}/entropy.png", plot_entropy, result["rows"])
+    save_figure(f"{args.out}/entropy.png", plot_entropy, result)
     print(f"written to {path} and .png")
     return 0

@@ -278,26 +278,6 @@ def test_the_stored_steps_can_be_drawn_again(name):
     plt.close("all")
 
 
-def test_a_bench_file_says_by_which_command_a_row_was_measured(tmp_path):
-    path = tmp_path / "step.json"
-    rows = [{"model": "old", "step": 1.0}, {"model": "older", "command": "another", "date": "2025-01-01"}]
-    path.write_text(json.dumps({"command": "python bench.py step --cap 5", "date": "2026-01-01", "settings": {}, "rows": rows}))
-    result = {"command": "now", "rows": [{"model": "new"}]}
-    bench.keep_others(bench.read_earlier(str(path)), result)
-    assert result["rows"] == [{"model": "old", "step": 1.0, "command": "python bench.py step --cap 5", "date": "2026-01-01"},
-                              rows[1], {"model": "new"}]
-
-
-def test_a_bench_file_keeps_what_this_call_did_not_measure():
-    """Another format, rank or size of the same model stays; what is measured again is replaced."""
-    def row(**subject):
-        return {"model": "m", "weights": "nvfp4", "rank": 16, "prompts": 1, "group": 8, **subject}
-    others = [row(weights="bf16"), row(rank=32), row(prompts=32), row(group=2), row(model="n")]
-    result = {"rows": [row(step=2.0)]}
-    bench.keep_others({"rows": [row(step=1.0), *others]}, result)
-    assert result["rows"] == [*others, row(step=2.0)]
-
-
 def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
     """If one of them could not be measured there is none: the other need not be the faster."""
     monkeypatch.setattr(bench, "decode_seconds", lambda model, batch, prompt, tokens: (0.1, 2.0))
