@@ -19,11 +19,14 @@ first and mma with a picture.
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
+    python bench.py tables                             every table and picture of results/ again, from
+                                                       the files beside them
 
 kernels, mma, rollout, step, scaling and memory make random weights of the given shapes on the GPU.
 mma needs a Hopper GPU. On a CPU the others run a tiny shape, so that one can step through them; its
 times, and memory, mean nothing. step may be started by torchrun, too: each process then has its
-share of the prompts. claims, entropy and methods come first on the line and have flags of their own.
+share of the prompts. claims, entropy, methods and tables come first on the line and have flags of
+their own.
 """
 import argparse
 import copy
@@ -52,7 +55,7 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims, compare, entropy, memory_bench, scaling_bench
+from harness import claims, compare, entropy, memory_bench, results, scaling_bench
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
@@ -1300,9 +1303,11 @@ def run(args):
 
 def main():
     with one_line():
-        studies = {"claims": claims, "entropy": entropy, "methods": compare}
+        plots = {what: plot for what, (_, plot) in COMMANDS.items() if plot}
+        studies = {"claims": claims.main, "entropy": entropy.main, "methods": compare.main,
+                   "tables": partial(results.main, plots=plots)}
         if sys.argv[1:2] and sys.argv[1] in studies:
-            sys.exit(studies[sys.argv[1]].main(sys.argv[2:]))
+            sys.exit(studies[sys.argv[1]](sys.argv[2:]))
         args = arguments()
         try:
             run(args)

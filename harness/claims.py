@@ -5,24 +5,21 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the pictures
 
-How runs are made, stopped and resumed: harness/study.py. tables.md, phases.md and the pictures are
-made from runs.jsonl and the metrics beside it; flags that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: harness/study.py. Beside the runs stand tables.md, phases.md
+and the pictures made of them; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
 import math
 from itertools import combinations
 from statistics import fmean as mean
 
-from harness.claims_pictures import CURVES, compared_changes, compared_rates, compared_settings
+from harness.claims_pictures import compared_changes, compared_rates, compared_settings
 from harness.claims_pictures import plot_changes, plot_curves, plot_differences, plot_rates
 from harness.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
 from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
 from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure
-from harness.run_folder import read_jsonl
-from harness.study import arguments, is_number, rate_text, require_all_steps, run_study, start_of
-from harness.study import with_error, write_lines
-from qerl import UserError
+from harness.study import arguments, rate_text, run_study, start_of, with_error, write_lines
 
 # What is asked of the steps of a run, beside what came of it.
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
@@ -155,23 +152,22 @@ def rates_table(rows):
 
 
 def phase_means(metrics, measure):
-    """{phase: the mean of a measure of metrics.jsonl over its steps, nan where it has none}."""
+    """{phase: the mean of a measure over its steps, nan where it has none}; metrics: a run's steps."""
     values = [step[measure] for step in metrics]
     chosen = {phase: values[part(len(values))] for phase, part in PHASES.items()}
     return {phase: mean(some) if some else math.nan for phase, some in chosen.items()}
 
 
 def phase_table(runs, measure, scale, digits):
-    """A measure of metrics.jsonl by phase: each arm's mean, then differences by seed.
+    """A measure of the steps by phase: each arm's mean, then differences by seed.
 
-    runs: pairs of a row of runs.jsonl and its metrics; those that did not log the measure are left
-    out.
+    runs: pairs of a row and its steps; those that did not log the measure are left out.
     """
     lines = [f"| model | lr | what | seeds | {' | '.join(PHASES)} |",
              "|---" * (4 + len(PHASES)) + "|"]
     questions = {what: QUESTIONS[what] for what in ASKED_OF_STEPS}
     runs = [(row, metrics) for row, metrics in runs
-            if all(is_number(step.get(measure)) for step in metrics)]
+            if all(step.get(measure) is not None for step in metrics)]
     for model, lr in sorted({(row["model"], row["lr"]) for row, _ in runs}):
         by = {(row["arm"], row["seed"]): phase_means(metrics, measure) for row, metrics in runs
               if (row["model"], row["lr"]) == (model, lr)}
@@ -193,7 +189,7 @@ def ablation_table(rows):
     return lines
 
 
-# Of metrics.jsonl: title, scale and digits of what phases.md shows.
+# What phases.md shows of the steps: title, scale and digits.
 OVER_TIME = {
     "entropy": ("Entropy in nats a token", 1, 3),
     "mismatch_kl": ("KL(rollout || trained) in 1e-4 nats a token", 1e4, 2),
@@ -201,22 +197,8 @@ OVER_TIME = {
 }
 
 
-def metrics_of(out, row):
-    """The steps of a finished run; raises UserError where they are not beside its row."""
-    path = f"{out}/metrics/{row['name']}.jsonl"
-    metrics = read_jsonl(path)
-    if not metrics:
-        raise UserError(f"{path}: is missing or empty; copy it, too, or remove the run from runs.jsonl")
-    require_all_steps(path, metrics, row["steps"])
-    for step in metrics:
-        if not all(is_number(step.get(key)) for key in CURVES):
-            raise UserError(f"{path}: a step lacks one of {', '.join(CURVES)}; remove the run from "
-                            "runs.jsonl, and its folder from --runs, and it is made again")
-    return metrics
-
-
 def write_tables(out, rows, arms):
-    """tables.md from runs.jsonl. arms: arms_table."""
+    """tables.md from the rows. arms: arms_table."""
     lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
              "", *arms, "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
@@ -232,7 +214,7 @@ def write_tables(out, rows, arms):
 
 
 def write_phases(out, runs):
-    """phases.md. runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone."""
+    """phases.md. runs: pairs of a row and its steps, of ARMS alone."""
     lines = ["Made by `python bench.py claims --tables` from metrics/: means ± standard errors of seeds."]
     for measure, (title, scale, digits) in OVER_TIME.items():
         lines += ["", f"{title}, by part of the run, then differences by seed:", "",
@@ -259,14 +241,14 @@ def draw(out, rows, runs):
         save_figure(f"{out}/ablations.png", plot_changes, rows)
 
 
-def make_tables(out, rows):
-    """tables.md from the rows of runs.jsonl; phases.md and the pictures from the metrics, too.
+def make_tables(out, rows, steps):
+    """tables.md from the rows of a study; phases.md and the pictures from its steps, too.
 
-    Raises UserError where a run's metrics are missing; tables.md does without them.
+    rows, steps: see study.finished_runs and steps_of.
     """
     arms = arms_table(rows)
     write_tables(out, rows, arms)
-    runs = [(row, metrics_of(out, row)) for row in rows if row["arm"] in ARMS]
+    runs = [(row, steps[row["name"]]) for row in rows if row["arm"] in ARMS]
     if runs:
         write_phases(out, runs)
     draw(out, rows, runs)
@@ -276,5 +258,5 @@ def make_tables(out, rows):
 
 def main(argv):
     """The exit status: 1 if a run failed."""
-    args = arguments(argv, __doc__, list(FLAGS), list(ARMS), seeds=(10, 4), out="results/claims")
+    args = arguments(argv, __doc__, list(FLAGS), list(ARMS), seeds=(10, 4), out="runs/claims")
     return run_study(FLAGS, args, make_tables)

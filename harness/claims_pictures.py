@@ -8,7 +8,7 @@ from harness.factorial import ABLATIONS, ARMS, CHANGES, QUESTIONS, best_rates, b
 from harness.factorial import differences_by_seed, with_gains
 from harness.study import rate_text, standard_error
 
-# Of metrics.jsonl: what the curves show, a row of panels each.
+# What the curves show of the steps, a row of panels each.
 CURVES = {
     "accuracy": "training accuracy (temperature 1)",
     "entropy": "entropy, nats a token",
@@ -108,7 +108,7 @@ def unusual_arms(seeds, rates, usual):
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model, a line an arm.
 
-    runs: pairs of a row of runs.jsonl and its metrics, of ARMS alone. An arm's learning rate is
+    runs: pairs of a row and its steps, of ARMS alone. An arm's learning rate is
     that of shown_rates; the titles have those of most arms. A curve is a running mean of five steps.
     """
     models = sorted({row["model"] for row, _ in runs})

@@ -4,8 +4,8 @@
     python bench.py methods --model FOLDER --data FOLDER        a real model, one run a GPU
     python bench.py methods --tables                            only the table and the picture
 
-How runs are made, stopped and resumed: harness/study.py. table.md and accuracy.png are made from
-runs.jsonl; flags that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: harness/study.py. Beside the runs stand table.md and
+accuracy.png made of them; flags that are not named here go to train_gsm8k.py.
 """
 from statistics import fmean as mean
 from typing import NamedTuple
@@ -136,8 +136,8 @@ def plot_accuracy(rows, plt):
     return figure
 
 
-def make_table(out, rows):
-    """table.md and accuracy.png from the rows of runs.jsonl."""
+def make_tables(out, rows, steps):
+    """table.md and accuracy.png from the rows of a study; steps: not read here."""
     lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
              "seeds, in percent.", "", *table(rows)]
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
@@ -161,8 +161,8 @@ def require_one_rate(flags, args):
 
 def main(argv):
     """The exit status: 1 if a run failed."""
-    args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="results/methods")
+    args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="runs/methods")
     flags = flags_of(small=args.model == [None])
     if not args.tables:
         require_one_rate(flags, args)
-    return run_study(flags, args, make_table)
+    return run_study(flags, args, make_tables)

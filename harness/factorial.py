@@ -1,6 +1,6 @@
 """The arms of the claims study, and the questions that pairs of them answer.
 
-A row is a finished run's line of runs.jsonl; see harness/study.py.
+A row is what a study keeps of a finished run: row_of in harness/study.py.
 """
 import math
 from statistics import fmean as mean

@@ -19,14 +19,20 @@ PANELS = [
 
 
 def picture(draw, *data):
-    """PNG bytes of the figure that draw(*data, matplotlib.pyplot) returns; None, with a warning, if it fails."""
+    """A PNG in 256 colours, bytes, of the figure that draw(*data, matplotlib.pyplot) returns.
+
+    None, with a warning, if it cannot be drawn.
+    """
     os.environ["MPLBACKEND"] = "agg"        # a notebook's backend may not be installed here
     try:
         import matplotlib.pyplot as plt
-        png = io.BytesIO()
+        from PIL import Image               # which matplotlib brings
+        drawn, png = io.BytesIO(), io.BytesIO()
         figure = draw(*data, plt)
-        figure.savefig(png, format="png", dpi=110)
+        figure.savefig(drawn, format="png", dpi=110)
         plt.close(figure)
+        colours = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        colours.save(png, format="png", optimize=True)
         return png.getvalue()
     except Exception as e:
         print(f"warning: a picture could not be drawn ({reason(e)})", file=sys.stderr)

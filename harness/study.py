@@ -1,33 +1,29 @@
 """Many runs of train_gsm8k.py, one after the other on each GPU: what studies have in common.
 
 A run is an arm, a model, a learning rate and a seed. Runs of one seed see the same questions in the
-same order. Each is a process of its own, and is resumed if it was stopped. One that ends becomes a
-line of runs.jsonl, and its metrics are kept in the folder metrics; tables and pictures are made
-from these files alone. Flags that a study does not know go to train_gsm8k.py.
+same order. Each is a process with a folder of its own in the study's folder, and is resumed if it was
+stopped. When it ends, row.json in its folder says what came of it; tables and pictures are made from
+the folders that have one. Flags that a study does not know go to train_gsm8k.py.
 """
+import glob
 import json
-import math
 import os
-import shutil
 import subprocess
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
-from statistics import StatisticsError
 from statistics import fmean as mean
 from statistics import median, stdev
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from harness.cache import one_at_a_time
 from harness.flags import Parser, full_name, parse_flags, require_flag, require_value
 from harness.keeper import lasting
-from harness.math_data import source_name
 from harness.questions import load_questions
-from harness.run_folder import append_jsonl, atomic_write, creating, read_jsonl
+from harness.run_folder import atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError, model_folder
 from train_gsm8k import Settings, read_settings
@@ -37,7 +33,7 @@ TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def name_in_rows(model, own_start=False):
-    """What runs.jsonl calls a model: a Hugging Face name or folder, or None, the small policy."""
+    """What rows call a model: a Hugging Face name or folder, or None, the small policy."""
     if own_start:
         return "small-own-starts"
     return os.path.basename(os.path.normpath(model)) if model else "small"
@@ -141,46 +137,30 @@ def visible_devices():
     return names[:gpus] or ["cpu"]
 
 
-def commit():
-    """The commit that the code stands at, "-dirty" if code has changed since; None outside a checkout."""
-    if shutil.which("git") is None:
-        return None
-    git = partial(subprocess.run, capture_output=True, text=True, cwd=os.path.dirname(TRAIN))
-    found = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-    changed = git(["git", "status", "--porcelain", "--", "*.py"]).stdout.strip()
-    return f"{found}-dirty" if found and changed else found or None
+def row_of(run, folder, settings):
+    """What a study keeps of a finished run; raises UserError if its log lacks a step.
 
-
-def require_all_steps(path, metrics, steps):
-    """Refuse the metrics of a run of which a step is missing, or stands there twice."""
-    found = [entry.get("step") if isinstance(entry, dict) else None for entry in metrics]
-    if found != list(range(1, steps + 1)):
-        raise UserError(f"{path}: does not hold the steps 1 to {steps}, each once; remove the run from "
-                        "runs.jsonl, and its folder from --runs, and it is made again")
-
-
-def row_of(run, folder, code, shared):
-    """What runs.jsonl says of a finished run.
-
-    code: the commit at which its process began; shared: its settings_of.
+    settings: see shared_settings.
     """
-    with open(f"{folder}/summary.json") as f:
+    with open(f"{folder}/summary.json", encoding="utf-8") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
-    require_all_steps(f"{folder}/metrics.jsonl", metrics, summary["steps"])
-    settings = summary["settings"]
+    if [step["step"] for step in metrics] != list(range(1, summary["steps"] + 1)):
+        raise UserError(f"{folder}/metrics.jsonl: does not hold the steps 1 to {summary['steps']}, each "
+                        "once; remove the folder, and the run is made again")
+    own = summary["settings"]
     accuracies = {k: v for k, v in summary.items() if k.endswith(("_before", "_after"))}
     return {
         "name": run.name,
         "model": run.model_name,
         "arm": run.arm,
-        "weights": settings["weights"],
-        "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
-        "lora": settings["lora_rank"],                     # 0: full fine-tuning
-        "algo": settings["algo"],
-        "lr": settings["lr"],
+        "weights": own["weights"],
+        "aqn": max(own["sigma_start"], own["sigma_end"]) > 0,
+        "lora": own["lora_rank"],                          # 0: full fine-tuning
+        "algo": own["algo"],
+        "lr": own["lr"],
         "seed": run.seed,
-        "start_seed": settings.get("start_seed", 0),
+        "start_seed": run.start_seed,
         "steps": summary["steps"],
         **accuracies,
         "training_accuracy": mean([m["accuracy"] for m in metrics[-10:]]),
@@ -190,80 +170,38 @@ def row_of(run, folder, code, shared):
         "seconds_a_step": median([m["seconds"]["step"] for m in metrics]),
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
-        "commit": code,
-        "settings": shared,
+        "settings": settings,
     }
 
 
-# What tables and pictures read of a row: texts, and finite numbers.
-TEXTS = {"name", "model", "arm", "hardware"}
-NUMBERS = {"lr", "seed", "steps", "accuracy_after", "greedy_after", "entropy", "training_accuracy",
-           "mismatch_kl", "peak_memory_gb", "seconds_a_step", "seconds"}
-NOT_OF_EVERY_RUN = {"accuracy_before", "greedy_before", "start_seed"}        # numbers, too
-
-
-def is_number(value):
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def is_row(row):
-    """Whether an object of runs.jsonl says what tables and pictures read."""
-    if not isinstance(row, dict) or not TEXTS | NUMBERS <= row.keys():
-        return False
-    numbers = NUMBERS | (NOT_OF_EVERY_RUN & row.keys())
-    return (isinstance(row.get("settings", {}), dict)
-            and all(isinstance(row[column], str) for column in TEXTS)
-            and all(is_number(row[column]) for column in numbers))
-
-
 def finished_runs(out):
-    """The rows of a study's runs.jsonl; raises UserError where a line is none, or stands twice.
-
-    A line that a kill has torn is left out, and its run made again.
-    """
-    path = f"{out}/runs.jsonl"
-    rows = read_jsonl(path)
-    names = set()
-    for row in rows:
-        if not is_row(row):
-            raise UserError(f"{path}: a line is no run's: {str(row)[:60]}; remove it")
-        if row["name"] in names:
-            raise UserError(f"{path}: {row['name']} stands there twice; remove one of the lines")
-        names.add(row["name"])
+    """The rows of a study's finished runs, in the order of their names."""
+    rows = []
+    for path in sorted(glob.glob(f"{glob.escape(out)}/*/row.json")):
+        with open(path, encoding="utf-8") as f:
+            rows.append(json.load(f))
     return rows
 
 
-def is_finished(run, out):
-    return any(row["name"] == run.name for row in finished_runs(out))
+def steps_of(out, rows):
+    """{run's name: its steps, as metrics.jsonl has them} of finished runs."""
+    return {row["name"]: read_jsonl(f"{out}/{row['name']}/metrics.jsonl") for row in rows}
 
 
 def run_one(run, measure_start, environment, flags, args):
-    """Make a run and note its row -> None, or what went wrong, in a line.
-
-    None, too, if another study has made it meanwhile.
-    """
-    folder = f"{args.runs}/{run.name}"
-    code = commit()
+    """Make a run and its row -> None, or what went wrong, in a line."""
+    folder = f"{args.out}/{run.name}"
     command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
+    with open(f"{folder}.log", "a") as log:
+        status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                 stderr=log)
+    if status:
+        return f"ended with status {status}; {folder}.log says why"
     try:
-        if is_finished(run, args.out):
-            return None
-        with open(f"{folder}.log", "a") as log:
-            status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                     stderr=log)
-        if status:
-            return f"ended with status {status}; {folder}.log says why"
-        row = row_of(run, folder, code, settings_of(run, flags, args))
-        with one_at_a_time(args.out), open(f"{folder}/metrics.jsonl", "rb") as metrics:
-            if is_finished(run, args.out):
-                return None
-            atomic_write(f"{args.out}/metrics/{run.name}.jsonl", metrics.read())
-            append_jsonl(f"{args.out}/runs.jsonl", row)                  # one short write: whole
-    except (OSError, UserError) as e:
+        row = row_of(run, folder, shared_settings(run.model, args))
+    except UserError as e:
         return str(e)
-    except (KeyError, TypeError, ValueError, StatisticsError) as e:
-        problem = f"{type(e).__name__}: {e}"
-        return f"left no summary or metrics to read ({problem}); {folder}.log says more"
+    atomic_write(f"{folder}/row.json", json.dumps(row, indent=1))
     return None
 
 
@@ -286,70 +224,40 @@ def run_on(device, missing, flags, args, failed):
             print(f"{run.name}: {problem}", flush=True)
 
 
-# Settings that a study's runs may have otherwise, each for itself.
+# Settings that the runs of one model may have otherwise, beside those of their arms.
 OWN_SETTINGS = {"model", "device", "lr", "seed", "start_seed", "skip_eval_before"}
 
 
-def settings_of(run, flags, args):
-    """What all runs of an arm must have alike, {name: value}: its lasting settings but OWN_SETTINGS.
+def shared_settings(model, args):
+    """{name: value} of the settings that all runs of a model share, apart from what arms change.
 
-    Data and held-out questions are called by their names: elsewhere they may lie in another folder.
-    Raises UserError if the run would refuse its flags.
+    Raises UserError if a run would refuse its flags.
     """
-    command = run.command(f"{args.runs}/{run.name}", args.data, flags[run.arm], args.more,
-                          measure_start=True)
+    run = Run("any", model, args.lrs[0], args.seeds[0], args.own_starts)
+    command = run.command(f"{args.out}/any", args.data, [], args.more, measure_start=True)
     settings = lasting(read_settings(command[2:]))
-    shared = {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-    data = data_in_rows(run.model, args.data)
-    if data:
-        shared["data"] = data
-    if args.eval:
-        shared["eval"] = [source_name(source) for source in args.eval]
-    return shared
+    return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
 
 
-def settings_by_arm(flags, args):
-    """{(model's name in rows, arm): settings_of its runs}.
-
-    An arm that these flags do not suit is left out, unless the study is to run it.
-    """
-    found = {}
+def require_same_settings(rows, args):
+    """Refuse to go on with a study whose finished runs had other settings than these flags give."""
     for model in args.model:
-        for arm in flags:
-            run = Run(arm, model, args.lrs[0], args.seeds[0], args.own_starts)
-            try:
-                found[run.model_name, arm] = settings_of(run, flags, args)
-            except UserError:
-                if arm in args.arms:
-                    raise
-    return found
+        settings = shared_settings(model, args)
+        for row in rows:
+            theirs = row["settings"] if row["model"] == name_in_rows(model, args.own_starts) else {}
+            for name in sorted(theirs.keys() & settings.keys()):
+                require_flag(theirs[name] == settings[name], name, settings[name],
+                             f"{row['name']} in {args.out} has {theirs[name]}; give another --out")
 
 
-def require_same_settings(rows, flags, args):
-    """Refuse to go on with a study whose finished runs other settings have made.
+def missing_runs(args):
+    """What a study's folder lacks -> [(Run, whether it measures its policy before training)].
 
-    rows: of runs.jsonl; those of other models are left alone. Of rows of older versions the steps
-    count, and what else they say.
-    """
-    wanted = settings_by_arm(flags, args)
-    for row in rows:
-        ours = wanted.get((row["model"], row["arm"]), {})
-        theirs = {"steps": row["steps"], **row.get("settings", {})}
-        for name in sorted(theirs.keys() & ours.keys()):
-            if theirs[name] != ours[name]:
-                raise UserError(f"{args.out}/runs.jsonl has {row['name']} with --{name.replace('_', '-')} "
-                                f"{theirs[name]}, not {ours[name]}; give another --out")
-
-
-def missing_runs(flags, args):
-    """What runs.jsonl lacks of a study -> [(Run, whether it measures its policy before training)].
-
-    flags: {arm: flags of train_gsm8k.py}. The first learning rate has all its arms and seeds before
-    the next begins. Of the runs that begin with the same policy one measures it, the first that is
-    missing if none has.
+    The first learning rate has all its arms and seeds before the next begins. Of the runs that begin
+    with the same policy one measures it, the first that is missing if none has.
     """
     done = {row["name"]: row for row in finished_runs(args.out)}
-    require_same_settings(done.values(), flags, args)
+    require_same_settings(done.values(), args)
     wanted = [
         Run(arm, model, lr, seed, args.own_starts)
         for lr in args.lrs
@@ -372,9 +280,8 @@ def prepare(missing, args):
 
     A model or questions that cannot be had are named here, not by one run after the other.
     """
-    models = list(dict.fromkeys(run.model for run, _ in missing))
-    load_questions(args.data, args.eval, models[0])
-    for model in models:
+    for model in dict.fromkeys(run.model for run, _ in missing):
+        load_questions(args.data, args.eval, model)
         if model:
             model_folder(full_name(model))
     for seed in dict.fromkeys(run.start_seed for run, _ in missing if run.model is None):
@@ -384,10 +291,9 @@ def prepare(missing, args):
 def run_all(missing, flags, args):
     """Start a worker on each device; returns the names of the runs that failed.
 
-    missing: see missing_runs. Ctrl-C reaches the runs, too: they stop, and no other is begun.
+    missing: see missing_runs; flags: {arm: flags of train_gsm8k.py}. Ctrl-C reaches the runs, too:
+    they stop, and no other is begun.
     """
-    with creating(args.runs, "--runs"):
-        os.makedirs(args.runs, exist_ok=True)
     waiting = deque(missing)
     failed = []
     devices = (["cpu"] if args.device == "cpu" else visible_devices()) * args.jobs
@@ -451,11 +357,10 @@ def arguments(argv, description, arms, default_arms, seeds, out):
                    help="small policy: each seed begins with a policy of its own making")
     p.add_argument("--jobs", type=int, default=1,
                    help="processes on each GPU, or on the CPU (default 1)")
-    p.add_argument("--out", default=out, help=f"results (default {out})")
-    p.add_argument("--runs", help="folders of runs (default: runs in --out)")
+    p.add_argument("--out", default=out, help=f"folder of the runs, tables and pictures (default {out})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
-    for name in ("model", "data", "out", "runs"):
+    for name in ("model", "data", "out"):
         require_value(name, getattr(args, name))
     check_more(args)
     require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
@@ -472,14 +377,13 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     names = [name_in_rows(model) for model in args.model]
     for name in names:
         require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
-                     "runs.jsonl; rename a folder")
+                     "the tables; rename a folder")
     small = args.model == [None]
     for name in ("small", "small-own-starts"):
         require_flag(small or name not in names, "model", name, "is what the built-in policy is "
-                     "called in runs.jsonl; rename the folder")
+                     "called in the tables; rename the folder")
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
     args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
-    args.runs = args.runs or f"{args.out}/runs"
     return args
 
 
@@ -490,20 +394,22 @@ def write_lines(path, lines):
 def run_study(flags, args, make_tables):
     """Run what is missing, unless --tables is given -> exit status.
 
-    flags: see missing_runs. Then make_tables(folder, rows of its runs.jsonl), if there are any.
+    flags: {arm: flags of train_gsm8k.py}. Then make_tables(folder, rows, steps) of finished_runs and
+    steps_of, if there are any.
     """
-    if args.tables and not os.path.exists(f"{args.out}/runs.jsonl"):
-        raise UserError(f"--tables --out {args.out}: there is no runs.jsonl; give a study's folder")
     failed = []
-    missing = [] if args.tables else missing_runs(flags, args)
-    if missing:
+    if not args.tables:
         with creating(args.out):
-            os.makedirs(f"{args.out}/metrics", exist_ok=True)
-        prepare(missing, args)
-        failed = run_all(missing, flags, args)
+            os.makedirs(args.out, exist_ok=True)
+        try:
+            with FileLock(f"{args.out}/lock", timeout=0):
+                missing = missing_runs(args)
+                prepare(missing, args)
+                failed = run_all(missing, flags, args)
+        except Timeout:
+            raise UserError(f"--out {args.out}: another study runs here; wait for it or choose another folder")
     rows = finished_runs(args.out)
+    require_flag(rows or failed, "out", args.out, "holds no finished run; name the folder of a study")
     if rows:
-        make_tables(args.out, rows)
-    else:
-        print(f"{args.out}/runs.jsonl holds no finished run yet")
+        make_tables(args.out, rows, steps_of(args.out, rows))
     return 1 if failed else 0

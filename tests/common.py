@@ -220,14 +220,20 @@ def quick_study():
 
 def run_missing(flags, args):
     """What a study does between its arguments and its tables, without looking for the model and the questions."""
-    return study.run_all(study.missing_runs(flags, args), flags, args)
+    return study.run_all(study.missing_runs(args), flags, args)
 
 
 def study_arguments(tmp_path, *flags):
-    args = study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"], "a study",
+    os.makedirs(f"{tmp_path}/out", exist_ok=True)
+    return study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out"], "a study",
                            ["a", "b"], ["a", "b"], (1, 2), "results")
-    os.makedirs(f"{tmp_path}/out/metrics")
-    return args
+
+
+def note_run(out, name, **columns):
+    """Leave the row of a finished run in a study's folder."""
+    os.makedirs(f"{out}/{name}")
+    with open(f"{out}/{name}/row.json", "w") as f:
+        json.dump({"name": name, "settings": {}, **columns}, f)
 
 
 def finished_run(command, **_):

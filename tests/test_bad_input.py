@@ -14,7 +14,6 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from decimal import Decimal
-from functools import partial
 
 import pytest
 import torch
@@ -27,8 +26,8 @@ import methods
 import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_learned, command, copied
-from common import files_below, finished_run, killed_at, logged_steps, quick_study
-from common import refused, run_main, run_missing, scored_by_letters, study_arguments, used_folder
+from common import files_below, killed_at, logged_steps
+from common import refused, run_main, scored_by_letters, used_folder
 from common import without_times
 from harness import cache as cache_folder, checkpoint, claims, entropy
 from harness import keeper, math_data, memory, packed_folder, questions
@@ -775,10 +774,6 @@ def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, opti
         train_gsm8k.evaluate_only(settings)
 
 
-def test_a_study_without_git_has_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert study.commit() is None
-
 # A question with whatever ends a line or a record somewhere, and what JSON has to escape.
 AWKWARD = 'one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n{"step": 9}\\ "eight" \x00 ####'
 
@@ -919,30 +914,6 @@ def test_a_folder_is_no_file_of_questions(tmp_path):
         math_data.math_questions(str(tmp_path))
 
 
-def test_a_run_that_another_study_has_finished_meanwhile_is_noted_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    options = ["--arms", "bf16", "--seeds", "0", "--out", str(tmp_path), *quick_study()]
-    run_it, noted = subprocess.call, []
-
-    def run_and_be_overtaken(command, **keywords):
-        status = run_it(command, **keywords)
-        if not noted:
-            noted.append("the other study, in the same folder")
-            assert claims.main(options) == 0
-        return status
-    monkeypatch.setattr(subprocess, "call", run_and_be_overtaken)
-    assert claims.main(options) == 0 and noted
-    assert len(study.finished_runs(str(tmp_path))) == 1
-
-
-def test_metrics_that_lack_a_step_make_no_tables(tmp_path):
-    steps = [{"step": 1}, {"step": 3}]
-    for found, count in ((steps, 3), ([*steps, {"step": 2}], 3), ([{"step": 1}, {"step": 1}], 1)):
-        with pytest.raises(qerl.UserError, match="m.jsonl: does not hold the steps 1 to .*, each once; remove the run"):
-            study.require_all_steps("m.jsonl", found, count)
-    study.require_all_steps("m.jsonl", [{"step": 1}, {"step": 2}], 2)
-
-
 def test_entropy_without_noise(tmp_path):
     options = ["--prompts", "1", "--draws", "1", "--weights", "bf16", "--sigmas", "0", "--device", "cpu", "--out", str(tmp_path)]
     assert entropy.main(options) == 0
@@ -987,36 +958,6 @@ def test_a_short_name_is_explained_once_by_several_processes(monkeypatch, capsys
 def test_models_of_one_name_are_no_study(tmp_path):
     with pytest.raises(qerl.UserError, match="--model same: is what two of them are called"):
         claims.main(["--model", "a/same", "b/same", "--out", str(tmp_path)])
-
-
-def test_a_row_names_the_commit_at_which_its_run_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    commits = iter(["first", "second"])
-    monkeypatch.setattr(study, "commit", lambda: next(commits))
-
-    def call(command, **_):
-        return finished_run(command)
-    monkeypatch.setattr(study.subprocess, "call", call)
-    args = study_arguments(tmp_path, "--seeds", "0")
-    run_missing({"a": [], "b": []}, args)
-    assert [row["commit"] for row in study.finished_runs(args.out)] == ["first", "second"]
-
-
-def test_changed_code_is_no_commits(tmp_path, monkeypatch):
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    git = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
-    git(["git", "init", "-q"])
-    (tmp_path / "a.py").write_text("1")
-    (tmp_path / "runs.jsonl").write_text("")
-    git(["git", "add", "."])
-    git(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"])
-    monkeypatch.setattr(study, "TRAIN", str(tmp_path / "a.py"))
-    clean = study.commit()
-    (tmp_path / "runs.jsonl").write_text("a result")
-    assert study.commit() == clean and re.fullmatch("[0-9a-f]{7,}", clean)
-    (tmp_path / "a.py").write_text("2")
-    assert study.commit() == f"{clean}-dirty"
 
 
 def test_ranks_differ_at_any_step_and_seed():

@@ -4,24 +4,23 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
-import bench
 import qerl
 import train_gsm8k
-from common import finished_run, made_up_rows, quick_study, run_missing
+from common import finished_run, made_up_rows, note_run, quick_study, run_missing
 from common import study_arguments
 from harness import cache as cache_folder, claims, claims_pictures, compare, entropy, factorial
 from harness import small_policy, study
 from harness.run_folder import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from test_qerl import CUDA, HERE
+from test_qerl import CUDA
 
 
 def test_claims_tables():
@@ -132,13 +131,15 @@ def test_seeds_with_starts_of_their_own(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(study, "warm_start", lambda seed=0: made.append(seed))
     monkeypatch.setattr(study, "run_one", lambda *arguments: None)
-    options = ["--seeds", "4", "2", "--arms", "bf16", "--lrs", "1e-4", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"]
-    claims.main([*options, "--own-starts"])
+    options = ["--seeds", "4", "2", "--arms", "bf16", "--lrs", "1e-4", "--out", f"{tmp_path}/out"]
+    with pytest.raises(qerl.UserError, match="out: holds no finished run"):
+        claims.main([*options, "--own-starts"])
     assert made == [4, 2]
-    claims.main(options)
+    with pytest.raises(qerl.UserError, match="out: holds no finished run"):
+        claims.main(options)
     assert made == [4, 2, 0]
-    done = {**next(made_up_rows()), "name": "small-own-starts-bf16-lr0.0001-seed4", "hardware": "CPU"}
-    write_jsonl(tmp_path / "out" / "runs.jsonl", [{**dict.fromkeys(study.NUMBERS, 0), **done, "arm": "linear"}])
+    done = {**next(made_up_rows()), "name": "small-own-starts-bf16-lr0.0001-seed4", "arm": "linear"}
+    note_run(tmp_path / "out", **done)
     claims.main([*options, "--own-starts"])
     assert made == [4, 2, 0, 2]                              # what is finished needs no policy
     qerls = [{**row, "arm": "qerl", "peak_memory_gb": 1, "seconds_a_step": 1, "mismatch_kl": 0} for row in rows if row["arm"] == "bf16"]
@@ -240,14 +241,11 @@ def test_claims_at_each_arms_own_best_rate(tmp_path):
     assert claims_pictures.shown_rates(of_both + full)["full"] == 3e-4                             # its rates are not LoRA's
     single = [row for row in full if row["seed"] == 0]
     assert claims_pictures.shown_rates(of_both + single)["full"] == 3e-4                           # each rate has one seed: the best
-    write_jsonl(tmp_path / "runs.jsonl", rows)
-    (tmp_path / "metrics").mkdir()
-    steps = [{"step": i, "accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3} for i in (1, 2, 3)]
-    for row in rows:
-        write_jsonl(tmp_path / "metrics" / f"{row['name']}.jsonl", steps)
-    claims.make_tables(str(tmp_path), [{**row, "arm": "linear"} for row in rows[:1]])     # no picture shows ablations
+    of_run = [{"step": i, "accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3} for i in (1, 2, 3)]
+    steps = {row["name"]: of_run for row in rows}
+    claims.make_tables(str(tmp_path), [{**row, "arm": "linear"} for row in rows[:1]], steps)   # no picture shows ablations
     assert not list(tmp_path.glob("*.png"))
-    claims.make_tables(str(tmp_path), rows)
+    claims.make_tables(str(tmp_path), rows, steps)
     phases = (tmp_path / "phases.md").read_text()
     assert phases.count("| m | 1e-4 | nvfp4+aqn | 2 |") == 2 and "0.200 ± 0.000" in phases and "10.00 ± 0.00" in phases
     for picture in ("curves.png", "differences.png", "rates.png"):
@@ -278,51 +276,12 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(study.subprocess, "call", call_in_a_fork)
     arms = ["qerl", "rollout_correction:token-tis"]
     assert compare.main(["--model", qwen[0], "--data", data, "--lrs", "1e-3", "--seeds", "0", "--arms", *arms, "--out", f"{tmp_path}/out",
-                         "--runs", f"{tmp_path}/runs", *quick_study()]) == 0
+                         *quick_study()]) == 0
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[1] for line in lines[4:]] == arms and "NVFP4 + LoRA, noise" in lines[-1]
     assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG" and "pass@1" in capsys.readouterr().out
     for flags in (*compare.flags_of(small=True).values(), *compare.flags_of(small=False).values(), *claims.FLAGS.values()):
         train_gsm8k.arguments(["--device", "cpu", *flags])                               # every arm's flags go together
-
-
-@pytest.mark.parametrize("line,message", [("[1]", "a line is no run's: [1]; remove it"), ('{"name": "a"}', "a line is no run's")])
-def test_what_is_no_run_is_named(tmp_path, line, message):
-    (tmp_path / "runs.jsonl").write_text(line + "\n")
-    for study_of in (claims, compare):
-        with pytest.raises(qerl.UserError, match=re.escape(message)):
-            study_of.main(["--tables", "--out", str(tmp_path)])
-
-
-def whole_row(name, **columns):
-    """A row of runs.jsonl with all that is_row asks for."""
-    return {**dict.fromkeys(study.TEXTS, "x"), **dict.fromkeys(study.NUMBERS, 0.5), "name": name, **columns}
-
-
-@pytest.mark.parametrize("columns", [{"accuracy_after": None}, {"greedy_after": "high"}, {"lr": "3e-3"}, {"accuracy_before": "x"},
-                                     {"entropy": float("nan")}, {"arm": 3}, {"seed": True}, {"settings": [1]}])
-def test_a_row_with_another_kind_of_value_is_named(tmp_path, columns):
-    write_jsonl(tmp_path / "runs.jsonl", [whole_row("good"), whole_row("bad", **columns)])
-    with pytest.raises(qerl.UserError, match="a line is no run's.*remove it"):
-        study.finished_runs(str(tmp_path))
-
-
-def test_a_row_that_stands_twice_is_named(tmp_path):
-    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a"), whole_row("b"), whole_row("a")])
-    with pytest.raises(qerl.UserError, match="runs.jsonl: a stands there twice"):
-        study.finished_runs(str(tmp_path))
-
-
-def test_a_row_goes_behind_a_torn_one(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    write_jsonl(path, [whole_row("a")])
-    with open(path, "a") as f:
-        f.write('{"name": "b", "mod')
-    study.append_jsonl(str(path), whole_row("c"))
-    study.append_jsonl(str(path), whole_row("d"))
-    assert [row["name"] for row in study.finished_runs(str(tmp_path))] == ["a", "c", "d"]
-    study.append_jsonl(str(tmp_path / "new.jsonl"), {"x": 1})
-    assert (tmp_path / "new.jsonl").read_text() == '{"x": 1}\n'
 
 
 @pytest.mark.parametrize("flags,message", [
@@ -333,7 +292,7 @@ def test_a_row_goes_behind_a_torn_one(tmp_path):
 def test_a_study_sets_its_runs_flags_itself(tmp_path, flags, message):
     for study_of in (claims, compare):
         with pytest.raises(qerl.UserError, match=message):
-            study_of.main(["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs"), *flags])
+            study_of.main(["--out", str(tmp_path / "out"), *flags])
     assert not os.listdir(tmp_path)
 
 
@@ -349,63 +308,35 @@ def test_studies_round_to_nearest_unless_told_otherwise():
         assert train_gsm8k.arguments([*flags, "--device", "cpu"]).quantizer == expected
 
 
-def test_a_finished_run_of_other_steps_is_no_row_of_this_study(tmp_path):
-    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0", "--steps", "9")
-    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0", model="Model", arm="a", steps=1)])
-    with pytest.raises(qerl.UserError, match="Model-a-lr5e-05-seed0 with --steps 1, not 9; give another --out"):
-        run_missing({"a": []}, args)
-
-
 @pytest.mark.parametrize("flags,message", [
-    (["--prompts", "8"], None), (["--prompts", "8", "--slots", "7", "--data", "elsewhere/gsm8k"], None),
-    (["--prompts", "8", "--eval-questions", "0", "--save-every", "3"], None), (["--prompts", "8", "--eval-questions", "9"], "0, not 9"),
-    (["--prompts", "16"], "has Model-a-lr5e-05-seed0 with --prompts 8, not 16; give another --out"),
-    ([], "--prompts 8, not 64"), (["--prompts", "8", "--data", "other"], "--data gsm8k, not other"),
-    (["--prompts", "8", "--algo", "dapo"], "--algo grpo, not dapo"),
-    (["--prompts", "8", "--dtype", "float32"], "--dtype auto, not float32"),
-    (["--prompts", "8", "--preset", "paper"], "--max-new-tokens 512, not 4096"),
-    (["--prompts", "16", "--seeds", "5"], "--prompts 8, not 16"), (["--prompts", "16", "--arms", "b"], "--prompts 8, not 16")])
+    (["--prompts", "8"], None), (["--prompts", "8", "--slots", "7"], None),
+    (["--prompts", "8", "--eval-questions", "0", "--save-every", "3"], None), (["--prompts", "8", "--eval-questions", "9"], "9: .* has 0"),
+    (["--prompts", "16"], "--prompts 16: Model-a-lr5e-05-seed0 in .*out has 8; give another --out"),
+    ([], "--prompts 64: .* has 8"), (["--prompts", "8", "--data", "other"], "--data other: .* has None"),
+    (["--prompts", "8", "--algo", "dapo"], "--algo dapo: .* has grpo"),
+    (["--prompts", "8", "--dtype", "float32"], "--dtype float32: .* has auto"),
+    (["--prompts", "8", "--preset", "paper"], "--max-new-tokens 4096: .* has 512"),
+    (["--prompts", "16", "--seeds", "5"], "16: .* has 8"), (["--prompts", "16", "--arms", "b"], "16: .* has 8")])
 def test_a_finished_run_of_other_flags_is_no_row_of_this_study(tmp_path, monkeypatch, flags, message):
-    """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder its data lie."""
+    """What a flag has by default counts as given; how a run's work is cut does not matter, nor in which folder the model lies."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(study.subprocess, "call", finished_run)
     begun = ["--arms", "a", "--seeds", "0", "--prompts", "8"]
     arms = {"a": [], "b": ["--algo", "dapo"]}
     assert not run_missing(arms, study_arguments(tmp_path, *begun))
-    args = study.arguments([*begun[:4], *flags, "--model", "moved/Model", "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs"],
+    args = study.arguments([*begun[:4], *flags, "--model", "moved/Model", "--out", f"{tmp_path}/out"],
                            "a study", list(arms), list(arms), (1, 2), "results")
     if message is None:
-        assert study.missing_runs(arms, args) == []
+        assert study.missing_runs(args) == []
     else:
         with pytest.raises(qerl.UserError, match=message):
-            study.missing_runs(arms, args)
+            study.missing_runs(args)
 
 
-@pytest.mark.parametrize("model", [[], ["--model", "some/Model"]])
-def test_a_study_calls_its_data_by_name(model):
-    """The small policy's, too: elsewhere they lie in another folder."""
-    for folder in ("here/gsm8k", "there/gsm8k/"):
-        args = study.arguments([*model, "--data", folder], "a study", ["a"], ["a"], (1, 2), "results")
-        assert study.settings_of(study.Run("a", args.model[0], 1e-3, 0), {"a": []}, args)["data"] == "gsm8k"
-
-
-def test_an_arm_that_is_another_now_is_no_row_of_this_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(study.subprocess, "call", finished_run)
-    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0")
-    assert not run_missing({"a": []}, args)
-    assert study.missing_runs({"a": []}, args) == [] and study.missing_runs({"a": [], "b": ["--group", "1"]}, args) == []
-    with pytest.raises(qerl.UserError, match="with --sigma-end 0.0005, not 0.0; give another --out"):
-        study.missing_runs({"a": study.NO_NOISE}, args)
-
-
-def test_a_run_that_another_study_made_meanwhile_is_not_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    args = study_arguments(tmp_path, "--arms", "a", "--seeds", "0")
-    missing = study.missing_runs({"a": []}, args)
-    write_jsonl(tmp_path / "out" / "runs.jsonl", [whole_row("Model-a-lr5e-05-seed0")])
-    monkeypatch.setattr(study.subprocess, "call", None)
-    assert study.run_all(missing, {"a": []}, args) == [] and len(study.finished_runs(args.out)) == 1
+def test_two_studies_do_not_share_a_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / "lock"), pytest.raises(qerl.UserError, match="out: another study runs here"):
+        claims.main(["--out", f"{tmp_path}/out"])
 
 
 def test_what_a_study_begins_with_is_looked_for_first(tmp_path, data, monkeypatch):
@@ -417,7 +348,7 @@ def test_what_a_study_begins_with_is_looked_for_first(tmp_path, data, monkeypatc
 
 def test_the_tables_of_no_study_are_refused(tmp_path):
     for study_of in (claims, compare):
-        with pytest.raises(qerl.UserError, match="there is no runs.jsonl"):
+        with pytest.raises(qerl.UserError, match="typo: holds no finished run"):
             study_of.main(["--tables", "--out", f"{tmp_path}/typo"])
     assert not os.listdir(tmp_path)
 
@@ -425,7 +356,8 @@ def test_the_tables_of_no_study_are_refused(tmp_path):
 def test_methods_are_compared_at_one_rate(tmp_path):
     with pytest.raises(qerl.UserError, match="compared at one learning rate"):
         compare.main(["--lrs", "1e-3", "3e-3", "--out", str(tmp_path)])
-    write_jsonl(tmp_path / "runs.jsonl", [whole_row("a", model="small", arm="gptq", lr=1e-3), whole_row("b", model="other", arm="qerl")])
+    note_run(tmp_path, "a", model="small", arm="gptq", lr=1e-3)
+    note_run(tmp_path, "b", model="other", arm="qerl")
     with pytest.raises(qerl.UserError, match="--lrs 0.003: .* has a; give another --out"):
         compare.main(["--out", str(tmp_path)])
 
@@ -437,7 +369,7 @@ def test_flags_that_a_run_would_refuse_are_refused_before_the_first(tmp_path, mo
 
 
 @pytest.mark.parametrize("options,message", [
-    (["--model", ""], "--model '': is empty"), (["--out", ""], "--out '': is empty"), (["--runs", ""], "--runs '': is empty"),
+    (["--model", ""], "--model '': is empty"), (["--out", ""], "--out '': is empty"),
     (["--data", ""], "--data '': is empty"), (["--lrs", "1.2345671e-4"], "--lrs 0.00012345671: names of runs have six digits"),
     (["--model", "own/small"], "--model small: is what the built-in policy is called")])
 def test_a_study_refuses_what_its_rows_cannot_tell_apart(options, message):
@@ -451,19 +383,16 @@ def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, 
     def call(command, **_):
         finished_run(command)
         folder = command[command.index("--out") + 1]
-        if "-a-" in folder:
-            os.remove(f"{folder}/summary.json")
-        elif "seed1" in folder:
-            write_jsonl(f"{folder}/metrics.jsonl", [])
-        return 0
+        if "seed1" in folder:
+            write_jsonl(f"{folder}/metrics.jsonl", [{"step": 2}])
+        return int("-a-" in folder)
     monkeypatch.setattr(study.subprocess, "call", call)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
     failed = run_missing({"a": [], "b": []}, args)
     assert sorted(failed) == ["Model-a-lr5e-05-seed0", "Model-a-lr5e-05-seed1", "Model-b-lr5e-05-seed1"]
     assert [row["name"] for row in study.finished_runs(args.out)] == ["Model-b-lr5e-05-seed0"]
-    assert os.listdir(f"{args.out}/metrics") == ["Model-b-lr5e-05-seed0.jsonl"]
     said = capsys.readouterr().out
-    assert "summary.json" in said and "metrics.jsonl: does not hold the steps 1 to 2" in said
+    assert "ended with status 1" in said and "metrics.jsonl: does not hold the steps 1 to 2" in said
 
 
 @pytest.mark.parametrize("own,expected", [
@@ -479,14 +408,10 @@ def test_a_start_is_measured_once(tmp_path, monkeypatch, own, expected):
         if measure_start:
             measured.append((run.arm, str(run.lr), run.seed))
     monkeypatch.setattr(study, "run_one", run_one)
-    out = tmp_path / "out"
-    out.mkdir()
     model = "small-own-starts" if own else "small"
-    done = whole_row(f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2, start_seed=2 if own else 0,
-                     accuracy_before=0.2, steps=50)
-    write_jsonl(out / "runs.jsonl", [done])
-    args = study.arguments([*own, "--arms", "nvfp4", "bf16", "--seeds", "2", "1", "--lrs", "5e-5", "1e-4", "--out", str(out), "--runs",
-                            f"{tmp_path}/runs"], "a study", list(factorial.ARMS), [], (2, 2), str(out))
+    note_run(tmp_path, f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2, start_seed=2 if own else 0, accuracy_before=0.2)
+    args = study.arguments([*own, "--arms", "nvfp4", "bf16", "--seeds", "2", "1", "--lrs", "5e-5", "1e-4", "--out", str(tmp_path)],
+                           "a study", list(factorial.ARMS), [], (2, 2), "results")
     run_missing(factorial.FLAGS, args)
     assert measured == expected
 
@@ -522,20 +447,10 @@ def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):
     assert 1 <= len(begun) <= 3 and len(study.finished_runs(args.out)) == len(begun) - 1
 
 
-def test_a_study_whose_runs_cannot_be_kept_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    args = study_arguments(tmp_path)
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(qerl.UserError, match="runs"):
-        run_missing({"a": [], "b": []}, args)
-
-
-def test_a_run_without_its_metrics_is_named(tmp_path, monkeypatch):
-    rows = [{**whole_row(""), **row} for row in made_up_rows()]
-    write_jsonl(tmp_path / "runs.jsonl", rows)
-    with pytest.raises(qerl.UserError, match="metrics/nvfp4\\+aqn-0.jsonl: is missing or empty"):
-        claims.main(["--tables", "--out", str(tmp_path)])
-    assert "4 bits under noise" in (tmp_path / "tables.md").read_text()                    # the tables are there all the same
+def test_a_study_whose_runs_cannot_be_kept_says_so(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(qerl.UserError, match="--out .*out: cannot be written"):
+        claims.main(["--out", f"{tmp_path}/out"])
 
 
 def test_claims_takes_the_gpus_that_it_was_given(monkeypatch):
@@ -576,11 +491,11 @@ def test_a_mismatch_beyond_all_bounds_is_a_number():
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "--lrs", "1e-3", "--seeds", "0",
-               "--out", f"{tmp_path}/out", "--runs", f"{tmp_path}/runs", *quick_study()]
+               "--out", f"{tmp_path}/out", *quick_study()]
     assert claims.main(options) == 0
-    rows = [json.loads(line) for line in open(tmp_path / "out" / "runs.jsonl")]
+    rows = study.finished_runs(f"{tmp_path}/out")
     assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
-        ("nvfp4+aqn", True, "nvfp4", 2), ("bf16", False, "bf16", 2)]
+        ("bf16", False, "bf16", 2), ("nvfp4+aqn", True, "nvfp4", 2)]
     assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "out" / "tables.md").exists()
     capsys.readouterr()
     assert claims.main(options) == 0
@@ -588,10 +503,10 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     assert printed[0] == "2 runs, 0 missing"
     assert printed[1:-1] == claims.arms_table(rows) and f"{tmp_path}/out/tables.md" in printed[-1]
     assert not (tmp_path / "out" / "curves-others.png").exists()                          # BF16 alone stands in the other one
-    claims.make_tables(str(tmp_path / "out"), [rows[0], {**rows[1], "arm": "nf4"}])
+    claims.make_tables(str(tmp_path / "out"), [rows[1], {**rows[0], "arm": "nf4"}], study.steps_of(f"{tmp_path}/out", rows))
     assert (tmp_path / "out" / "curves-others.png").exists()
     failing = [*options, "--arms", "bf16", "--lora-rank", "1000"]
-    with pytest.raises(qerl.UserError, match="with --lora-rank 2, not 1000"):
+    with pytest.raises(qerl.UserError, match="--lora-rank 1000: .* has 2"):
         claims.main(failing)
     assert claims.main([*failing, "--out", f"{tmp_path}/other"]) == 1                     # what fails is said, and is no row
-    assert "ended with status 2" in capsys.readouterr().out and not (tmp_path / "other" / "runs.jsonl").exists()
+    assert "ended with status 2" in capsys.readouterr().out and study.finished_runs(f"{tmp_path}/other") == []
