@@ -31,7 +31,7 @@ from common import refused, run_main, scored_by_letters, used_folder
 from common import without_times
 from harness import cache as cache_folder, checkpoint, claims, entropy
 from harness import keeper, math_data, memory, packed_folder, questions
-from harness import report, run_folder, small_policy, stops, study
+from harness import report, run_folder, small_policy, stops
 from harness.answers import final_number, is_right
 from harness.batches import Batch
 from harness.chat_text import check_tokens
