@@ -199,7 +199,7 @@ OVER_TIME = {
 
 def write_tables(out, rows, arms):
     """tables.md from the rows. arms: arms_table."""
-    lines = ["Made by `python bench.py claims --tables` from runs.jsonl: means ± standard errors of seeds.",
+    lines = ["Made by `bench.py claims` or `bench.py tables`: means ± standard errors of seeds.",
              "", *arms, "",
              "Differences by seed in points (with what is named minus without), at equal learning rates and,",
              "where several were tried, with each arm at its own best. Gained is pass@1 after minus before:",
@@ -215,7 +215,7 @@ def write_tables(out, rows, arms):
 
 def write_phases(out, runs):
     """phases.md. runs: pairs of a row and its steps, of ARMS alone."""
-    lines = ["Made by `python bench.py claims --tables` from metrics/: means ± standard errors of seeds."]
+    lines = ["Made by `bench.py claims` or `bench.py tables`: means ± standard errors of seeds."]
     for measure, (title, scale, digits) in OVER_TIME.items():
         lines += ["", f"{title}, by part of the run, then differences by seed:", "",
                   *phase_table(runs, measure, scale, digits)]

@@ -138,8 +138,8 @@ def plot_accuracy(rows, plt):
 
 def make_tables(out, rows, steps):
     """table.md and accuracy.png from the rows of a study; steps: not read here."""
-    lines = ["Made by `python bench.py methods --tables` from runs.jsonl: means ± standard errors of "
-             "seeds, in percent.", "", *table(rows)]
+    lines = ["Made by `bench.py methods` or `bench.py tables`: means ± standard errors of seeds, in "
+             "percent.", "", *table(rows)]
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
     write_lines(f"{out}/table.md", lines)
     print("\n".join(lines))
