@@ -72,8 +72,7 @@ from harness.stops import end, one_line
 from methods import Method, jetrl
 
 
-LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4",
-          "nf4 double": "NF4, double quantisation", "bf16": "BF16"}
+LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "BF16"}
 COLORS = {"nvfp4": "tab:green", "nf4": "tab:orange", "bf16": "tab:blue", "mxfp4": "tab:red",
           "marlin": "black"}
 
@@ -90,30 +89,6 @@ def print_head(*titles):
 # --------------------------------------------------------------------------------------------------
 # Relative error of the formats
 
-def quantize_nf4_double(weight):
-    """NF4 with QLoRA's double quantisation (section 3; here with one second-level block a row).
-
-    Returns packed as NF4, block_scale float8_e4m3fn [out, in/64] and global_scale float32 [out, 2],
-    each row's offset and scale.
-    """
-    packed, absmax, _ = qerl.quantize_nf4(weight)
-    offset = absmax.mean(1, keepdim=True)
-    centred = absmax - offset
-    scale = (centred.abs().amax(1, keepdim=True) / qerl.E4M3_MAX).clamp_min(1e-38)
-    return packed, (centred / scale).to(torch.float8_e4m3fn), torch.cat([offset, scale], 1)
-
-
-def dequantize_nf4_double(packed, block_scale, global_scale, dtype):
-    offset, scale = global_scale.split(1, dim=1)
-    return qerl.dequantize_nf4(packed, block_scale.float() * scale + offset, None, dtype)
-
-
-FORMATS = {
-    **qerl.FORMATS,
-    "nf4 double": qerl.Format(quantize_nf4_double, dequantize_nf4_double, block=64, tile=None),
-}
-
-
 def gaussian_layers(count=8, size=2048):
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
@@ -123,7 +98,7 @@ def gaussian_layers(count=8, size=2048):
 def model_layers(folder):
     """The weight, float32, of every linear layer of a Hugging Face folder."""
     checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, "cpu"))
-    block = max(format.block for format in FORMATS.values())
+    block = max(format.block for format in qerl.FORMATS.values())
     names = [name for name in checkpoint.files if name.endswith("_proj.weight")]
     if not names or any(name.endswith(".weight_packed") for name in checkpoint.files):
         raise qerl.UserError(
@@ -141,20 +116,20 @@ def model_layers(folder):
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    error = dict.fromkeys(FORMATS, 0.0)
-    bits = dict.fromkeys(FORMATS, 0)
+    error = dict.fromkeys(qerl.FORMATS, 0.0)
+    bits = dict.fromkeys(qerl.FORMATS, 0)
     norm = 0.0
     count = 0
     for weight in layers:
         weight = weight.to(device)
         norm += weight.double().square().sum().item()
         count += weight.numel()
-        for name, format in FORMATS.items():
+        for name, format in qerl.FORMATS.items():
             stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
             difference = format.dequantize(*stored, torch.float32) - weight
             error[name] += difference.double().square().sum().item()
             bits[name] += 8 * sum(t.nbytes for t in stored)
-    return {name: ((error[name] / norm) ** 0.5, bits[name] / count) for name in FORMATS}
+    return {name: ((error[name] / norm) ** 0.5, bits[name] / count) for name in qerl.FORMATS}
 
 
 def bench_formats(args):
