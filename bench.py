@@ -550,31 +550,6 @@ def generate_cut(model, prompts, max_new_tokens, group, slots, ranks=Ranks()):
     return rollout, rollout.length.sum().item() / work.slot_steps
 
 
-def busy_slots(name, model, slots, prompts, group):
-    """How many of the slots `generate` keeps busy by refilling them, and its tokens per second."""
-    device = model.device.type
-    prompt_tokens = 128 if device == "cuda" else 8
-    new_tokens = 512 if device == "cuda" else 12
-    tokens = random_prompts(model.config.vocab_size, prompts, prompt_tokens)
-    # Kernels are compiled for each number of slots, so a short rollout goes first.
-    generate_cut(model, tokens[:slots // group], new_tokens // 4, group, slots)
-    wait(device)
-    began = time.perf_counter()
-    rollout, busy = generate_cut(model, tokens, new_tokens, group, slots)
-    wait(device)
-    seconds = time.perf_counter() - began
-    total = rollout.length.sum().item()
-    completions = prompts * group
-    return {
-        "model": name,
-        "completions": completions,
-        "slots": slots,
-        "length": total / completions,
-        "busy": busy,
-        "tokens_per_s": total / seconds,
-    }
-
-
 def write_vllm_config(name, weights, folder):
     """A config.json from which vLLM makes the model."""
     config = config_of(name)
@@ -750,10 +725,8 @@ def bench_rollout(args):
     batches = (1, 8, 32, 128) if cuda else (1, 4)
     tokens = 256 if cuda else 8
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
-    busy_shapes = [(128, 128, 8), (256, 128, 8)] if cuda else [(4, 4, 2)]   # slots, prompts, group
     rows = []
     theirs = []
-    busy = []
     print_head("model", "LoRA rank", "weights", "batch", "decode tok/s", "ms a step", "prefill s",
                "over vLLM's best")
     for name in models:
@@ -766,8 +739,6 @@ def bench_rollout(args):
         for rank, weights in variants:
             model = random_model(name, weights, rank, args.device)
             rows.extend(rollout_rows(name, model, weights, rank, batches, tokens, vllm))
-            if other_ranks and (rank, weights) == (own, "nvfp4"):
-                busy = [busy_slots(name, model, *shape) for shape in busy_shapes]
             del model
             release_memory(args.device)
             yield {
@@ -775,14 +746,9 @@ def bench_rollout(args):
                         f"{tokens} prompt and {tokens} new tokens, temperature 1, "
                         "sampling included, prefill not (nor in vLLM's figures); "
                         "vllm: its best of NVFP4 and BF16",
-                "busy": busy,
                 "vllm": theirs,
                 "rows": rows,
             }
-    for b in busy:
-        print(f"{b['model']}: {b['completions']} completions of {b['length']:.0f} tokens on "
-              f"average through {b['slots']} slots: {b['busy']:.0%} of the slots busy, "
-              f"{b['tokens_per_s']:.0f} tokens/s, prefill and all")
 
 
 def plot_rollout(result, plt):
@@ -1150,8 +1116,7 @@ def arguments():
                    help="rollout, step: default nvfp4 bf16 nf4; for step nvfp4-fp8, too, which is "
                         "--method jetrl:training; scaling: default nvfp4")
     p.add_argument("--ranks", nargs="*", type=int,
-                   help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128); "
-                        "given none, no busy slots either")
+                   help="rollout: other LoRA ranks for the first model, NVFP4 (default 16 128)")
     p.add_argument("--sizes", nargs="+", type=size, metavar="PxG",
                    help="step: prompts of all processes x completions of each (default 1x2 1x4 1x8 "
                         "32x8, times the processes)")
