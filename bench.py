@@ -14,7 +14,6 @@ first and mma with a picture.
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, and its
                                                        peak by phase, each model under a cap
-    python bench.py memory --long [1024 8192 ...]      how long completions may be in 80 GB
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
                                                        (see harness/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
@@ -1029,7 +1028,7 @@ def measure_processes(args, count, name, sizes):
 # Memory of an RL step
 
 def bench_memory(args):
-    """Whole steps or, with --long, longer and longer completions; a row each time one is measured."""
+    """A whole step of each model, a row each."""
     cuda = args.device == "cuda"
     small = {} if cuda else memory_bench.SMALL
     settings = memory_bench.MemorySettings(**small)
@@ -1037,52 +1036,25 @@ def bench_memory(args):
         "what": "10^9 bytes of one GRPO step on random weights, all completions at full length, "
                 "LoRA on all seven projections; rest_gb: activations and temporary tensors",
         "settings": asdict(settings),
-        "unsloth": memory_bench.UNSLOTH,
         "rows": [],
-        "long": [],
     }
-    kind = "rows" if args.long is None else "long"
-    for name in args.model or memory_models(cuda, args.long is not None):
-        if args.long is None:
-            cap = memory_bench.CAPS.get(name)
-            work = memory_bench.step_rows, name, cap, settings, args.device
-        else:
-            lengths = args.long or ((1024, 4096, 8192, 20000, 32768) if cuda else (8, 16))
-            cap = memory_bench.LONG_CAP if cuda else None
-            work = memory_bench.length_rows, name, lengths, cap, settings, args.device
+    for name in args.model or (list(memory_bench.CAPS) if cuda else ["tiny"]):
+        cap = memory_bench.CAPS.get(name)
+        work = memory_bench.step_rows, name, cap, settings, args.device
         # On a CPU in this process, so that a debugger can step through it.
         rows = memory_bench.in_own_process(*work) if cuda else work[0](*work[1:])
         for row in rows:
-            result[kind].append({"model": name, "cap_gb": cap, **row})
-            print(memory_bench.progress(result[kind][-1]), flush=True)
+            result["rows"].append({"model": name, "cap_gb": cap, **row})
+            print(memory_bench.progress(result["rows"][-1]), flush=True)
             yield dict(result)
     print_memory(result)
 
 
-def memory_models(cuda, long):
-    """The shapes that bench_memory measures unless told others."""
-    if not cuda:
-        return ["tiny"]
-    return ["Qwen2.5-7B", "Qwen2.5-32B"] if long else list(memory_bench.CAPS)
-
-
 def print_memory(result):
     print("\nmemory in 10^9 bytes")
-    if result["rows"]:
-        print_head(*memory_bench.STEP_HEAD)
+    print_head(*memory_bench.STEP_HEAD)
     for row in result["rows"]:
         print_row(*memory_bench.step_cells(row))
-    if not result["long"]:
-        return
-    print_head(*memory_bench.LONG_HEAD)
-    for row in result["long"]:
-        print_row(*memory_bench.long_cells(row))
-    for model, (fitted, too_long) in memory_bench.longest_that_fit(result["long"]).items():
-        but = f", {too_long} did not" if too_long else ""
-        print(f"{model}: completions of {fitted} tokens fit{but}")
-    published = memory_bench.UNSLOTH
-    print(f"for comparison, published by Unsloth: {published['model']}, QLoRA, 8 completions of "
-          f"{published['length']} tokens, {published['gb']} GB")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1133,9 +1105,6 @@ def arguments():
     p.add_argument("--add", nargs="+", metavar="FILE",
                    help="scaling: add the rows of other calls' scaling.json; --processes without a "
                         "number measures nothing more")
-    p.add_argument("--long", nargs="*", type=int, metavar="TOKENS",
-                   help="memory: how long completions may be, of these lengths and longer ones that "
-                        "should fit (default 1024 4096 8192 20000 32768)")
     p.add_argument("--device", choices=["cuda", "cpu"],
                    default="cuda" if torch.cuda.is_available() else "cpu",
                    help="default: a GPU if there is one")
@@ -1158,7 +1127,6 @@ TAKERS = {
     "repeats": ["step", "scaling"],
     "processes": ["scaling"],
     "add": ["scaling"],
-    "long": ["memory"],
 }
 
 
@@ -1184,8 +1152,6 @@ def check_arguments(args):
         raise qerl.UserError("--weights nvfp4-fp8: its rollout is that of nvfp4; use --weights nvfp4")
     for rank in args.ranks or []:
         require_flag(rank >= 1, "ranks", rank, "must be at least 1")
-    for length in args.long or []:
-        require_flag(length >= 1, "long", length, "must be at least 1")
     require_flag(args.repeats is None or args.repeats >= 1, "repeats", args.repeats,
                  "must be at least 1")
     require_flag(args.cap is None or args.cap > 0, "cap", args.cap, "must be above 0")

@@ -1,4 +1,4 @@
-"""The memory of a GRPO step: of what it consists, its peak by phase, how long completions fit.
+"""The memory of a GRPO step: of what it consists, its peak by phase.
 
 bench.py memory runs these. Each model has a process of its own, which may take no more of the GPU
 than a cap: PyTorch refuses what goes beyond. (What CUDA itself takes, about 0.5 GB a process, is
@@ -7,8 +7,6 @@ the process's highest memory so far, which says nothing of the step.
 """
 import contextlib
 import gc
-import itertools
-import math
 import multiprocessing
 from dataclasses import dataclass, replace
 
@@ -24,10 +22,7 @@ from harness.random_models import random_model, random_prompts
 # The most that a model may take, and its frozen weights alone, embeddings and output layer in BF16.
 CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
 WEIGHTS = {"Qwen2.5-7B": 5.9, "Qwen2.5-14B": 10.6, "Qwen2.5-32B": 20.7, "Qwen2.5-72B": 44.6}
-LONG_CAP = 80.0
 PHASES = ("rollout", "logprobs", "update")
-# https://unsloth.ai/blog/grpo: Llama 3.1 8B, QLoRA, 8 completions; KV cache of one of them.
-UNSLOTH = {"model": "Llama 3.1 8B", "length": 20000, "gb": 54.3}
 
 
 @dataclass
@@ -39,7 +34,6 @@ class MemorySettings:
     prompt_tokens: int = 128
     new_tokens: int = 1024              # of each completion
     sigma: float = 1e-2                 # noise of the rollout
-    decoded: int = 32                   # tokens of a long completion that are sampled, the last
 
     @property
     def micro_tokens(self):
@@ -48,7 +42,7 @@ class MemorySettings:
 
 
 # For a CPU, with the model "tiny".
-SMALL = dict(group=2, prompt_tokens=8, new_tokens=12, decoded=2)
+SMALL = dict(group=2, prompt_tokens=8, new_tokens=12)
 
 
 class Phases:
@@ -240,124 +234,6 @@ def step_rows(name, cap, settings, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# Long completions
-#
-# Nobody waits for 32,768 tokens to be sampled here: the cache is made for the whole length, said to
-# be nearly full, and the last tokens are decoded. Log-probabilities and update then run on one
-# random completion. In a step all eight follow each other, each beside the gradients of those
-# before; these are there from the beginning.
-
-@torch.no_grad()
-def decode_last_tokens(model, settings):
-    """Seconds of decoding a token for each completion, over the last `decoded` of their length."""
-    group = settings.group
-    longest = settings.prompt_tokens + settings.new_tokens
-    prompts = random_prompts(model.config.vocab_size, 1, settings.prompt_tokens)
-    sampler = qerl.Sampler(model, group, group, longest, settings.new_tokens, 1.0, 1.0, set(), None)
-    slots = torch.arange(group, device=model.device)
-    sampler.admit(prompts, slots, slots)
-    skipped = settings.new_tokens - settings.decoded
-    sampler.position += skipped
-    sampler.cache.filled += skipped
-    clock = Clock(model.device)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()        # what the GPU still has to do is not counted
-    with clock("decoding"):
-        sampler.steps(settings.decoded)
-    assert sampler.length[:group].eq(settings.new_tokens).all()
-    return clock.seconds["decoding"] / settings.decoded
-
-
-def random_completion(model, settings):
-    """A Batch of one completion of full length, with an advantage of 1."""
-    device = model.device
-    tokens = torch.randint(0, model.config.vocab_size, (1, settings.new_tokens), device=device)
-    length = torch.full((1,), settings.new_tokens, device=device)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    prompts = random_prompts(model.config.vocab_size, 1, settings.prompt_tokens)
-    batch = Batch(prompts, tokens, length, mask.float(), torch.ones(1, device=device), mask)
-    batch.weights = qerl.token_weights(mask)
-    return batch
-
-
-def length_row(model, optimizer, parts, settings, cap):
-    """Does a step with completions of settings.new_tokens fit, with which peaks, how fast?"""
-    device = model.device.type
-    phases = Phases(device)
-    row = {"length": settings.new_tokens, "cap_gb": cap, "cache_gb": cache_gb(model, settings)}
-
-    def all_phases():
-        with phases("rollout"):
-            row["ms_a_token"] = 1e3 * decode_last_tokens(model, settings)
-        batch = random_completion(model, settings)
-        with phases("logprobs"):
-            batch.old_logprobs = batch.logprobs_under(model, settings.micro_tokens)
-        with phases("update"):
-            for p in qerl.trainable(model).values():
-                p.grad = torch.zeros_like(p)
-            update(model, optimizer, batch, settings.micro_tokens)
-
-    failed = phase_without_memory(all_phases, phases)
-    optimizer.zero_grad()
-    release_memory(device)
-    row.update(phases.measured())
-    if failed:
-        row["out_of_memory"] = failed
-    else:
-        row["rest_gb"] = what_is_left(row["peak_gb"], parts, row["cache_gb"])
-    return row
-
-
-def predicted_length(shorter, longer, cap):
-    """The length at which the first phase reaches the cap, if memory grows as between two rows."""
-    lengths = []
-    for phase, peak in longer["peak_gb"].items():
-        slope = (peak - shorter["peak_gb"][phase]) / (longer["length"] - shorter["length"])
-        if slope > 0:
-            lengths.append(longer["length"] + (cap - peak) / slope)
-    return min(lengths, default=longer["length"])
-
-
-def length_rows(name, lengths, cap, settings, device):
-    """A row for each length up to the first that does not fit, then two near the longest.
-
-    What should fit is predicted from the two longest that did. The first try is 3 % shorter; the
-    second is 3 % longer, or 10 % shorter if the first did not fit.
-    """
-    limit_memory(cap, device)
-    model, optimizer, parts = load(name, settings, device)
-
-    def row_of(length):
-        print(f"{name}: completions of {length} tokens {under(cap)}", flush=True)
-        own = replace(settings, new_tokens=length, decoded=min(settings.decoded, length))
-        return {"model": name, **length_row(model, optimizer, parts, own, cap)}
-
-    fitting = []
-    too_long = math.inf
-    for length in sorted(set(lengths)):
-        row = row_of(length)
-        yield row
-        if "out_of_memory" in row:
-            too_long = length
-            break
-        fitting.append(row)
-    if cap is None or len(fitting) < 2:
-        return
-    predicted = predicted_length(*fitting[-2:], cap)
-    share = 0.97
-    for _ in range(2):
-        length = int(share * predicted) // 1024 * 1024
-        if fitting[-1]["length"] < length < too_long:
-            row = row_of(length)
-            yield row
-            if "out_of_memory" in row:
-                too_long = length
-            else:
-                fitting.append(row)
-        share = 1.03 if too_long > length else 0.9
-
-
-# --------------------------------------------------------------------------------------------------
 # A process of its own
 
 def send_rows(sender, rows_of, *args):
@@ -426,47 +302,13 @@ def step_cells(row):
     ]
 
 
-LONG_HEAD = ["model", "tokens", "KV cache", *(f"peak, {phase}" for phase in PHASES), "ms a token",
-             "s a completion, logprobs / update", "outcome"]
-
-
-def long_cells(row):
-    """A line of the table of long completions."""
-    peaks = [number(row.get("peak_gb", {}).get(phase)) for phase in PHASES]
-    seconds = [number(row.get("seconds", {}).get(phase)) for phase in PHASES[1:]]
-    return [row["model"], row.get("length", ""), number(row.get("cache_gb")), *peaks,
-            number(row.get("ms_a_token")), " / ".join(seconds), outcome(row)]
-
-
-def longest_that_fit(rows):
-    """{model: (longest length that fitted, shortest that did not or None)}."""
-    result = {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model and "length" in row]
-        fitted = [row["length"] for row in own if outcome(row) in ("fits", "no cap")]
-        too_long = [row["length"] for row in own if "out_of_memory" in row]
-        if fitted:
-            result[model] = max(fitted), min(too_long, default=None)
-    return result
-
-
 def plot_memory(result, plt):
-    """Stacked bars of the whole steps; beside them, if measured, long completions."""
-    lines = [row for row in result["long"] if "rest_gb" in row]
-    steps_width = 2.5 + 1.4 * len(result["rows"])
-    panels = [(steps_width, draw_steps, result["rows"])] if result["rows"] else []
-    panels += [(5, draw_peaks, lines), (4.5, draw_decoding, lines)] if lines else []
-    if not panels:                      # nothing fitted
-        panels = [(5, draw_steps, result["long"])]
-    widths = [width for width, _, _ in panels]
-    figure, axes = plt.subplots(1, len(widths), figsize=(sum(widths), 5.2), layout="constrained",
-                                width_ratios=widths, squeeze=False)
-    for axis, (_, draw, rows) in zip(axes[0], panels):
-        draw(axis, rows)
-        axis.set_ylim(bottom=0)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center",
-                        bbox_to_anchor=(0.5, -0.13))
+    """Stacked bars of the whole steps."""
+    figure, axis = plt.subplots(figsize=(2.5 + 1.4 * len(result["rows"]), 5.2), layout="constrained")
+    draw_steps(axis, result["rows"])
+    axis.set_ylim(bottom=0)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     return figure
 
 
@@ -484,7 +326,6 @@ def stack_of(row, phase):
 
 
 STACK = ["tab:green", "yellowgreen", "tab:orange", "tab:red", "tab:pink", "tab:purple", "lightgray"]
-LINES = {"rollout": "o-", "logprobs": ":", "update": "s--"}
 
 
 def draw_steps(axis, rows):
@@ -512,37 +353,3 @@ def draw_steps(axis, rows):
     missing = [row["model"] for row in rows if row not in steps]
     note = f"; not shown: {', '.join(dict.fromkeys(missing))}" if missing else ""
     axis.set(ylabel="GB (10⁹ bytes)", title=f"peak of a GRPO step, by phase{note}")
-
-
-def by_model(rows):
-    """(model, its rows by length, a colour of its own) of rows of long completions."""
-    models = dict.fromkeys(row["model"] for row in rows)
-    for model, color in zip(models, itertools.cycle(["tab:blue", "tab:red", "tab:green"])):
-        own = [row for row in rows if row["model"] == model]
-        yield model, sorted(own, key=lambda row: row["length"]), color
-
-
-def draw_peaks(axis, rows):
-    """The peak of each phase against the length of the completions."""
-    for model, own, color in by_model(rows):
-        lengths = [row["length"] for row in own]
-        for phase, style in LINES.items():
-            peaks = [row["peak_gb"][phase] for row in own]
-            axis.plot(lengths, peaks, style, color=color, markersize=4, label=f"{model}, {phase}")
-    axis.plot(UNSLOTH["length"], UNSLOTH["gb"], "k*", markersize=9,
-              label=f"Unsloth, {UNSLOTH['model']}, published")
-    for cap in {row["cap_gb"] for row in rows if row["cap_gb"]}:
-        axis.axhline(cap, color="black", linestyle="--", linewidth=1)
-    axis.set(xlabel="tokens of a completion", ylabel="GB (10⁹ bytes)", title="peak of long completions")
-    axis.grid(alpha=0.3)
-
-
-def draw_decoding(axis, rows):
-    """Milliseconds of a token of all completions against the tokens that are there."""
-    for model, own, color in by_model(rows):
-        lengths = [row["length"] for row in own]
-        times = [row["ms_a_token"] for row in own]
-        axis.plot(lengths, times, "o-", color=color, markersize=4, label=model)
-    axis.set(xlabel="tokens of a completion", ylabel="ms a token of all completions",
-             title="decoding at a full cache")
-    axis.grid(alpha=0.3)

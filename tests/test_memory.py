@@ -30,7 +30,7 @@ def bench_main(monkeypatch, *args):
 
 
 def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """Both tables of the tiny shape."""
+    """The table and the picture of the tiny shape."""
     bench_main(monkeypatch, "memory", "--device", "cpu", "--out", tmp_path)
     path = tmp_path / "cpu" / "memory.json"
     row, = json.loads(path.read_text())["rows"]
@@ -44,18 +44,12 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     cache = qerl.KVCache(bench.random_model("tiny", "nvfp4", 0, "cpu"), 2, 20)
     cache.reserve(20)
     assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
-    bench_main(monkeypatch, "memory", "--long", 9, 1, 9, "--device", "cpu", "--out", tmp_path)
-    result = json.loads(path.read_text())
-    assert [r["length"] for r in result["long"]] == [1, 9]
-    assert all(r["ms_a_token"] > 0 and r["seconds"]["update"] > 0 for r in result["long"])
     assert (tmp_path / "cpu" / "memory.png").stat().st_size > 10000
     out = capsys.readouterr().out
-    assert "these figures mean nothing" in out and "tiny: completions of 9 tokens fit" in out
+    assert "these figures mean nothing" in out and "| tiny |" in out
 
 
 @pytest.mark.parametrize("argv,message", [
-    (["memory", "--long", "0"], "--long 0: must be at least 1"),
-    (["step", "--long"], "--long: step does not take it, only memory"),
     (["memory", "--model", "Qwen2.5-9B"], "no such shape"),
 ])
 def test_bench_memory_refuses(monkeypatch, capsys, argv, message):
@@ -67,16 +61,8 @@ def test_bench_memory_refuses(monkeypatch, capsys, argv, message):
 @pytest.mark.parametrize("place,name,phase", [
     (qerl.Sampler, "steps", "rollout"), (Batch, "logprobs_under", "logprobs"), (torch.Tensor, "backward", "update")])
 def test_a_step_that_does_not_fit_is_a_row(monkeypatch, place, name, phase):
-    """Of the step that is measured, and of a long completion; an error of another kind is none of memory."""
+    """Of the step that is measured; an error of another kind is none of memory."""
     settings = memory_bench.MemorySettings(**memory_bench.SMALL)
-    model, optimizer, parts = memory_bench.load("tiny", settings, "cpu")
-    original = getattr(place, name)
-    monkeypatch.setattr(place, name, no_memory)
-    row = memory_bench.length_row(model, optimizer, parts, settings, 80.0)
-    assert row["out_of_memory"] == phase and all(p.grad is None for p in qerl.trainable(model).values())
-    monkeypatch.setattr(place, name, original)
-    assert "out_of_memory" not in memory_bench.length_row(model, optimizer, parts, settings, 80.0)
-
     whole_step = memory_bench.grpo_step
 
     def step_after_warm_up(model, optimizer, own, phases):
@@ -93,28 +79,6 @@ def test_a_step_that_does_not_fit_is_a_row(monkeypatch, place, name, phase):
         raise RuntimeError("shapes do not fit")
     with pytest.raises(RuntimeError, match="shapes"):
         memory_bench.phase_without_memory(broken, memory_bench.Phases("cpu"))
-
-
-def test_the_longest_that_fits_is_looked_for_where_memory_should_end(monkeypatch):
-    """A step of 20 + length / 512 GB, of which the rollout's cache is the most: 30,720 tokens are 80 GB."""
-    monkeypatch.setattr(memory_bench, "load", lambda name, settings, device: (None, None, None))
-
-    def row(model, optimizer, parts, settings, cap):
-        length = settings.new_tokens
-        peaks = {"rollout": 20 + length / 512, "logprobs": 21.0, "update": 20 + length / 1024}
-        over = {"out_of_memory": "rollout"} if peaks["rollout"] > limit else {}
-        return {"length": length, "cap_gb": cap, "peak_gb": peaks, **over}
-    monkeypatch.setattr(memory_bench, "length_row", row)
-    for limit, given, expected in (
-            (80, [8192, 1024], [1024, 8192, 29696, 30720]),
-            (80, [1024, 20000, 32768], [1024, 20000, 32768, 29696, 30720]),
-            (75, [1024, 20000], [1024, 20000, 29696, 27648]),                           # as if PyTorch kept 5 GB for later
-            (80, [40000], [40000])):
-        rows = list(memory_bench.length_rows("Qwen2.5-32B", given, 80.0, memory_bench.MemorySettings(), "cpu"))
-        assert [r["length"] for r in rows] == expected
-    rows = [{"model": "a", "length": 1024, "cap_gb": 80.0}, {"model": "a", "length": 29696, "cap_gb": 80.0},
-            {"model": "a", "length": 32768, "cap_gb": 80.0, "out_of_memory": "update"}, {"model": "b", "failed": "so"}]
-    assert memory_bench.longest_that_fit(rows) == {"a": (29696, 32768)}
 
 
 def test_a_process_that_fails_is_a_row(capfd):
@@ -145,27 +109,17 @@ def test_memory_table_and_picture(tmp_path, capsys):
         stack = memory_bench.stack_of(steps[0], phase)
         assert sum(stack.values()) == pytest.approx(steps[0]["peak_gb"][phase])
         assert (stack["KV cache"] > 0) == (phase == "rollout") and (stack["gradients"] > 0) == (phase == "update")
-    peaks = {"rollout": 30.0, "logprobs": 25.0, "update": 28.0}
-    long = [{"model": "Qwen2.5-32B", "length": 1024, "cap_gb": 80.0, "cache_gb": 2.4, "peak_gb": peaks, "rest_gb": peaks,
-             "ms_a_token": 17.2, "seconds": dict.fromkeys(peaks, 2.0)},
-            {"model": "Qwen2.5-32B", "length": 32768, "cap_gb": 80.0, "cache_gb": 69.0, "peak_gb": {}, "seconds": {},
-             "out_of_memory": "rollout"},
-            {"model": "Qwen2.5-7B", "cap_gb": 80.0, "failed": "its process ended with status 1"}]
-    bench.print_memory({"rows": steps, "long": long})
+    bench.print_memory({"rows": steps})
     table = capsys.readouterr().out
     assert "| Qwen2.5-7B | 12 | 5.86 | 5.9 | 0.20 | 0.60 | 0.90 | 7.9 | 7.5 | 8.9 | 9.4 | 1.5 / 1.5 / 1.5 | fits |" in table
     assert "| out of memory under 80 GB in phase update |" in table and "status -9 |" in table
-    assert "| Qwen2.5-32B | 1024 | 2.4 | 30.0 | 25.0 | 28.0 | 17.2 | 2.0 / 2.0 | fits |" in table
-    assert "Qwen2.5-32B: completions of 1024 tokens fit, 32768 did not" in table and "54.3 GB" in table
     titles = []
 
     def plot(result, plt):
         figure = memory_bench.plot_memory(result, plt)
         titles.append([axis.get_title() for axis in figure.axes])
         return figure
-    for rows, lines in ((steps, long), (steps[:1], []), ([], long), ([], long[1:])):
-        save_figure(tmp_path / "memory.png", plot, {"rows": rows, "long": lines})
+    for rows in (steps, steps[:1], steps[2:]):
+        save_figure(tmp_path / "memory.png", plot, {"rows": rows})
     whole = "peak of a GRPO step, by phase"
-    of_lengths = ["peak of long completions", "decoding at a full cache"]
-    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B", *of_lengths], [whole], of_lengths,
-                      [f"{whole}; not shown: Qwen2.5-32B, Qwen2.5-7B"]]
+    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B"], [whole], [f"{whole}; not shown: Qwen2.5-14B"]]
