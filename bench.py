@@ -963,7 +963,7 @@ def plot_step(result, plt):
 # An RL step by the number of GPUs
 
 def bench_scaling(args):
-    """`bench.py step` under torchrun for each number of processes, and beside it earlier rows."""
+    """`bench.py step` under torchrun for each number of processes."""
     cuda = args.device == "cuda"
     prompts, group = (32, 8) if cuda else (2, 2)
     counts = [1, 2, 4, 8] if cuda else [1, 2]
@@ -975,13 +975,6 @@ def bench_scaling(args):
         require_flag(not cuda or count <= torch.cuda.device_count(), "processes", count,
                      f"only {torch.cuda.device_count()} GPUs are here; use fewer")
     rows = []
-    for path in args.add or []:
-        require_flag(os.path.exists(path), "add", path, "no such file; give a scaling.json")
-    for path in [f"{results_folder(args)}/scaling.json", *(args.add or [])]:
-        if os.path.exists(path):
-            rows = scaling_bench.replace_rows(rows, scaling_bench.read_rows(path))
-    require_flag(rows or args.processes, "processes", "without a number",
-                 "there are no rows yet; give numbers, or --add FILE")
     what = (f"seconds of one RL step on random weights by processes, one a GPU, {prompts} x {group} "
             f"completions for each of them and {prompts} x {group} in all: of the phases the "
             "processes' mean, of the step the slowest's; medians of several steps")
@@ -989,7 +982,7 @@ def bench_scaling(args):
     for count in args.processes:
         sizes = dict.fromkeys([(prompts * count, group), (prompts, group)])
         for name in args.model or ["Qwen2.5-7B" if cuda else "tiny"]:
-            rows = scaling_bench.replace_rows(rows, measure_processes(args, count, name, sizes))
+            rows += measure_processes(args, count, name, sizes)
             yield {"what": what, "settings": settings, "rows": rows}
     print()
     print_head(*scaling_bench.HEAD)
@@ -1017,7 +1010,8 @@ def measure_processes(args, count, name, sizes):
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
         require_flag(done.returncode == 0, "processes", count, "a step failed; its error stands above")
         [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
-        rows = scaling_bench.read_rows(path)
+        with open(path, encoding="utf-8") as f:
+            rows = json.load(f)["rows"]
     for row in rows:
         print(f"{name}, {STEP_LABELS[row['weights']]}, {row['prompts']} x {row['group']}, "
               f"{count} process{'es' if count > 1 else ''}: {row['step']:.2f} s a step", flush=True)
@@ -1099,12 +1093,9 @@ def arguments():
     p.add_argument("--repeats", type=int,
                    help="step, scaling: timed steps, of which the median counts, of an even number "
                         "the slower of the middle two (default 1 and 3)")
-    p.add_argument("--processes", nargs="*", type=int,
+    p.add_argument("--processes", nargs="+", type=int,
                    help="scaling: numbers of processes, each with a GPU of its own (default 1 2 4 8 as "
-                        "far as there are GPUs); rows of other numbers stay in scaling.json")
-    p.add_argument("--add", nargs="+", metavar="FILE",
-                   help="scaling: add the rows of other calls' scaling.json; --processes without a "
-                        "number measures nothing more")
+                        "far as there are GPUs)")
     p.add_argument("--device", choices=["cuda", "cpu"],
                    default="cuda" if torch.cuda.is_available() else "cpu",
                    help="default: a GPU if there is one")
@@ -1126,7 +1117,6 @@ TAKERS = {
     "cap": ["step"],
     "repeats": ["step", "scaling"],
     "processes": ["scaling"],
-    "add": ["scaling"],
 }
 
 

@@ -2,38 +2,10 @@
 
 A row is one size of bench.py step in so many processes. Speed-ups are over the row of one process.
 """
-import json
-
-import qerl
-
 PHASES = ["rollout", "logprobs", "update", "waiting", "exchange"]
 HEAD = ["model", "size", "processes", "completions", "tokens each", "step, s",
         *(f"{phase}, s" for phase in PHASES), "completions/s", "times one", "efficiency",
         "tokens/s", "times one"]
-NEEDED = {"model", "weights", "processes", "prompts", "group", "length", "step", *PHASES}
-
-
-def read_rows(path):
-    """The rows of a file that scaling wrote; raises UserError."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            rows = json.load(f)["rows"]
-        if not rows or not all(NEEDED <= row.keys() for row in rows):
-            raise ValueError
-        if not all(row["processes"] >= 1 and row["step"] > 0 for row in rows):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise qerl.UserError(f"{path}: not what bench.py scaling writes; name another or remove it")
-    return rows
-
-
-def replace_rows(rows, new):
-    """Rows with new ones, which replace those of the same model, weights and processes."""
-    def variant(row):
-        return row["model"], row["weights"], row["processes"]
-    measured = set(map(variant, new))
-    kept = [r for r in rows if variant(r) not in measured]
-    return sorted(kept + new, key=lambda r: (*variant(r), -r["prompts"]))
 
 
 def series_of(rows):
