@@ -398,12 +398,12 @@ def run_study(flags, args, make_tables):
     steps_of, if there are any.
     """
     failed = []
-    if not args.tables:
+    missing = [] if args.tables else missing_runs(args)
+    if missing:
         with creating(args.out):
             os.makedirs(args.out, exist_ok=True)
         try:
             with FileLock(f"{args.out}/lock", timeout=0):
-                missing = missing_runs(args)
                 prepare(missing, args)
                 failed = run_all(missing, flags, args)
         except Timeout:
