@@ -25,7 +25,7 @@ kernels, mma, rollout, step, scaling and memory make random weights of the given
 mma needs a Hopper GPU. On a CPU the others run a tiny shape, so that one can step through them; its
 times, and memory, mean nothing. step may be started by torchrun, too: each process then has its
 share of the prompts. claims, entropy, methods and tables come first on the line and have flags of
-their own.
+their own; the first three write to runs/.
 """
 import argparse
 import copy
