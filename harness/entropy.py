@@ -17,7 +17,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness.figures import save_figure
-from harness.flags import Parser, check_device, full_name, require_flag, require_value
+from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
 from harness.study import data_in_rows, name_in_rows, standard_error
@@ -147,8 +147,6 @@ def main(argv):
     p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
     args = p.parse_args(argv)
     check_device(args.device)
-    for name in ("model", "data", "out"):
-        require_value(name, getattr(args, name))
     for name in ("draws", "prompts", "slots"):
         require_flag(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     for sigma in args.sigmas:

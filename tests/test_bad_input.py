@@ -1006,7 +1006,7 @@ def test_a_run_does_not_go_on_with_other_weights_or_another_chat_template(qwen, 
 
 @pytest.mark.parametrize("program,arguments", [
     ("bench", ["step", "--device", "cpu", "--out", ""]), ("bench", ["entropy", "--out", ""]), ("bench", ["claims", "--out", ""]),
-    ("bench", ["methods", "--runs", ""]), ("harness.report", [""]), ("methods.__main__", [""])])
+    ("bench", ["methods", "--data", ""]), ("harness.report", [""]), ("methods.__main__", [""])])
 def test_every_program_refuses_an_empty_value(monkeypatch, capsys, program, arguments):
     """As an unset variable of the shell leaves it: `--out ''` would write to the root of the file system."""
     monkeypatch.setattr(sys, "argv", ["program", *arguments])
