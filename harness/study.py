@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 
 from harness.flags import Parser, full_name, parse_flags, require_flag, require_value
 from harness.keeper import lasting
@@ -77,32 +76,19 @@ class Run(NamedTuple):
 
         Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
         answers to each question. measure_start: whether the policy is measured before its training,
-        too; a stopped run goes on as it began. Weights round to the nearest code, unless the arm has
-        another --quantizer.
+        too. Weights round to the nearest code, unless the arm has another --quantizer. A stopped run
+        has its settings in its checkpoint.
         """
+        if os.path.exists(f"{folder}/checkpoint.safetensors"):
+            return [sys.executable, TRAIN, "--resume", "--out", folder, *more]
         model = ["--model", self.model] if self.model else []
         data = ["--data", data] if data else []
         resume = ["--resume"] if os.path.isdir(folder) else []
         own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder, "--quantizer", "rtn"]
         if self.own_start:
             own += ["--start-seed", str(self.seed)]
-        measured = ["--eval-samples", "4"]
-        skipped = began_with(folder, "skip_eval_before")
-        if not measure_start if skipped is None else skipped:
-            measured.append("--skip-eval-before")
+        measured = ["--eval-samples", "4", *([] if measure_start else ["--skip-eval-before"])]
         return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
-
-
-def began_with(folder, name):
-    """A setting of a stopped run, which its resumption must repeat; None without a checkpoint.
-
-    None, too, of one that cannot be read: that train_gsm8k.py says.
-    """
-    try:
-        with safe_open(f"{folder}/checkpoint.safetensors", framework="pt") as f:
-            return json.loads(f.metadata()["settings"])[name]
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
 
 
 def start_of(row):

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 
 import qerl
 import train_gsm8k
@@ -416,17 +415,15 @@ def test_a_start_is_measured_once(tmp_path, monkeypatch, own, expected):
     assert measured == expected
 
 
-@pytest.mark.parametrize("began", [True, False])
-def test_a_stopped_run_of_a_study_goes_on_as_it_began(tmp_path, began):
-    """Measured before its training or not: --resume refuses other settings. Without a checkpoint the study decides anew."""
+def test_a_stopped_run_of_a_study_goes_on_with_its_settings(tmp_path):
+    """Those that its checkpoint holds; --resume reads them."""
     run = study.Run("bf16", None, 1e-3, 3)
     for measure in (True, False):
-        assert ("--skip-eval-before" in run.command(str(tmp_path), None, [], [], measure)) is not measure
-    save_file({"x": torch.zeros(1)}, tmp_path / "checkpoint.safetensors", {"settings": json.dumps({"skip_eval_before": began})})
-    for measure in (True, False):
-        assert ("--skip-eval-before" in run.command(str(tmp_path), None, [], [], measure)) is began
-    (tmp_path / "checkpoint.safetensors").write_bytes(b"cut off")
-    assert "--skip-eval-before" not in run.command(str(tmp_path), None, [], [], True)
+        command = run.command(str(tmp_path), None, study.NO_NOISE, [], measure)
+        assert ("--skip-eval-before" in command) is not measure and command[-1] == "--resume"
+    (tmp_path / "checkpoint.safetensors").touch()
+    command = run.command(str(tmp_path), None, study.NO_NOISE, ["--slots", "7"], True)
+    assert command[2:] == ["--resume", "--out", str(tmp_path), "--slots", "7"]
 
 
 def test_after_ctrl_c_no_other_run_begins(tmp_path, monkeypatch):
