@@ -1239,6 +1239,12 @@ def open_tensors(folder, device):
     return files
 
 
+LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
+# Names of tensors that a model may have and nothing here reads: what is computed, or scales of
+# activations and of the KV cache, which stay in 16 bit.
+UNUSED = (".inv_freq", ".input_global_scale", ".k_scale", ".v_scale")
+
+
 @dataclass
 class Checkpoint:
     """Hands a model its tensors one layer at a time, read, checked and quantised; see load_model.
@@ -1254,6 +1260,9 @@ class Checkpoint:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self):
+        self.unread = set(self.files)
+
     @functools.cached_property
     def is_packed(self):
         """Whether the folder has layers in 4 bits."""
@@ -1263,15 +1272,19 @@ class Checkpoint:
         return name in self.files
 
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
-        """The stored tensor `name`, checked to exist, to be of `shape` and a dtype, and finite."""
+        """The stored tensor `name`, checked to exist, to be of `shape` and a dtype, and undamaged."""
         require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
         tensor = self.files[name].get_tensor(name)
         require(tensor.shape == shape,
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
                 "config that belongs to the weights")
         require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
-        require(tensor.dtype == torch.uint8 or torch.isfinite(tensor.float()).all(),
-                f"tensor {name} holds NaN or infinity; use an undamaged checkpoint")
+        largest = tensor.float().abs().max()                         # NaN if one number is
+        empty = largest == 0 and len(shape) > 1                      # a bias may be zero
+        require(largest < LARGEST and not empty,
+                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
+                "the model again")
+        self.unread.discard(name)
         return tensor
 
     def tensor(self, name, shape):
@@ -1295,8 +1308,8 @@ class Checkpoint:
                           [torch.float8_e4m3fn]),
                 self.read(f"{name}.weight_global_scale", (1,)),
             )
-            require(parts[1].float().min() >= 0 and parts[2] > 0,
-                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 0, "
+            require(parts[1].float().min() >= 0 and parts[2] > 1 / LARGEST,
+                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
                     "these are not; quantise it again")
             if weights != "nvfp4":
                 parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
@@ -1305,7 +1318,10 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        if self.is_packed and not any(self.has(f"{name}.weight_packed") for name in names):
+        packed = {self.has(f"{name}.weight_packed") for name in names}
+        require(len(packed) == 1, f"layers {', '.join(names)}: some are in 4 bits and some are not; "
+                                  "quantise all of them or none")
+        if self.is_packed and packed == {False}:
             weights = "bf16"                           # the folder leaves these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]
@@ -1319,14 +1335,19 @@ class Checkpoint:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        stored = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)
-                  if bias or f"{name}.bias" in self.files]
-        require(bias or not any(part.any() for part in stored),
-                f"layer {names[0]}: has a bias, which config.json does not ask for; use the config that "
-                "belongs to the weights")
+        stored = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
         bias = torch.cat(stored) if bias else None
         layer = QuantLinear(names, sizes, in_features, weight, bias, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
+
+    def require_all_read(self):
+        """Refuse a tensor that was not read, unless it is UNUSED or a copy of the embedding."""
+        for name in sorted(self.unread):
+            pair = [self.files[n].get_tensor(n) for n in (name, "model.embed_tokens.weight")]
+            copied = name == "lm_head.weight" and torch.equal(*pair)
+            require(copied or name.endswith(UNUSED),
+                    f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
+                    "attention_bias and the like); use the config that belongs to the weights")
 
 
 def model_folder(name):
@@ -1354,8 +1375,9 @@ def check_config(config):
             f"activation {config.hidden_act} is not supported; use a model with silu")
     stored = getattr(config, "quantization_config", None) or {"format": "nvfp4-pack-quantized"}
     format = stored.get("format") or stored.get("quant_method")
-    require(format == "nvfp4-pack-quantized",
-            f"weights quantised as {format} are not supported; use 16 bit or NVFP4A16")
+    rotated = ", rotated by transform_config," if stored.get("transform_config") else ""
+    require(format == "nvfp4-pack-quantized" and not rotated,
+            f"weights quantised as {format}{rotated} are not supported; use 16 bit or NVFP4A16")
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
@@ -1373,14 +1395,12 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     folder = model_folder(path)
     dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         files = open_tensors(folder, device)
-        for name in files:
-            require(not name.startswith(f"model.layers.{config.num_hidden_layers}."),
-                    f"tensor {name} is of a layer that config.json does not ask for; use the config that "
-                    "belongs to the weights")
         checkpoint = checkpoint_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-        return Transformer(config, checkpoint)
+        model = Transformer(config, checkpoint)
+        checkpoint.require_all_read()
+        return model
     except (UserError, RuntimeError):                  # RuntimeError: out of memory
         raise
     except Exception as e:

@@ -22,7 +22,8 @@ import fp4_kernels
 import qerl
 from harness import checks
 from harness.batches import Batch
-from harness.checkpoint import load_adapter, save_adapter
+from harness.chat_text import ChatText
+from harness.checkpoint import save_adapter
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -502,16 +503,25 @@ def break_tensor(folder, tmp_path, edit, config_edit=None):
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
-def packed_layer(tensors, part, dtype=None, negate=False):
-    """Store UP as NVFP4, one of its three parts in another dtype or with one element negative."""
-    parts = list(qerl.quantize_nvfp4(tensors.pop(UP)))
-    parts[part] = parts[part].to(dtype or parts[part].dtype)
-    if negate:
-        parts[part] = (parts[part].float() * torch.cat([-torch.ones(1), torch.ones(parts[part].numel() - 1)]).view_as(parts[part])).to(
-            parts[part].dtype)
-    tensors.update(zip((f"{UP}_packed", f"{UP}_scale", f"{UP}_global_scale"), parts))
+def packed_layer(tensors, part=0, edit=lambda p: p, names=(GATE, UP)):
+    """Store layers that are stacked as NVFP4, and of each edit one of the three parts."""
+    for name in names:
+        parts = list(qerl.quantize_nvfp4(tensors.pop(name)))
+        parts[part] = edit(parts[part])
+        tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
+
+
+def first_negative(part):
+    values = part.float()
+    values.view(-1)[0] *= -1
+    return values.to(part.dtype)
+
+
+ROTATED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+           "transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input", "targets": ["re:.*down_proj$"]}]}}}}
 
 
 @pytest.mark.parametrize("edit,config_edit,message", [
@@ -520,19 +530,28 @@ def packed_layer(tensors, part, dtype=None, negate=False):
     *[(lambda t, dtype=dtype: t.update({UP: t[UP].to(dtype)}), None, f"tensor {UP} is {dtype}")
       for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)],
     (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e5m2)}), None, "tensor model.norm.weight is"),
-    (lambda t: packed_layer(t, 0, torch.float32), None, "weight_packed is torch.float32"),
-    (lambda t: packed_layer(t, 0, torch.int8), None, "weight_packed is torch.int8"),
-    (lambda t: packed_layer(t, 1, torch.float32), None, "weight_scale is torch.float32"),
-    (lambda t: packed_layer(t, 1, negate=True), None, "block scales are at least 0"),
-    (lambda t: packed_layer(t, 2, negate=True), None, "block scales are at least 0"),
+    (lambda t: t[UP].view(-1)[7].fill_(1e30), None, f"tensor {UP} holds NaN, infinity, a number above"),
+    (lambda t: t[UP].zero_(), None, f"tensor {UP} holds .* zeros alone"),
+    (lambda t: packed_layer(t, 0, torch.Tensor.float), None, "weight_packed is torch.float32"),
+    (lambda t: packed_layer(t, 0, torch.Tensor.char), None, "weight_packed is torch.int8"),
+    (lambda t: packed_layer(t, 0, torch.zeros_like), None, "weight_packed holds .* zeros alone"),
+    (lambda t: packed_layer(t, 1, torch.Tensor.float), None, "weight_scale is torch.float32"),
+    (lambda t: packed_layer(t, 1, first_negative), None, "block scales are at least 0"),
+    (lambda t: packed_layer(t, 2, first_negative), None, "block scales are at least 0"),
+    (lambda t: packed_layer(t, 2, lambda scale: scale * 1e-30), None, "global scale is above 1e-9"),
+    (lambda t: packed_layer(t, names=[UP]), None, f"{GATE[:-7]}, {UP[:-7]}: some are in 4 bits and some are not"),
     (lambda t: t.update({UP: t[UP][:, :64]}), None, rf"tensor {UP} has shape \(192, 64\)"),
     (lambda t: None, lambda c: c.update(intermediate_size=200), "down_proj has 200 input features, not divisible by nvfp4's block of 16"),
     (lambda t: None, lambda c: c.update(model_type="gpt2"), "architecture gpt2 is not supported"),
     (lambda t: None, lambda c: c.update(model_type="no-such"), "config.json cannot be used"),
-    (lambda t: None, lambda c: c.update(quantization_config={"quant_method": "gptq"}), "gptq are not supported"),
+    (lambda t: None, lambda c: c.update(quantization_config={"quant_method": "gptq"}), "quantised as gptq are not supported"),
     (lambda t: None, lambda c: c.update(use_sliding_window=True, sliding_window=8), "sliding-window"),
-    (lambda t: None, lambda c: c.update(num_hidden_layers=1, layer_types=["full_attention"]), "of a layer that config.json does not ask for"),
-    (lambda t: t.update({UP.replace("weight", "bias"): torch.ones(192)}), None, "has a bias, which config.json does not ask for"),
+    (lambda t: None, lambda c: c.update(quantization_config=ROTATED), "rotated by transform_config, are not supported"),
+    (lambda t: None, lambda c: c.update(num_hidden_layers=1, layer_types=["full_attention"]), "model.layers.1.*is not one that config.json asks for"),
+    *[(lambda t, name=name, size=size: t.update({name: torch.ones(size)}), None, f"tensor {name} is not one that config.json asks for")
+      for name, size in ((UP.replace("weight", "bias"), 192), ("lm_head.bias", 262), ("model.norm.bias", 128),
+                         ("model.layers.0.self_attn.q_norm.weight", 32), (f"{UP}_packed_too", 3))],
+    (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0)}), None, "lm_head.weight is not one that config.json asks for"),
 ])
 def test_unusable_models_are_named(qwen, tmp_path, edit, config_edit, message):
     def widen(tensors):
@@ -545,6 +564,28 @@ def test_unusable_models_are_named(qwen, tmp_path, edit, config_edit, message):
     with pytest.raises(qerl.UserError, match=message) as error:
         qerl.load_model(folder)
     assert "\n" not in str(error.value)
+
+
+def test_tensors_that_change_nothing_may_be_there(qwen, tmp_path):
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        for name in ("self_attn.rotary_emb.inv_freq", "self_attn.k_scale", "mlp.up_proj.input_global_scale"):
+            tensors[f"model.layers.0.{name}"] = torch.ones(1)
+    tokens = torch.arange(30)[None]
+    assert torch.equal(qerl.load_model(break_tensor(qwen[0], tmp_path, add))(tokens), qerl.load_model(qwen[0])(tokens))
+
+
+def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
+    """Nor does anyone ask whether it may: transformers would, for a model_type that it does not know."""
+    folder = break_tensor(qwen[0], tmp_path, lambda t: None, lambda c: c.update(
+        model_type="own", auto_map={"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (qerl.load_model, lambda path: ChatText(path, "")):
+        with pytest.raises(qerl.UserError, match="cannot be"):
+            load(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_without_a_config_is_named(tmp_path):
@@ -581,9 +622,6 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
         assert relative(ours(tokens), theirs(tokens).logits) > 1e-2
         peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
         assert relative(ours(tokens), peft(tokens).logits) < 1e-4
-        again = qerl.load_model(folder, weights="bf16", lora_rank=4, lora_alpha=6, train_norms=train_norms)
-        load_adapter(again, str(tmp_path / "adapter"))
-        assert torch.equal(again(tokens), ours(tokens))
 
 
 def test_reference_policy_is_the_model_without_adapters(qwen):

@@ -66,31 +66,6 @@ def save_adapter(model, folder, base_model):
     atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
 
 
-@torch.no_grad()
-def load_adapter(model, folder):
-    """The inverse of save_adapter: copy a stored adapter into a model.
-
-    The model must have been loaded with the same rank, alpha and train_norms.
-    """
-    with open(f"{folder}/adapter_config.json") as f:
-        stored_alpha = json.load(f)["lora_alpha"]
-    alpha = model.quantized_layers()[0].alpha
-    if stored_alpha != alpha:
-        raise UserError(
-            f"{folder}: was trained with lora_alpha {stored_alpha}, the model has {alpha}; "
-            "load the model with the adapter's"
-        )
-    stored = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
-    ours = adapter_tensors(model)
-    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in ours.items()}:
-        raise UserError(
-            f"{folder}: its tensors are not the model's; load the model with the adapter's rank "
-            "and train_norms"
-        )
-    for name, tensor in ours.items():
-        tensor.copy_(stored[name])
-
-
 def content_hash(metadata, tensors):
     """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
     digest = hashlib.sha256()

@@ -1,17 +1,10 @@
 """Loading a model with a bar that says how many of its layers are there."""
 import contextlib
-import re
 
 from tqdm import tqdm
 
 import qerl
 from harness.ranks import Ranks
-
-
-def blocks_in(files):
-    """How many transformer blocks the tensors of a folder name; files: see qerl.open_tensors."""
-    numbers = (re.match(r"model\.layers\.(\d+)\.", name) for name in files)
-    return len({number[1] for number in numbers if number})
 
 
 def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
@@ -21,8 +14,9 @@ def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc
         def make_checkpoint(files, *rest):
             checkpoint = checkpoint_class(files, *rest)
             make_layer = checkpoint.linear
+            blocks = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
             bar = stack.enter_context(tqdm(
-                total=blocks_in(files), desc=desc, unit="layer", delay=2, disable=not Ranks().main))
+                total=len(blocks), desc=desc, unit="layer", delay=2, disable=not Ranks().main))
 
             def linear(prefix, leaves, *shape):
                 layer = make_layer(prefix, leaves, *shape)

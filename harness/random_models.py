@@ -38,9 +38,6 @@ class RandomWeights(qerl.Checkpoint):
         super().__init__({}, weights, lora_rank, device=device, dtype=dtype)
         self.first = {}
 
-    def has(self, name):
-        return name.endswith((".weight", ".bias"))
-
     def read(self, name, shape):
         scale = 0.02 if len(shape) > 1 else 0.1
         tensor = torch.randn(shape, device=self.device, dtype=self.dtype) * scale
