@@ -55,6 +55,8 @@ def awq_scale(layer, seen):
         if error < lowest:
             lowest = error
             best = s
+    qerl.require(lowest < float("inf"), f"layer {layer.names[0]}: the errors of its outputs overflow, so "
+                                        "that AWQ cannot choose by them; use --quantizer rtn")
     return best
 
 
