@@ -5,6 +5,7 @@ a shard takes before it is written, model-0000i-of-0000n.safetensors and an inde
 """
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -12,8 +13,10 @@ import uuid
 
 import safetensors
 import safetensors.torch
+from transformers import AutoConfig, GenerationConfig
 
 import qerl
+from harness.run_folder import atomic_write
 
 SHARD_BYTES = 2 * 10 ** 9          # of a shard at most, unless one tensor alone is larger
 
@@ -79,8 +82,7 @@ class ShardWriter:
                 place.update(dict.fromkeys(self.shards[i], name))
             if count > 1:
                 index = {"metadata": {"total_size": self.total_bytes}, "weight_map": place}
-                with open(f"{self.folder}/{INDEX}", "w") as f:
-                    json.dump(index, f, indent=1)
+                atomic_write(f"{self.folder}/{INDEX}", json.dumps(index, indent=1))
 
 
 def size_gb(folder):
@@ -89,31 +91,59 @@ def size_gb(folder):
     return sum(os.path.getsize(path) for path in paths) / 1e9
 
 
-def copy_companions(source, folder):
-    """Copy what stands beside the weights: configs, tokenizer, chat template."""
+def files_fingerprint(folder, pattern="*.safetensors", samples=256, size=4096):
+    """SHA-256 of pieces of the files in a folder, by default the weights', which others do not share.
+
+    samples: pieces of `size` bytes in each file at most; math.inf: all bytes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(glob.glob(f"{glob.escape(folder)}/{pattern}")):
+        length = os.path.getsize(path)
+        digest.update(str(length).encode())
+        with open(path, "rb") as f:
+            for place in range(0, length, max(size, length // samples)):
+                f.seek(place)
+                digest.update(f.read(size))
+    return digest.hexdigest()
+
+
+def generation_config(folder):
+    """The GenerationConfig of a model's folder; without a file of it, what config.json says."""
+    if os.path.exists(f"{folder}/generation_config.json"):
+        return GenerationConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return GenerationConfig.from_model_config(config)
+
+
+def copy_companions(source, folder, quantization=None):
+    """Copy what stands beside the weights, with another quantization_config, or none.
+
+    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone:
+    whoever serves the folder samples from the policy that was evaluated here, without a
+    repetition_penalty, top_k and the like.
+    """
     for path in sorted(glob.glob(f"{glob.escape(source)}/*")):
         companion = path.endswith((".json", ".txt", ".jinja", "tokenizer.model"))
         if companion and "safetensors" not in os.path.basename(path):
             shutil.copy(path, folder)
 
 
-def write_config(source, folder, quantization=None):
-    """Write the config.json of the folder `source` with another quantization_config, or none."""
-    with open(f"{source}/config.json") as f:
+    stored = generation_config(source)
+    ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    atomic_write(f"{folder}/generation_config.json", json.dumps(ids, indent=1))
+    with open(f"{source}/config.json", "rb") as f:
         config = json.load(f)
     config.pop("quantization_config", None)
     if quantization:
         config["quantization_config"] = quantization
-    with open(f"{folder}/config.json", "w") as f:
-        json.dump(config, f, indent=1)
+    atomic_write(f"{folder}/config.json", json.dumps(config, indent=1))
 
 
 def check_new_folder(out, source):
     """Refuse to write a model to `out` where something is, or into the folder that is read, if any."""
-    qerl.require(not os.path.lexists(out) or os.path.isdir(out),
-                 f"{out}: is a file; choose another folder")
-    qerl.require(not os.path.isdir(out) or not os.listdir(out),
-                 f"{out}: is not empty; choose another folder, or remove what it holds")
+    empty = os.path.isdir(out) and not os.listdir(out)
+    qerl.require(empty or not os.path.lexists(out),
+                 f"{out}: is a file, or is not empty; choose another folder, or remove what it holds")
     if source:
         read = os.path.realpath(source)
         inside = os.path.commonpath([read, os.path.realpath(out)]) == read
