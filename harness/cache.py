@@ -1,12 +1,15 @@
 """What is made or fetched once and kept for later runs: the folder ~/.cache/qerl."""
 import contextlib
 import glob
+import math
 import os
 import shutil
+from functools import partial
+from pathlib import Path
 
-from harness.run_folder import fcntl, naming
-from harness.shards import new_folder
-from qerl import UserError, reason
+from harness.run_folder import atomic_write, fcntl, naming
+from harness.shards import files_fingerprint, new_folder
+from qerl import UserError
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
@@ -35,42 +38,42 @@ def one_at_a_time(folder):
         os.close(handle)                    # which unlocks it
 
 
-def problem(folder, read):
-    """Why a folder of the cache cannot be used, in a line; None if read(folder) finds it sound."""
-    if not os.path.exists(folder):
-        return "is not there"
-    try:
-        read(folder)
-    except UserError as e:
-        return reason(e)
-    return None
+# SHA-256 of all files of a folder. What it gave when the folder was made is in SEAL, which "*" omits.
+fingerprint = partial(files_fingerprint, pattern="*", samples=math.inf, size=2 ** 20)
+SEAL = ".sha256"
 
 
-def made_once(name, read, make, source=None):
+def is_sound(folder):
+    """Whether a folder of the cache is there and holds, to the last bit, what was made."""
+    seal = Path(folder, SEAL)
+    return seal.exists() and seal.read_text("utf-8") == fingerprint(folder)
+
+
+def made_once(name, make, source=None):
     """The folder `name` of the cache, which make(path) filled when it was first asked for.
 
-    read(folder) raises a UserError if it is broken; then it is made again. source: a folder that
-    `make` reads. Of several processes one makes it, and the others wait; where one_at_a_time cannot
-    lock, each makes it and the first one's stays.
+    If it is broken it is made again. source: a folder that `make` reads. Of several processes one
+    makes it, and the others wait; where one_at_a_time cannot lock, each makes it and the first one's
+    stays.
     """
     folder = os.path.join(CACHE, name)
-    if problem(folder, read) is None:
+    if is_sound(folder):
         return folder
     with naming(CACHE):
         os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
     with one_at_a_time(CACHE) as alone:
-        why = problem(folder, read)
-        if why is None:                         # another process has made it meanwhile
+        if is_sound(folder):                    # another process has made it meanwhile
             return folder
         if os.path.exists(folder):
-            print(f"{folder} is broken and is made again ({why})")
+            print(f"{folder} is broken, or of an earlier version, and is made again")
             shutil.rmtree(folder, ignore_errors=True)
         for left in glob.glob(f"{glob.escape(folder)}.*.tmp") if alone else ():
             shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
         try:
             with new_folder(folder, source) as temporary:
                 make(temporary)
+                atomic_write(f"{temporary}/{SEAL}", fingerprint(temporary))
         except UserError:
-            if problem(folder, read):           # else another one was faster
+            if not is_sound(folder):            # else another one was faster
                 raise
     return folder

@@ -17,10 +17,11 @@ import safetensors
 import safetensors.torch
 import torch
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import qerl
 from harness.flags import Parser, full_name
-from harness.shards import ShardWriter, copy_companions, new_folder, size_gb, write_config
+from harness.shards import ShardWriter, copy_companions, new_folder, size_gb
 from harness.stops import one_line
 
 PREFIX = "base_model.model."       # before the model's own names in an adapter of PEFT
@@ -53,10 +54,9 @@ def read_adapter(folder):
 def check_adapter(folder, rank, alpha, tensors):
     """Refuse an adapter that would make other weights than the trained ones."""
     again = "take it from the run again"
-    qerl.require(isinstance(rank, int) and rank > 0,
-                 f"{folder}: its adapter_config.json has the rank r = {rank}; {again}")
-    numeric = isinstance(alpha, (int, float)) and math.isfinite(alpha)
-    qerl.require(numeric, f"{folder}: its adapter_config.json has lora_alpha = {alpha}; {again}")
+    numbers = isinstance(rank, int) and isinstance(alpha, (int, float))
+    qerl.require(numbers and rank > 0 and math.isfinite(alpha),
+                 f"{folder}: its adapter_config.json has r = {rank}, lora_alpha = {alpha}; {again}")
     qerl.require(tensors, f"{folder}: its adapter_model.safetensors holds no tensor; {again}")
     for name, tensor in tensors.items():
         qerl.require(torch.isfinite(tensor.float()).all(),
@@ -150,6 +150,7 @@ def merge(folder, out, given=None):
     """Write the model with the adapter `folder` in its weights to the new folder `out`."""
     scaling, base, adapter = read_adapter(folder)
     source = find_model(base, given)
+    qerl.check_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
     files = qerl.open_tensors(source, "cpu")
     names = weight_names(files)
     check_targets(names, adapter, folder)
@@ -160,7 +161,6 @@ def merge(folder, out, given=None):
             writer.add(name, merged(name, read_weight(files, name), scaling, adapter))
         writer.close()
         copy_companions(source, temporary)
-        write_config(source, temporary)
     print(f"merged {folder} into {source}: {out}, {size_gb(out):.3g} GB of weights")
 
 

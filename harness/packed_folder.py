@@ -3,7 +3,6 @@
 Such a folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
 qerl.load_model, vLLM and transformers read it.
 """
-import glob
 import hashlib
 import inspect
 import json
@@ -17,8 +16,8 @@ import torch
 import qerl
 from harness.cache import made_once
 from harness.loading import load_with_progress
-from harness.shards import ShardWriter, check_new_folder, copy_companions, new_folder, size_gb
-from harness.shards import write_config
+from harness.shards import ShardWriter, check_new_folder, copy_companions, files_fingerprint
+from harness.shards import new_folder, size_gb
 
 # What compressed-tensors calls NVFP4A16: weights in NVFP4, activations as they are.
 NVFP4A16 = {
@@ -79,13 +78,7 @@ def write_packed_folder(source, found, folder):
         if name not in found and f"{name}_packed" not in found:
             writer.add(name, file.get_tensor(name))
     writer.close()
-    add_companions(source, folder)
-
-
-def add_companions(source, folder):
-    """Write beside NVFP4 weights what the folder `source` has beside its own, and their config."""
-    copy_companions(source, folder)
-    write_config(source, folder, NVFP4A16)
+    copy_companions(source, folder, NVFP4A16)
 
 
 def quantize_as_one(weights, size=2 ** 20):
@@ -143,7 +136,7 @@ def write_rounded_folder(source, folder, device):
     load_with_progress(source, device=device, desc="quantising",
                        checkpoint_class=partial(Packer, writer=writer))
     writer.close()
-    add_companions(source, folder)
+    copy_companions(source, folder, NVFP4A16)
 
 
 def save_packed(source, out, device, calibrated=None):
@@ -159,18 +152,10 @@ def save_packed(source, out, device, calibrated=None):
             for name in os.listdir(made):
                 if "safetensors" in name:       # the weights; the tokenizer is the source's of now
                     shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
-            add_companions(source, temporary)
+            copy_companions(source, temporary, NVFP4A16)
         else:
             write_rounded_folder(source, temporary, device)
     print(f"saved {out}, {size_gb(out):.3g} GB of weights; docs/serving.md says who reads it")
-
-
-def weights_of(folder):
-    """What tells the weights of one folder from another's, without reading them: JSON."""
-    paths = sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors"))
-    paths += glob.glob(f"{glob.escape(folder)}/config.json")
-    status = [os.stat(path) for path in paths]
-    return [os.path.realpath(folder), *([s.st_size, s.st_mtime_ns] for s in status)]
 
 
 def cached_folder(source, name, key, make):
@@ -180,9 +165,10 @@ def cached_folder(source, name, key, make):
     again once these weights, or the code of make's module, have changed.
     """
     code = inspect.getsource(inspect.getmodule(make))
-    digest = hashlib.sha256(json.dumps([weights_of(source), code, *key]).encode()).hexdigest()
+    made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
+    digest = hashlib.sha256(made_of.encode()).hexdigest()
     name = f"{model_name(source)}-{name}-{digest[:12]}"
-    return made_once(name, partial(qerl.open_tensors, device="cpu"), make, source)
+    return made_once(name, make, source)
 
 
 def model_name(folder):
@@ -201,16 +187,4 @@ def policy_fingerprints(folder, eos):
     """
     with open(f"{folder}/config.json", "rb") as f:
         config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
-    return {"weights": weights_fingerprint(folder), "config": config.hexdigest()}
-
-
-def weights_fingerprint(folder, samples=256, size=4096):
-    digest = hashlib.sha256()
-    for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
-        length = os.path.getsize(path)
-        digest.update(str(length).encode())
-        with open(path, "rb") as f:
-            for place in range(0, length, max(size, length // samples)):
-                f.seek(place)
-                digest.update(f.read(size))
-    return digest.hexdigest()
+    return {"weights": files_fingerprint(folder), "config": config.hexdigest()}

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-import qerl
 from harness.cache import made_once
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
@@ -161,7 +160,7 @@ def warm_start(seed=0):
     sources = constants + "".join(inspect.getsource(maker) for maker in makers)
     digest = hashlib.sha256(sources.encode()).hexdigest()
     name = f"warm-start-{digest[:12]}-seed{seed}"
-    return made_once(name, partial(qerl.load_model, weights="bf16"), partial(save_policy, seed=seed))
+    return made_once(name, partial(save_policy, seed=seed))
 
 
 def save_policy(folder, seed):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -255,12 +256,21 @@ def test_what_no_codes_can_be_found_for_is_one_line(qwen, data, tmp_path, cache,
     for folder in (narrow, large):
         shutil.copytree(qwen[0], folder)
     break_tensor(qwen[0], narrow, widened, lambda c: c.update(intermediate_size=200))
-    break_tensor(qwen[0], large, lambda s: s["model.layers.0.input_layernorm.weight"].mul_(1e25))
+    break_tensor(qwen[0], large, lambda s: [t.mul_(1e3 if "norm" in name else 1e9) for name, t in s.items()
+                                            if re.search("layers.0.(post|mlp.gate|mlp.up)", name)])
     base = ("--data", data, *QUICK, "--quantizer", quantizer, "--out", tmp_path / "out", "--model")
     assert "down_proj has 200 input features, not divisible by nvfp4's block of 16" in refused(monkeypatch, capsys, *base, narrow)
     if quantizer != "four-over-six":               # which looks at no inputs
         assert "overflows torch.float32" in refused(monkeypatch, capsys, *base, large)
     assert not list(cache.iterdir())
+
+
+def test_awqs_errors_that_overflow_are_one_line(qwen):
+    layer = qerl.load_model(qwen[0], "bf16").blocks[0].mlp.down
+    layer.weight = qerl.PackedWeight(layer.weight.format, layer.weight.dequantize(torch.float32) * 1e4, None, None)
+    seen = types.SimpleNamespace(gram=torch.full((192, 192), 3e38), magnitude=torch.ones(192), count=1)
+    with pytest.raises(qerl.UserError, match="layer model.layers.0.mlp.down_proj: the errors of its outputs overflow"):
+        awq.awq_scale(layer, seen)
 
 
 def test_a_folder_of_codes_keeps_them(qwen, data, cache, capsys):
@@ -295,17 +305,16 @@ def test_without_locks_the_first_folder_stays(qwen, cache, monkeypatch):
 
     def make(path, another_is_faster):
         if another_is_faster:
-            cache_folder.made_once("name", read, partial(make, another_is_faster=False))
+            cache_folder.made_once("name", partial(make, another_is_faster=False))
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
         (cache / path / "maker").write_text("slow" if another_is_faster else "fast")
-    read = partial(qerl.open_tensors, device="cpu")
-    folder = cache_folder.made_once("name", read, partial(make, another_is_faster=True))
+    folder = cache_folder.made_once("name", partial(make, another_is_faster=True))
     assert (cache / "name" / "maker").read_text() == "fast" and folder == str(cache / "name") and os.listdir(cache) == ["name"]
 
     def fail(path):
         raise qerl.UserError("no")
     with pytest.raises(qerl.UserError, match="no"):
-        cache_folder.made_once("other", read, fail)
+        cache_folder.made_once("other", fail)
     assert os.listdir(cache) == ["name"]
 
 
@@ -332,6 +341,7 @@ def test_a_run_does_not_go_on_with_other_codes(qwen, data, tmp_path, cache, monk
     name = next(name for name in tensors if name.endswith("weight_packed"))
     tensors[name][0, 0] ^= 1
     save_file(tensors, weights, {"format": "pt"})
+    (weights.parent / cache_folder.SEAL).write_text(cache_folder.fingerprint(str(weights.parent)))     # as made elsewhere
     for more in ((), ("--eval-only",)):
         assert "was begun with other weights" in refused(monkeypatch, capsys, *options, "--resume", *more)
 

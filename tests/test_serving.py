@@ -23,7 +23,7 @@ from common import killed_at, refused, run_main, used_folder, widened
 from harness import checkpoint, loading, merge, packed_folder, shards
 from harness.checkpoint import save_adapter
 from methods.parts import quantizers
-from test_qerl import HERE, INDEX, SIZES, UP, break_tensor, compressed_tensors_nvfp4, make_folder
+from test_qerl import HERE, INDEX, ROTATED, SIZES, UP, break_tensor, compressed_tensors_nvfp4, make_folder
 from test_qerl import relative, with_lora
 
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
@@ -371,6 +371,11 @@ def other_norms(qwen, tmp_path):
     return ["--model", break_tensor(qwen[0], tmp_path, lambda s: s["model.norm.weight"].add_(1))]
 
 
+def without_weights(qwen, tmp_path):
+    shutil.copy(f"{qwen[0]}/config.json", tmp_path)
+    return tmp_path
+
+
 def without_half(tensors):
     return {k: v for k, v in tensors.items() if "layers.1.mlp.down_proj.lora_B" not in k}
 
@@ -379,10 +384,10 @@ def without_half(tensors):
     (lambda q, t, a: shutil.rmtree(a) or [], "is no readable adapter"),
     (lambda q, t, a: os.truncate(f"{a}/adapter_model.safetensors", 100) or [], "is no readable adapter"),
     (lambda q, t, a: edited(a, lambda c: c.pop("r")), "is no readable adapter"),
-    (lambda q, t, a: edited(a, lambda c: c.update(r=0)), "has the rank r = 0"),
+    (lambda q, t, a: edited(a, lambda c: c.update(r=0)), "has r = 0"),
     (lambda q, t, a: edited(a, lambda c: c.update(r=2 * c["r"])), "the rank is"),
-    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha=math.nan)), "has lora_alpha = nan"),
-    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha="16")), "has lora_alpha = 16"),
+    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha=math.nan)), "lora_alpha = nan"),
+    (lambda q, t, a: edited(a, lambda c: c.update(lora_alpha="16")), "lora_alpha = 16"),
     (lambda q, t, a: edited(a, tensors=lambda s: {}), "holds no tensor"),
     (lambda q, t, a: edited(a, tensors=lambda s: {k: v * math.nan if "layers.1.mlp.down_proj.lora_B" in k else v for k, v in s.items()}),
      "layers.1.mlp.down_proj.lora_B.weight holds NaN"),
@@ -398,7 +403,8 @@ def without_half(tensors):
      "adapts lm_head.weight, which the model does not have"),
     (lambda q, t, a: wide_model(t) + edited(a, lambda c: c.update(base_model_name_or_path="./gone")), "is (128, 192), the model's (256, 512)"),
     (lambda q, t, a: other_norms(q, t), "its model.norm.weight is not that of"),
-    (lambda q, t, a: ["--model", t], "model.safetensors: cannot be read"),
+    (lambda q, t, a: ["--model", without_weights(q, t)], "model.safetensors: cannot be read"),
+    (lambda q, t, a: ["--model", damaged(q, t, lambda s: None, lambda c: c.update(quantization_config=ROTATED))], "rotated by transform_config"),
     (lambda q, t, a: ["--step"], "unrecognized arguments: --step"),
     (lambda q, t, a: filled(t / "out"), "is not empty"),
 ])
@@ -418,8 +424,37 @@ def serving_blocks(kind):
         return re.findall(rf"^```{kind}\n(.*?)^```$", f.read(), flags=re.MULTILINE | re.DOTALL)
 
 
+SAMPLING = {"repetition_penalty": 1.1, "top_k": 3, "temperature": 0.3, "no_repeat_ngram_size": 2, "do_sample": True, "max_length": 9}
+
+
+@pytest.mark.parametrize("stored", [SAMPLING | {"eos_token_id": [256, 7], "pad_token_id": 5, "bos_token_id": 4}, None])
+def test_a_written_folder_samples_from_the_policy_that_was_evaluated(tmp_path, stored):
+    """Greedy answers of a model with a repetition penalty and the like: ours ignore it, and so do those who read the folder."""
+    source, _ = make_folder(tmp_path / "source", "llama")
+    path = tmp_path / "source" / "generation_config.json"
+    path.unlink()
+    if stored:
+        path.write_text(json.dumps(stored))
+    adapter, _ = adapter_of(source, tmp_path / "adapter")
+    packed_folder.save_packed(source, str(tmp_path / "saved"), "cpu")
+    merge.merge(adapter, str(tmp_path / "merged"))
+    expected = {name: (stored or SIZES)[name] for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    for name in ("saved", "merged"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {k: v for k, v in written.items() if k != "transformers_version"} == expected
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    prompts = torch.randint(0, 256, (6, 8), generator=torch.Generator().manual_seed(0))
+    ours = qerl.generate(qerl.load_model(str(tmp_path / "merged"), "bf16"), prompts.tolist(), 24, 1, 0.0, 1.0, eos={256, 7})
+    for prompt, completion, length in zip(prompts, ours.tokens, ours.length):
+        answer = theirs.generate(prompt[None], max_new_tokens=24)[0, 8:]
+        assert torch.equal(answer, completion[:length])
+
+
 def test_serving_snippet_gives_the_trained_policys_answer(qwen, tmp_path, capsys):
     out = saved(qwen, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(out)
     adapter, ours = adapter_of(str(out), tmp_path / "adapter", dtype=torch.bfloat16)
     snippet, = serving_blocks("python")
     places = {"qwen-32b-nvfp4": str(out), "runs/qwen-32b-nvfp4-nvfp4-grpo-1/adapter": adapter}
@@ -430,6 +465,8 @@ def test_serving_snippet_gives_the_trained_policys_answer(qwen, tmp_path, capsys
     exec(compile(snippet, "docs/serving.md", "exec"), variables)
     assert "12 pens" in capsys.readouterr().out
     tokens = variables["inputs"]["input_ids"]
+    question = variables["messages"][1]["content"]
+    assert tokens[0].tolist() == train_gsm8k.ChatText(str(out), train_gsm8k.SYSTEM["answer"]).prompt(question)
     with torch.no_grad():
         theirs = variables["model"](tokens).logits.float()
         assert relative(theirs, ours(tokens).float()) < 0.03 < relative(theirs, qerl.load_model(str(out))(tokens))

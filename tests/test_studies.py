@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 
@@ -153,7 +154,7 @@ def test_a_warm_start_that_another_process_made_meanwhile_is_not_made_again(qwen
     @contextlib.contextmanager
     def waited(folder):                                      # the other one ends while this one waits
         assert folder == str(tmp_path)
-        qwen[1].save_pretrained(next(wanted))
+        shutil.copytree(first, next(wanted))
         yield True
 
     monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
