@@ -592,7 +592,7 @@ def write_adapter(name, rank, folder):
               "target_modules": targets}
     os.makedirs(folder)
     save_file(tensors, f"{folder}/adapter_model.safetensors")
-    with open(f"{folder}/adapter_config.json", "w") as f:
+    with open(f"{folder}/adapter_config.json", "w", encoding="utf-8") as f:
         json.dump(config, f)
 
 

@@ -56,7 +56,7 @@ def ptxas_path(target):
 
 
 def spilled_bytes(ptx, target):
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx", encoding="utf-8") as file:
         file.write(ptx)
         file.flush()
         gpu = f"sm_{target}{'a' if target >= 90 else ''}"

@@ -77,7 +77,7 @@ class Ranks:
             device = f"cuda:{self.local_rank}"
             backend = "nccl"
         if not self.main:
-            sys.stdout = open(os.devnull, "w")
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
         dist.init_process_group(backend)
         return device
 

@@ -102,7 +102,7 @@ def open_folder(out, resume):
         )
     with creating(out):
         os.makedirs(out, exist_ok=True)
-        lock = open(f"{out}/lock", "a")     # empties no file that someone else named so
+        lock = open(f"{out}/lock", "ab")     # empties no file that someone else named so
     try:
         take(lock)
         refuse_to_overwrite(out, resume)

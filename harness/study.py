@@ -178,7 +178,7 @@ def run_one(run, measure_start, environment, flags, args):
     """Make a run and its row -> None, or what went wrong, in a line."""
     folder = f"{args.out}/{run.name}"
     command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
-    with open(f"{folder}.log", "a") as log:
+    with open(f"{folder}.log", "ab") as log:
         status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
                                  stderr=log)
     if status:

@@ -1,5 +1,8 @@
 """What users can get wrong: one line, exit status 2, nothing lost."""
+import ast
+import datetime
 import errno
+import glob
 import importlib
 import itertools
 import json
@@ -17,6 +20,7 @@ from decimal import Decimal
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -34,7 +38,7 @@ from harness import keeper, math_data, memory, packed_folder, questions
 from harness import report, run_folder, small_policy, stops
 from harness.answers import final_number, is_right
 from harness.batches import Batch
-from harness.chat_text import check_tokens
+from harness.chat_text import ChatText, check_tokens
 from harness.flags import full_name, parse_flags
 from harness.math_data import math_questions
 from harness.ranks import Ranks
@@ -283,7 +287,7 @@ def test_a_model_that_gives_nan_is_refused(qwen, data, tmp_path, monkeypatch, ca
         shutil.copy(f"{qwen[0]}/{file}", folder)
     out = tmp_path / "out"
     error = refused(monkeypatch, capsys, "--model", folder, "--data", data, *QUICK, "--out", out, *options)
-    assert "logits are NaN or infinite" in error and "undamaged model" in error and not out.exists()
+    assert "model.norm.weight holds NaN, infinity, a number above" in error and not out.exists()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -372,11 +376,14 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor="four", original_max_positi
 
 
 @pytest.mark.parametrize("files,message", [
-    (dict(tokenizer={"chat_template": ""}), "empty prompt"),
-    (dict(generation={"eos_token_id": [[1]]}), "eos_token_id [1] is no token"),
+    (dict(tokenizer={"chat_template": ""}), "different questions have the same prompt"),
+    (dict(tokenizer={"chat_template": "{{ messages[0]['content'] }}"}), "different questions have the same prompt"),
+    (dict(tokenizer={"chat_template": "{{ messages[1]['content'][:6] }}"}), "different questions have the same prompt"),
+    (dict(tokenizer={"eos_token": None}, generation={"eos_token_id": None}), "eos_token_id None is no token"),
+    (dict(generation={"eos_token_id": [[1]]}), "eos_token_id [[1]] is no token"),
     (dict(generation={"eos_token_id": 2.5}), "eos_token_id 2.5 is no token"),
-    (dict(generation={"eos_token_id": 10 ** 6}), "eos_token_id gives token 1000000, its vocabulary has 262"),
-    (dict(generation={"eos_token_id": -1}), "eos_token_id gives token -1"),
+    (dict(generation={"eos_token_id": 10 ** 6}), "to 1000000, its vocabulary has 262"),
+    (dict(generation={"eos_token_id": -1}), "eos_token_id give tokens -1 to"),
     (dict(config={"num_attention_heads": 0}), "config.json cannot be used"),
     (dict(config={"rope_parameters": YARN}), "config.json cannot be used"),
     (dict(config="[" * 100_000), "recursion depth"),
@@ -387,8 +394,53 @@ def test_broken_model_files_are_named(qwen, data, tmp_path, monkeypatch, capsys,
 
 
 def test_tokens_beyond_the_vocabulary_are_named():
-    with pytest.raises(qerl.UserError, match="tokenizer gives token 300, its vocabulary has 262"):
-        check_tokens([{"prompt": [1, 2]}, {"prompt": [300]}], {256}, 262)
+    with pytest.raises(qerl.UserError, match="tokens 1 to 300, its vocabulary has 262"):
+        check_tokens([{"question": "a", "prompt": [1, 2]}, {"question": "b", "prompt": [300]}], {256}, 262)
+
+
+def template_of(model, text):
+    """Give a folder's tokenizer this chat template and <|im_end|>, token 257."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = text
+    tokenizer.save_pretrained(model)
+    return tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_an_end_of_turn_that_ends_no_completion_is_said(qwen, tmp_path, capsys):
+    model = broken_model(qwen[0], tmp_path / "model")
+    end = template_of(model, TURNS)
+    ChatText(str(model), "Reason.")
+    assert f"ends an answer with <|im_end|>, which ends no completion; add {end} to eos_token_id" in capsys.readouterr().out
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, end]}))
+    ChatText(str(model), "Reason.")
+    template_of(model, "{{ messages[1].content }}<|im_end|>")                          # a turn's, not an answer's
+    ChatText(str(model), "Reason.")
+    assert capsys.readouterr().out == ""
+
+
+class Tomorrow(datetime.datetime):
+    @classmethod
+    def now(cls, *zone):
+        return cls(2100, 1, 2)
+
+
+@pytest.mark.parametrize("quantizer", ["rtn", "gptq"])
+def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(qwen, data, tmp_path, cache, monkeypatch, quantizer):
+    model = broken_model(qwen[0], tmp_path / "model")
+    today = "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y, %Y-%m-%d, %B') %}{% endif %}"
+    template_of(model, "\n" + today + "Today: {{ today }}\n{{ messages[1].content }}")
+    assert ChatText(str(model), "").tokenizer.decode(ChatText(str(model), "").prompt("1?")) == (
+        "\nToday: 26 Jul 2024, 2024-07-26, July\n1?")
+    options = ("--model", model, "--data", data, *QUICK, "--steps", 1, "--quantizer", quantizer, "--out", tmp_path / "run")
+    run_main(monkeypatch, *options)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Tomorrow)
+    for more in ((), ("--eval-only",)):
+        run_main(monkeypatch, *options, "--resume", *more)
+    assert len(list(cache.glob("*gptq*"))) == (quantizer == "gptq")
 
 
 def test_deeply_nested_data_is_one_line(qwen, tmp_path, monkeypatch, capsys):
@@ -451,13 +503,14 @@ def test_a_broken_warm_start_is_made_again(qwen, tmp_path, monkeypatch, capsys):
     folder = small_policy.warm_start()
     assert small_policy.warm_start() == folder and len(made) == 1
     weights = os.path.join(folder, "model.safetensors")
-    for broken in (b"", open(weights, "rb").read()[:-5], None):
+    whole = open(weights, "rb").read()
+    for broken in (b"", whole[:-5], whole[:-4096] + bytes(4096), None):
         os.remove(weights)
         if broken is not None:
             open(weights, "wb").write(broken)
         assert small_policy.warm_start() == folder and "is made again" in capsys.readouterr().out
         qerl.load_model(folder)
-    assert len(made) == 4 and os.listdir(tmp_path) == [os.path.basename(folder)]
+    assert len(made) == 5 and os.listdir(tmp_path) == [os.path.basename(folder)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
@@ -1032,23 +1085,26 @@ def test_a_run_does_not_go_on_with_another_config(qwen, data, tmp_path, monkeypa
     run_main(monkeypatch, *options, "--resume")
 
 
-def test_a_cut_off_model_of_the_cache_is_made_again(qwen, cache, capsys):
+def test_a_damaged_model_of_the_cache_is_made_again(qwen, cache, capsys):
     def make(path):
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
     folder = packed_folder.cached_folder(qwen[0], "codes", ["key"], make)
-    os.truncate(f"{folder}/model.safetensors", 1000)
-    assert packed_folder.cached_folder(qwen[0], "codes", ["key"], make) == folder
-    assert "is broken and is made again" in capsys.readouterr().out
-    assert os.path.getsize(f"{folder}/model.safetensors") == os.path.getsize(f"{qwen[0]}/model.safetensors")
+    whole = open(f"{qwen[0]}/model.safetensors", "rb").read()
+    for broken in (whole[:1000], whole[:-9000] + bytes(4000) + whole[-5000:]):
+        with open(f"{folder}/model.safetensors", "wb") as f:
+            f.write(broken)
+        assert packed_folder.cached_folder(qwen[0], "codes", ["key"], make) == folder
+        assert "is made again" in capsys.readouterr().out
+        assert open(f"{folder}/model.safetensors", "rb").read() == whole
 
 
 def test_a_saved_model_has_the_tokenizer_of_now(qwen, data, tmp_path, cache, monkeypatch):
     model = tmp_path / "model"
     shutil.copytree(qwen[0], model)
     for name in ("first", "second"):
-        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "note": name}))
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, len(name)]}))
         run_main(monkeypatch, "--model", model, "--data", data, "--device", "cpu", "--save-quantized", tmp_path / name)
-        assert json.loads((tmp_path / name / "generation_config.json").read_text())["note"] == name
+        assert json.loads((tmp_path / name / "generation_config.json").read_text())["eos_token_id"] == [256, len(name)]
         assert "quantization_config" in json.loads((tmp_path / name / "config.json").read_text())
 
 
@@ -1068,6 +1124,33 @@ def test_torchruns_variables_half_set_are_one_process(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Ranks().count == 2
+
+
+def test_every_file_is_read_and_written_as_utf_8():
+    """Whatever LANG says. /proc, which harness/memory.py reads, holds ASCII."""
+    paths = [path for folder in ("", "harness/", "methods/") for path in glob.glob(f"{HERE}/{folder}*.py")]
+    seen, wrong = 0, []
+    for path in paths:
+        with open(path, encoding="utf-8") as f:
+            calls = [node for node in ast.walk(ast.parse(f.read())) if isinstance(node, ast.Call)]
+        for call in calls:
+            opens = ast.unparse(call.func).rpartition(".")[2] in ("read_text", "write_text", "fdopen", "NamedTemporaryFile")
+            if opens or ast.unparse(call.func) == "open":
+                seen += 1
+                if not re.search(r"utf-8|'[rwa]b\+?'", ast.unparse(call)) and not path.endswith(("memory.py", "test_qerl.py")):
+                    wrong.append((path, call.lineno))
+    assert seen > 15 and wrong == []
+
+
+def test_a_config_with_other_letters_is_saved_in_any_locale(qwen, tmp_path):
+    model = broken_model(qwen[0], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"author": "Müller 数学"}
+    (model / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    command = [sys.executable, "train_gsm8k.py", "--model", model, "--device", "cpu", "--quantizer", "rtn", "--save-quantized"]
+    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    ended = subprocess.run([*command, tmp_path / "out"], cwd=HERE, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))["author"] == "Müller 数学"
 
 
 @pytest.mark.parametrize("closed", [True, False])
