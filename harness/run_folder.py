@@ -7,7 +7,7 @@
     checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
-    lock                     held while a process runs here
+    .lock                    held while a process runs here
 """
 import contextlib
 import glob
@@ -15,13 +15,9 @@ import json
 import os
 import sys
 
-from qerl import UserError
+from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:                         # Windows has another module for locks
-    fcntl = None
-    import msvcrt
+from qerl import UserError
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
          "summary.json", "curve.png", "report.html", "eval.json"]
@@ -100,31 +96,21 @@ def open_folder(out, resume):
         raise UserError(
             f"--resume --out {out}: no such folder; name a run's or start without --resume"
         )
+    lock = FileLock(f"{out}/.lock")
     with creating(out):
         os.makedirs(out, exist_ok=True)
-        lock = open(f"{out}/lock", "ab")     # empties no file that someone else named so
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
+        except NotImplementedError:         # by some network file systems
+            print(f"warning: --out {out}: cannot be locked; start no second run there", file=sys.stderr)
     try:
-        take(lock)
         refuse_to_overwrite(out, resume)
     except UserError:
-        lock.close()
+        lock.release()
         raise
     return lock
-
-
-def take(lock):
-    """Hold the lock, which the system gives back when the file is closed, or refuse."""
-    out = os.path.dirname(lock.name)
-    try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-    except (BlockingIOError, PermissionError):             # the latter on Windows
-        raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
-    except OSError as e:                                   # some network file systems have no locks
-        print(f"warning: --out {out}: cannot be locked ({e.strerror}); start no second run there",
-              file=sys.stderr)
 
 
 def traces(out):
@@ -136,8 +122,6 @@ def traces(out):
 
 def refuse_to_overwrite(out, resume):
     """A folder's files stay: a new run needs an empty one, --resume the checkpoint of the run."""
-    if os.path.getsize(f"{out}/lock"):
-        raise UserError(f"--out {out}: its file lock is not a run's; choose another folder")
     found = traces(out)
     # Before its first checkpoint a run writes these at most.
     later = [name for name in found if name != "answers_before.jsonl"]
@@ -156,12 +140,11 @@ def refuse_to_overwrite(out, resume):
 
 def remove_if_empty(lock):
     """Take away the folder of a run of which nothing came but the lock."""
-    out = os.path.dirname(lock.name)
-    if os.listdir(out) == ["lock"]:
-        if fcntl is None:
-            lock.close()                    # Windows removes no open file
+    out = os.path.dirname(lock.lock_file)
+    if os.listdir(out) == [".lock"]:
+        lock.release()                      # Windows removes no open file
         with contextlib.suppress(OSError):  # "." or a link stays, and a lock that another took
-            os.remove(lock.name)
+            os.remove(lock.lock_file)
             os.rmdir(out)
 
 

@@ -4,9 +4,9 @@ import errno
 import os
 import sys
 from dataclasses import dataclass
-from typing import TextIO
 
 import safetensors
+from filelock import BaseFileLock
 
 from harness.memory import is_out_of_memory
 from harness.ranks import Ranks
@@ -22,7 +22,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Run:
     """What the last line of a run that stops has to know of it."""
     folder: str = None             # where it lives; None: nothing to go on with
-    lock: TextIO = None            # of the folder, closed at the end
+    lock: BaseFileLock = None      # of the folder, released at the end
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def one_line():
         ranks.leave(130)
     finally:
         if run.lock:
-            run.lock.close()
+            run.lock.release()
         flush_quietly()
 
 

@@ -70,17 +70,14 @@ def test_a_damaged_checkpoint_does_not_cost_the_adapter(finished, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "answers_now.jsonl", "adapter/adapter_config.json", "summary.json",
-                                  "curve.png", "report.html", "eval.json", "checkpoint.safetensors", "lock"])
+                                  "curve.png", "report.html", "eval.json", "checkpoint.safetensors"])
 def test_no_file_of_a_run_is_overwritten(data, tmp_path, monkeypatch, capsys, name):
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
     file.write_text("mine\n")
     error = refused(monkeypatch, capsys, "--data", data, *QUICK, "--out", tmp_path / "out")
-    assert ("lock is not a run's" if name == "lock" else "already holds a run") in error and "another folder" in error
+    assert "already holds a run" in error and "another folder" in error
     assert file.read_text() == "mine\n"
-    if name == "lock":
-        refused(monkeypatch, capsys, "--data", data, *QUICK, "--out", tmp_path / "out", "--resume")
-        assert file.read_text() == "mine\n"
 
 
 def losses_times(monkeypatch, *factors):
@@ -540,7 +537,7 @@ def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
         assert all(torch.equal(stored[name], expected[name]) for name in expected), out
 
 
-def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
+def test_the_lock_is_released_at_the_end(monkeypatch, tmp_path):
     locks = []
     open_run = train_gsm8k.open_run
     monkeypatch.setattr(train_gsm8k, "open_run", lambda settings: locks.append(open_run(settings)) or locks[-1])
@@ -549,7 +546,7 @@ def test_the_lock_is_closed_at_the_end(monkeypatch, tmp_path):
     monkeypatch.setattr(train_gsm8k, "train", lambda settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_main(monkeypatch, "--out", tmp_path / "run")
-    assert [lock.closed for lock in locks] == [True, True]
+    assert [lock.is_locked for lock in locks] == [False, False]
 
 
 def held_open():
@@ -566,19 +563,7 @@ def held_open():
 
 @pytest.fixture
 def windows(monkeypatch):
-    """What Windows does otherwise: no fcntl, locks by msvcrt, and no open or mapped file is replaced, renamed or removed."""
-    locked = {}
-
-    def locking(fd, mode, count):
-        file = os.readlink(f"/proc/self/fd/{fd}")
-        owner = locked.get(file, fd)                                    # a number that comes again was closed in between
-        if owner != fd and os.path.exists(f"/proc/self/fd/{owner}") and os.readlink(f"/proc/self/fd/{owner}") == file:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        assert os.lseek(fd, 0, os.SEEK_CUR) == 0 and count == 1         # all lock the same byte
-        locked[file] = fd
-    for module in (run_folder, cache_folder):
-        monkeypatch.setattr(module, "fcntl", None)
-    monkeypatch.setattr(run_folder, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
+    """What Windows refuses: no open or mapped file is replaced, renamed or removed."""
     for name in ("replace", "rename", "remove", "unlink"):
         def strict(*paths, original=getattr(os, name), **options):
             for path in paths:
@@ -609,22 +594,12 @@ def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, win
     assert "no such folder" in missing and not (tmp_path / "fails").exists()
 
 
-@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks otherwise")
 def test_a_file_system_without_locks_ends_no_run(tmp_path, monkeypatch, capsys):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
-    run_folder.open_folder(str(tmp_path / "run"), False).close()
-    assert "cannot be locked (Function not implemented); start no second run there" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
-def test_a_folder_in_use_is_refused_without_fcntl(qwen, data, tmp_path, monkeypatch, capsys, windows):
-    lock = run_folder.open_folder(str(tmp_path / "run"), False)
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
-    assert "in use by a running process" in refused(monkeypatch, capsys, *options)
-    lock.close()
-    run_main(monkeypatch, *options)
+    def acquire(*_, **options):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+    monkeypatch.setattr(run_folder.FileLock, "acquire", acquire)
+    run_folder.open_folder(str(tmp_path / "run"), False)
+    assert "run: cannot be locked; start no second run there" in capsys.readouterr().err
 
 
 def test_a_file_that_may_not_be_written_is_not_to_be_removed(qwen, data, tmp_path, monkeypatch, capsys):
@@ -703,7 +678,7 @@ def test_bad_input_is_one_line_and_exit_2(qwen, data, tmp_path, monkeypatch, cap
     assert stop.value.code == 2 and len(error) == 1 and message in error[0]
 
 WITHOUT = """
-import os, sys, types
+import os, sys
 sys.modules["triton"] = None
 import torch, transformers
 
@@ -717,7 +692,6 @@ for system in ("macos", "windows"):
         continue
     if system == "windows":
         sys.modules["fcntl"] = sys.modules["resource"] = None
-        sys.modules["msvcrt"] = types.SimpleNamespace(locking=lambda *lock: None, LK_NBLCK=2)
     import train_gsm8k
     print(system, train_gsm8k.arguments([]).device, flush=True)
     sys.argv[1:] = [*options, "--out", os.path.join(out, system)]
@@ -747,7 +721,7 @@ def test_a_folder_in_use_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
     assert stop.value.code == 2 and "in use" in capsys.readouterr().err
-    lock.close()
+    lock.release()
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):
@@ -990,10 +964,10 @@ def test_advice_on_a_folder_in_use_can_be_followed(tmp_path):
     with pytest.raises(qerl.UserError, match="has no checkpoint.safetensors"):
         run_folder.open_folder(str(tmp_path), resume=True)
     (tmp_path / "answers_now.jsonl").unlink()
-    (tmp_path / "wandb_id").write_text("a")                                              # stopped before its first checkpoint
+    (tmp_path / "answers_before.jsonl").write_text("a")                                  # stopped before its first checkpoint
     with pytest.raises(qerl.UserError, match="add --resume"):
         run_folder.open_folder(str(tmp_path), resume=False)
-    run_folder.open_folder(str(tmp_path), resume=True).close()
+    run_folder.open_folder(str(tmp_path), resume=True).release()
 
 
 @pytest.mark.parametrize("flag", ["--model", "--data", "--out", "--eval", "--save-quantized"])

@@ -9,7 +9,6 @@ import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
 from harness import cache as cache_folder, packed_folder
-from harness import run_folder
 from harness.questions import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
@@ -282,7 +280,6 @@ def test_a_folder_of_codes_keeps_them(qwen, data, cache, capsys):
     assert "is in 4 bits already: its codes stay" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks no folder")
 def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qwen, cache):
     made = []
 
@@ -300,29 +297,10 @@ def test_codes_are_found_by_one_process_and_what_a_killed_one_left_is_removed(qw
     assert packed_folder.model_name(hub) == "Qwen2.5-3B-Instruct" and packed_folder.model_name("/models/mine/") == "mine"
 
 
-def test_without_locks_the_first_folder_stays(qwen, cache, monkeypatch):
-    monkeypatch.setattr(cache_folder, "fcntl", None)
-
-    def make(path, another_is_faster):
-        if another_is_faster:
-            cache_folder.made_once("name", partial(make, another_is_faster=False))
-        shutil.copy(f"{qwen[0]}/model.safetensors", path)
-        (cache / path / "maker").write_text("slow" if another_is_faster else "fast")
-    folder = cache_folder.made_once("name", partial(make, another_is_faster=True))
-    assert (cache / "name" / "maker").read_text() == "fast" and folder == str(cache / "name") and os.listdir(cache) == ["name"]
-
-    def fail(path):
-        raise qerl.UserError("no")
-    with pytest.raises(qerl.UserError, match="no"):
-        cache_folder.made_once("other", fail)
-    assert os.listdir(cache) == ["name"]
-
-
-@pytest.mark.skipif(run_folder.fcntl is None, reason="Windows locks no folder")
 def test_who_waits_for_another_process_says_so(tmp_path, capsys):
     def enter():
-        with cache_folder.one_at_a_time(str(tmp_path)) as alone:
-            return alone
+        with cache_folder.one_at_a_time(str(tmp_path)):
+            return True
     with ThreadPoolExecutor(1) as pool, cache_folder.one_at_a_time(str(tmp_path)):
         second = pool.submit(enter)
         deadline = time.monotonic() + 60

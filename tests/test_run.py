@@ -539,7 +539,7 @@ def test_resume_after_kill_is_bit_for_bit(quiz, tmp_path, algo, monkeypatch):
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, monkeypatch, resume):
     (tmp_path / "run").mkdir()
-    for name in ("metrics.jsonl", "lock"):
+    for name in ("metrics.jsonl", ".lock"):
         (tmp_path / "run" / name).write_text("")
     run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run", *resume)
     assert [m["step"] for m in without_times(tmp_path / "run" / "metrics.jsonl")] == [1]

@@ -155,7 +155,7 @@ def test_a_warm_start_that_another_process_made_meanwhile_is_not_made_again(qwen
     def waited(folder):                                      # the other one ends while this one waits
         assert folder == str(tmp_path)
         shutil.copytree(first, next(wanted))
-        yield True
+        yield
 
     monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
     monkeypatch.setattr(small_policy, "train_policy", lambda seed: made.append(seed) or qwen[1])
