@@ -15,7 +15,7 @@ first and mma with a picture.
     python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, and its
                                                        peak by phase, each model under a cap
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
-                                                       (see harness/claims.py)
+                                                       (see studies/claims.py)
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
     python bench.py tables                             every table and picture of results/ again, from
@@ -54,21 +54,21 @@ from safetensors.torch import save_file
 
 import fp4_kernels
 import qerl
-from harness import claims, compare, entropy, memory_bench, results, scaling_bench
 from harness.batches import Batch
 from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment, peak_memory_gb
 from harness.memory import is_out_of_memory
-from harness.memory_bench import release_memory
-from harness.random_models import SHAPES, RandomWeights, ShardedRandomWeights
-from harness.random_models import config_of, random_model, random_prompts
 from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.sharded import SharedPasses
 from harness.small_policy import warm_start
 from harness.stops import end, one_line
 from methods import Method, jetrl
+from studies import claims, compare, entropy, memory_bench, results, scaling_bench
+from studies.memory_bench import release_memory
+from studies.random_models import SHAPES, RandomWeights, ShardedRandomWeights
+from studies.random_models import config_of, random_model, random_prompts
 
 
 LABELS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "BF16"}

@@ -15,11 +15,12 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from harness import claims, keeper, study
+from harness import keeper
 from harness.batches import Batch
 from harness.full_weights import train_all_weights
 from harness.run_folder import write_jsonl
 from methods import jetrl
+from studies import claims, study
 from test_qerl import HERE, scales
 
 # A vocabulary in which a policy that knows nothing answers, and now and then rightly.

@@ -14,12 +14,13 @@ import qerl
 import train_gsm8k
 from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, logged_steps, refused, run_main
 from common import without_times
-from harness import claims, compare, entropy, questions
+from harness import questions
 from harness.answers import final_number, given_answer, is_right, last_box, last_number, one_number
 from harness.math_data import math_questions
 from harness.questions import read_questions
 from harness.run_folder import read_jsonl, read_log, write_jsonl
 from harness.small_policy import made_up_problems
+from studies import claims, compare, entropy
 
 
 def test_word_problems_are_gsm8k_shaped_and_disjoint():

@@ -33,7 +33,7 @@ from common import LEARNING, QUICK, assert_learned, command, copied
 from common import files_below, killed_at, logged_steps
 from common import refused, run_main, scored_by_letters, used_folder
 from common import without_times
-from harness import cache as cache_folder, checkpoint, claims, entropy
+from harness import cache as cache_folder, checkpoint
 from harness import keeper, math_data, memory, packed_folder, questions
 from harness import report, run_folder, small_policy, stops
 from harness.answers import final_number, is_right
@@ -46,6 +46,7 @@ from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from methods.parts import calibration
 from methods.parts import quantizers
+from studies import claims, entropy
 from test_qerl import HERE, UP, break_tensor, with_lora
 
 

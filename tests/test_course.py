@@ -120,7 +120,7 @@ def run_exercise(blocks, folder):
     """Run an exercise's blocks in order in a copy of the project -> (what differs, the outputs of its scripts)."""
     for name in ("qerl.py", "fp4_kernels.py", "train_gsm8k.py", "bench.py"):
         shutil.copy(f"{HERE}/{name}", folder)
-    for name in ("harness", "methods", "results"):
+    for name in ("harness", "methods", "studies", "results"):
         shutil.copytree(f"{HERE}/{name}", f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
     with open(f"{warm_start()}/model.safetensors", "rb") as f:
         other_policy = hashlib.md5(f.read()).hexdigest() != COURSE_POLICY

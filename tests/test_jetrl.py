@@ -16,12 +16,12 @@ import qerl
 import train_gsm8k
 from common import QUICK, all_trained, fp8_neighbour, have_capability, neighbour, refused
 from common import sample_step, stopped_and_resumed
-from harness import cross_compile
 from harness.batches import Batch
 from harness.full_weights import train_all_weights
 from harness.mismatch import describe_mismatch
 from methods import flashrl, jetrl
 from methods.parts import eight_bit, fp8_blocks, fp8_layers
+from studies import cross_compile
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, PROMPTS, gpu, make_folder, relative, runs_kernels
 from test_qerl import with_lora
 
@@ -224,8 +224,8 @@ def test_fp8_kernels_compile_for(target):
         pytest.skip(f"needs NVIDIA's assembler: {e}")
     code = f"""
 import json, torch
-from harness import cross_compile
 from methods.parts import fp8_blocks
+from studies import cross_compile
 cross_compile.pretend({target})
 found, asm = cross_compile.facts, []
 def facts(kernel, *rest):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fp4_kernels
 import qerl
 from common import have_capability
-from harness import cross_compile
+from studies import cross_compile
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, PROMPTS, gpu, make_folder, relative, runs_kernels
 from test_qerl import with_lora
 
@@ -240,7 +240,7 @@ def test_kernels_compile_for(monkeypatch, target):
     except RuntimeError as e:
         pytest.skip(f"needs NVIDIA's assembler: {e}")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-m", "harness.cross_compile", str(target)], cwd=HERE, capture_output=True, text=True, env=environment)
+    result = subprocess.run([sys.executable, "-m", "studies.cross_compile", str(target)], cwd=HERE, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     linear = [kernel for kernel in kernels if kernel["kernel"] == "linear_kernel"]

@@ -8,9 +8,9 @@ import torch
 import bench
 import qerl
 from common import QUICK, refused
-from harness import memory_bench
 from harness.batches import Batch
 from harness.figures import save_figure
+from studies import memory_bench
 
 
 def no_memory(*args, **kwargs):

@@ -20,10 +20,11 @@ import methods
 import qerl
 import train_gsm8k
 from common import QUICK, batch_with_log_ratios, refused, run_main
-from harness import checkpoint, scaling_bench, sharded
+from harness import checkpoint, sharded
 from harness.checkpoint import read_checkpoint
 from harness.ranks import Ranks
 from harness.run_folder import read_jsonl
+from studies import scaling_bench
 from test_qerl import CONFIGS, HERE, SIZES, gpu, make_folder, with_lora
 
 # train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who samples them, and a reward with a signal.

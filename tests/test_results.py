@@ -6,8 +6,8 @@ import pytest
 
 import qerl
 from common import made_up_rows, note_run
-from harness import claims, compare, results
 from harness.run_folder import write_jsonl
+from studies import claims, compare, results
 from test_qerl import HERE
 
 

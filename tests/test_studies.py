@@ -16,10 +16,12 @@ import qerl
 import train_gsm8k
 from common import finished_run, made_up_rows, note_run, quick_study, run_missing
 from common import study_arguments
-from harness import cache as cache_folder, claims, claims_pictures, compare, entropy, factorial
-from harness import small_policy, study
+from harness import cache as cache_folder
+from harness import small_policy
 from harness.run_folder import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
+from studies import claims, claims_pictures, compare, entropy, factorial
+from studies import study
 from test_qerl import CUDA
 
 

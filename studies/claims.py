@@ -5,7 +5,7 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the pictures
 
-How runs are made, stopped and resumed: harness/study.py. Beside the runs stand tables.md, phases.md
+How runs are made, stopped and resumed: studies/study.py. Beside the runs stand tables.md, phases.md
 and the pictures made of them; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
@@ -13,13 +13,13 @@ import math
 from itertools import combinations
 from statistics import fmean as mean
 
-from harness.claims_pictures import compared_changes, compared_rates, compared_settings
-from harness.claims_pictures import plot_changes, plot_curves, plot_differences, plot_rates
-from harness.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
-from harness.factorial import best_rates, by_arm_and_seed, differences_by_seed
-from harness.factorial import measured_starts, with_gains
 from harness.figures import save_figure
-from harness.study import arguments, rate_text, run_study, start_of, with_error, write_lines
+from studies.claims_pictures import compared_changes, compared_rates, compared_settings
+from studies.claims_pictures import plot_changes, plot_curves, plot_differences, plot_rates
+from studies.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
+from studies.factorial import best_rates, by_arm_and_seed, differences_by_seed
+from studies.factorial import measured_starts, with_gains
+from studies.study import arguments, rate_text, run_study, start_of, with_error, write_lines
 
 # What is asked of the steps of a run, beside what came of it.
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]

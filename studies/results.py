@@ -17,12 +17,12 @@ import io
 import json
 import os
 
-from harness import claims, compare
-from harness.entropy import plot_entropy
 from harness.figures import learning_curve, save_figure
 from harness.flags import Parser, require_flag
 from harness.run_folder import atomic_write
-from harness.study import finished_runs, steps_of
+from studies import claims, compare
+from studies.entropy import plot_entropy
+from studies.study import finished_runs, steps_of
 
 MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
 RUN_COLUMNS = ["study", "name", "model", "arm", "weights", "aqn", "lora", "algo", "lr", "seed",

@@ -20,7 +20,7 @@ from harness.figures import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
-from harness.study import data_in_rows, name_in_rows, standard_error
+from studies.study import data_in_rows, name_in_rows, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
 COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}

@@ -1,11 +1,11 @@
 """The arms of the claims study, and the questions that pairs of them answer.
 
-A row is what a study keeps of a finished run: row_of in harness/study.py.
+A row is what a study keeps of a finished run: row_of in studies/study.py.
 """
 import math
 from statistics import fmean as mean
 
-from harness.study import NO_NOISE, start_of
+from studies.study import NO_NOISE, start_of
 
 ARMS = {
     "nvfp4+aqn": ["--weights", "nvfp4"],

@@ -4,9 +4,9 @@ from collections import Counter
 from statistics import fmean as mean
 from statistics import mode
 
-from harness.factorial import ABLATIONS, ARMS, CHANGES, QUESTIONS, best_rates, by_arm_and_seed
-from harness.factorial import differences_by_seed, with_gains
-from harness.study import rate_text, standard_error
+from studies.factorial import ABLATIONS, ARMS, CHANGES, QUESTIONS, best_rates, by_arm_and_seed
+from studies.factorial import differences_by_seed, with_gains
+from studies.study import rate_text, standard_error
 
 # What the curves show of the steps, a row of panels each.
 CURVES = {

@@ -17,7 +17,7 @@ import qerl
 from harness.batches import Batch
 from harness.instruments import Clock, peak_memory_gb
 from harness.memory import cache_bytes, is_out_of_memory
-from harness.random_models import random_model, random_prompts
+from studies.random_models import random_model, random_prompts
 
 # The most that a model may take, and its frozen weights alone, embeddings and output layer in BF16.
 CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}

@@ -1,6 +1,6 @@
 """Compile the kernels for a GPU that is not here, on a machine without any; nothing is run.
 
-    python -m harness.cross_compile 86         a compute capability without its dot, here 8.6
+    python -m studies.cross_compile 86         a compute capability without its dot, here 8.6
 
 One line a kernel. test_kernels_compile_for holds them to the GPU's limits. What compiles may still
 be slow there, or wrong: only the GPU itself shows that.

@@ -4,7 +4,7 @@
     python bench.py methods --model FOLDER --data FOLDER        a real model, one run a GPU
     python bench.py methods --tables                            only the table and the picture
 
-How runs are made, stopped and resumed: harness/study.py. Beside the runs stand table.md and
+How runs are made, stopped and resumed: studies/study.py. Beside the runs stand table.md and
 accuracy.png made of them; flags that are not named here go to train_gsm8k.py.
 """
 from statistics import fmean as mean
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from harness.figures import save_figure
 from harness.flags import require_flag
-from harness.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
-from harness.study import standard_error, with_error, write_lines
 from methods.parts.quantizers import QUANTIZERS
+from studies.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
+from studies.study import standard_error, with_error, write_lines
 
 
 class Row(NamedTuple):
