@@ -26,7 +26,7 @@ def test_the_interpreter_runs_the_kernels():
         pytest.skip("the kernel tests run by themselves, or there is no Triton")
     if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on: pip install 'numpy<2.4'")
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "kernel and not interpreter and not compile", __file__], cwd=HERE,
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "kernel and not interpreter and not compile"], cwd=HERE,
                             capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert result.returncode == 0 and "skipped" not in result.stdout.splitlines()[-1], result.stdout[-2000:]
 
