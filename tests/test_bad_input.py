@@ -803,7 +803,7 @@ def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, opti
 
 
 # A question with whatever ends a line or a record somewhere, and what JSON has to escape.
-AWKWARD = 'one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n{"step": 9}\\ "eight" \x00 ####'
+AWKWARD = 'one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n{"step": 9}\\ "eight" \x00 ##'
 
 
 def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkeypatch, capsys):
