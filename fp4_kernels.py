@@ -1694,12 +1694,12 @@ def sample(logits, temperature, seed):
     logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call.
     """
     B, V = logits.shape
-    blocks = triton.cdiv(V, 4096)
+    blocks = triton.cdiv(V, 2048)
     padded = triton.next_power_of_2(blocks)
     parts = torch.empty(B, 5, padded, device=logits.device)
     index = torch.empty(B, padded, dtype=torch.int64, device=logits.device)
     sample_parts_kernel[(blocks, B)](
-        logits, seed, parts, index, V, 1 / temperature, PARTS=padded, QUARTER=1024, num_warps=4)
+        logits, seed, parts, index, V, 1 / temperature, PARTS=padded, SIZE=2048, num_warps=4)
 
     token = torch.empty(B, dtype=torch.int64, device=logits.device)
     logprob = torch.empty(B, device=logits.device)
@@ -1711,49 +1711,31 @@ def sample(logits, temperature, seed):
 if triton is not None:
     @triton.jit
     def sample_parts_kernel(logits, seed, parts, index, V, scale,
-                            PARTS: tl.constexpr, QUARTER: tl.constexpr):
-        """Of 4 * QUARTER logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
+                            PARTS: tl.constexpr, SIZE: tl.constexpr):
+        """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
 
-        With the best comes its z and which token it is. It goes by quarters because the random
-        generator (Philox) gives four numbers at a time.
+        With the best comes its z and which token it is.
         """
         block = tl.program_id(0)
         b = tl.program_id(1).to(tl.int64)
-        i = block * (4 * QUARTER) + tl.arange(0, QUARTER)
-        draw = b * (tl.num_programs(0) * QUARTER) + block * QUARTER + tl.arange(0, QUARTER)
-        uniform = tl.rand4x(tl.load(seed), draw)
-        m = -float("inf")
-        total = 0.0
-        weighted = 0.0
-        best = -float("inf")
-        best_z = 0.0
-        best_i = 0
-        for quarter in tl.static_range(4):
-            at = i + quarter * QUARTER
-            z = tl.load(logits + b * V + at, mask=at < V, other=-float("inf")).to(tl.float32)
-            z = z * scale
-            new_m = tl.maximum(m, tl.max(z))
-            e = tl.exp(z - new_m)
-            shrink = tl.exp(m - new_m)
-            total = total * shrink + tl.sum(e)
-            weighted = weighted * shrink + tl.sum(tl.where(at < V, z * e, 0.0))
-            m = new_m
+        i = block * SIZE + tl.arange(0, SIZE)
+        z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * scale
+        m = tl.max(z)
+        e = tl.exp(z - m)
 
-            E = -tl.log(uniform[quarter])                              # a draw from Exp(1)
-            noisy = z - tl.log(E)
-            candidate, where = tl.max(noisy, 0, return_indices=True)
-            if candidate > best:
-                best = candidate
-                best_i = block * (4 * QUARTER) + quarter * QUARTER + where
-                best_z = tl.max(tl.where(tl.arange(0, QUARTER) == where, z, -float("inf")))
+        # The random generator (Philox) gives four numbers at a time.
+        draw = (b * tl.num_programs(0) + block) * (SIZE // 4) + tl.arange(0, SIZE // 4)
+        u0, u1, u2, u3 = tl.rand4x(tl.load(seed), draw)
+        E = -tl.log(tl.join(tl.join(u0, u2), tl.join(u1, u3)).reshape(SIZE))     # draws from Exp(1)
+        best, where = tl.max(z - tl.log(E), 0, return_indices=True)
 
         here = parts + b * (5 * PARTS) + block
         tl.store(here, m)
-        tl.store(here + PARTS, total)
-        tl.store(here + 2 * PARTS, weighted)
+        tl.store(here + PARTS, tl.sum(e))
+        tl.store(here + 2 * PARTS, tl.sum(tl.where(i < V, z * e, 0.0)))
         tl.store(here + 3 * PARTS, best)
-        tl.store(here + 4 * PARTS, best_z)
-        tl.store(index + b * PARTS + block, best_i)
+        tl.store(here + 4 * PARTS, tl.max(tl.where(i == block * SIZE + where, z, -float("inf"))))
+        tl.store(index + b * PARTS + block, block * SIZE + where)
 
     @triton.jit
     def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
