@@ -265,40 +265,52 @@ class PackedWeight:
 
 
 class FrozenLinear(torch.autograd.Function):
-    """x [n, in], h = α/r · x Aᵀ [n, layers * r] and B [out, r] -> y = x Ŵᵀ + b + LoRA, [n, out].
+    """x [n, in] and LoRA's A and B' (QuantLinear.lora) -> y = x Ŵᵀ + b + (x Aᵀ) B'ᵀ, [n, out].
 
-    Of each stacked layer LoRA is its columns of h times its rows of B. layer: the QuantLinear; h and
-    B are None without LoRA.
+    layer: the QuantLinear; A and B' are None without LoRA.
 
     Autograd alone would keep the dequantised Ŵ of every layer until backward. This dequantises it
     again there, unless the block is recomputed just before (Transformer.recompute_in_backward). Ŵ
-    has no gradient. x Aᵀ is left to autograd; the product with B is here so that it is added to y in
-    place.
+    has no gradient.
+
+    LoRA's products are thin: they take the time of reading and writing x and y. The wider of the two
+    is therefore not written twice: LoRA joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ.
     """
 
     @staticmethod
-    def forward(ctx, x, h, B, layer):
+    def forward(ctx, x, A, B, layer):
         weight = layer.weight.dequantize(x.dtype)
+        h = None if A is None else x @ A.T                                       # [n, layers * r]
         ctx.layer = layer
-        ctx.save_for_backward(h, B, weight if layer.keep_dequantized else None)
+        ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
         # In the second forward of recompute_in_backward (the first has no gradients) the block's
         # result is not needed again: its backward starts from the result's gradient.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
-        y = F.linear(x, weight, layer.bias)
-        for y_i, h_i, B_i in layer.pieces(y, h, B):
-            y_i.addmm_(h_i, B_i.T)
-        return y
+        if h is None:
+            return F.linear(x, weight, layer.bias)
+        if widens(weight):
+            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
+        return F.linear(x, weight, layer.bias).addmm_(h, B.T)
 
     @staticmethod
     def backward(ctx, grad):
-        h, B, weight = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            if weight is None:
-                weight = ctx.layer.weight.dequantize(grad.dtype)
-            grad_x = grad @ weight
-        return grad_x, *ctx.layer.lora_gradients(grad, h, B), None
+        x, h, A, B, weight = ctx.saved_tensors
+        if weight is None:
+            weight = ctx.layer.weight.dequantize(grad.dtype)
+        if h is None:
+            return grad @ weight, None, None, None
+        grad_h = grad @ B
+        if widens(weight):
+            grad_x = (grad @ weight).addmm_(grad_h, A)
+        else:
+            grad_x = torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])
+        return grad_x, grad_h.T @ x, grad.T @ h, None
+
+
+def widens(weight):
+    """Is the result of a layer with this weight [out, in] wider than its input?"""
+    return weight.shape[0] > weight.shape[1]
 
 
 class QuantLinear(nn.Module):
@@ -334,27 +346,20 @@ class QuantLinear(nn.Module):
     def extra_repr(self):
         return f"{', '.join(self.names)}: {self.sizes}, LoRA of rank {self.rank}"
 
-    def pieces(self, y, h, B):
-        """The stacked layers' shares of y [n, out], h [n, layers * r] and B [out, r]."""
-        if h is None:
-            return ()
-        return zip(y.split(self.sizes, -1), h.split(self.rank, -1), B.split(self.sizes))
+    def lora(self, dtype):
+        """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
 
-    def lora_gradients(self, grad, h, B):
-        """The gradients of FrozenLinear's h and B from that of y, [n, out]; None without LoRA."""
-        if h is None:
+        A [layers * r, in] is multiplied by α/r; in B' [out, layers * r] each layer's piece of B [out,
+        r] is a block on the diagonal.
+        """
+        if not self.use_adapter:
             return None, None
-        pieces = list(self.pieces(grad, h, B))
-        grad_h = torch.cat([grad_i @ B_i for grad_i, _, B_i in pieces], -1)
-        return grad_h, torch.cat([grad_i.T @ h_i for grad_i, h_i, _ in pieces])
+        A = self.alpha / self.rank * self.lora_A
+        return A.to(dtype), torch.block_diag(*self.lora_B.to(dtype).split(self.sizes))
 
     def forward(self, x):
         rows = x.flatten(0, -2)
-        h = B = None
-        if self.use_adapter:
-            h = self.alpha / self.rank * F.linear(rows, self.lora_A.to(x.dtype))
-            B = self.lora_B.to(x.dtype)
-        return FrozenLinear.apply(rows, h, B, self).unflatten(0, x.shape[:-1])
+        return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the form in which `decode` takes it."""

@@ -44,27 +44,26 @@ class CodedWeight(qerl.PackedWeight):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """As qerl.FrozenLinear, of a layer whose weight is a CodedWeight: Y and dX in FP8, h Bᵀ not."""
+    """As qerl.FrozenLinear, of a layer whose weight is a CodedWeight: Y and dX in FP8, LoRA not."""
 
     @staticmethod
-    def forward(ctx, x, h, B, layer):
-        ctx.save_for_backward(h, B)
-        ctx.layer = layer
+    def forward(ctx, x, A, B, layer):
+        h = None if A is None else x @ A.T
+        ctx.save_for_backward(x, h, A, B)
         ctx.weight = layer.weight
         if layer.output_unread and ctx.needs_input_grad[0]:        # see qerl.FrozenLinear
             return x.new_zeros(len(x), sum(layer.sizes))
         y = layer.weight.forward(x, layer.bias)
-        for y_i, h_i, B_i in layer.pieces(y, h, B):
-            y_i.addmm_(h_i, B_i.T)
-        return y
+        return y if h is None else y.addmm_(h, B.T)
 
     @staticmethod
     def backward(ctx, grad):
-        h, B = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.weight.gradient(grad)
-        return grad_x, *ctx.layer.lora_gradients(grad, h, B), None
+        x, h, A, B = ctx.saved_tensors
+        grad_x = ctx.weight.gradient(grad)
+        if h is None:
+            return grad_x, None, None, None
+        grad_h = grad @ B
+        return grad_x.addmm_(grad_h, A), grad_h.T @ x, grad.T @ h, None
 
 
 class FrozenBlockLinear(qerl.QuantLinear):
@@ -96,11 +95,7 @@ class FrozenBlockLinear(qerl.QuantLinear):
         if not self.fp8:
             return super().forward(x)
         rows = x.flatten(0, -2)
-        h = B = None
-        if self.use_adapter:
-            h = self.alpha / self.rank * F.linear(rows, self.lora_A.to(x.dtype))
-            B = self.lora_B.to(x.dtype)
-        return FrozenProduct.apply(rows, h, B, self).unflatten(0, x.shape[:-1])
+        return FrozenProduct.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
 
 class TrainedBlockLinear(TrainedLinear):
