@@ -1609,39 +1609,59 @@ if triton is not None:
 # has as many as the vocabulary has entries (their gradient is as large again). Both use the online
 # softmax of decode_attention.
 #
-# A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). With g = dL/dlogprob:
+# A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). Its gradient:
 #
-#     dL/dlogits = g (1[token] - softmax(logits))
+#     dlogprob/dlogits = 1[token] - softmax(logits)          dlogprob/dhidden = dlogprob/dlogits · lm_head
+#
+# The output layer is frozen, so that nothing but hidden needs it, and forward can compute it at once: no
+# logits are kept, or made again in backward.
 
-def token_logprob_torch(logits, tokens):
-    return -F.cross_entropy(logits.float(), tokens, reduction="none")
+def token_logprob_torch(logits, tokens, gradient=False):
+    logprobs = logits.float().log_softmax(-1)
+    if gradient:
+        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
+    return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def token_logprob(logits, tokens):
-    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n]."""
+def token_logprob(logits, tokens, gradient=False):
+    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
+
+    gradient: put its gradient [n, V] in the place of the logits.
+    """
     if not use_triton(logits):
-        return token_logprob_torch(logits, tokens)
-    return FusedLogprob.apply(logits.contiguous(), tokens.contiguous())
+        return token_logprob_torch(logits, tokens, gradient)
+    n, V = logits.shape
+    logprob = torch.empty(n, device=logits.device)
+    log_Z = torch.empty(n, device=logits.device)
+    token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
+    if gradient:
+        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](
+            logits, tokens, log_Z, V, SIZE=4096, num_warps=8)
+    return logprob
 
 
-class FusedLogprob(torch.autograd.Function):
+def output_logprobs(hidden, lm_head, tokens, chunk):
+    """log π(token) float32 [n] of hidden [n, d], lm_head [V, d], tokens int64 [n]; `chunk` at a time."""
+    return OutputLogprobs.apply(hidden, lm_head, tokens, chunk)
+
+
+class OutputLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, tokens):
-        n, V = logits.shape
-        logprob = torch.empty(n, device=logits.device)
-        log_Z = torch.empty(n, device=logits.device)
-        token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
-        ctx.save_for_backward(logits, tokens, log_Z)
-        return logprob
+    def forward(ctx, hidden, lm_head, tokens, chunk):
+        logprobs = []
+        gradients = []
+        for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
+            logits = F.linear(h, lm_head)
+            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
+            if ctx.needs_input_grad[0]:
+                gradients.append(logits @ lm_head)
+        ctx.save_for_backward(*gradients)
+        return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx, grad):
-        logits, tokens, log_Z = ctx.saved_tensors
-        n, V = logits.shape
-        grad_logits = torch.empty_like(logits)
-        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](
-            logits, tokens, log_Z, grad.contiguous(), grad_logits, V, SIZE=4096, num_warps=8)
-        return grad_logits, None
+        gradient = torch.cat(ctx.saved_tensors)
+        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
 
 
 if triton is not None:
@@ -1663,16 +1683,15 @@ if triton is not None:
         tl.store(logprob + row, chosen - m)
 
     @triton.jit
-    def token_logprob_gradient_kernel(logits, tokens, log_Z, grad, grad_logits, V,
-                                      SIZE: tl.constexpr):
-        """A program has SIZE logits of a row."""
+    def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
+        """A program has SIZE logits of a row, and overwrites them."""
         blocks = tl.cdiv(V, SIZE)
         row = (tl.program_id(0) // blocks).to(tl.int64)
         i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
         z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         p = tl.exp(z - tl.load(log_Z + row))
-        g = tl.load(grad + row) * ((i == tl.load(tokens + row)).to(tl.float32) - p)
-        tl.store(grad_logits + row * V + i, g.to(grad_logits.dtype.element_ty), mask=i < V)
+        g = (i == tl.load(tokens + row)).to(tl.float32) - p
+        tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
 
 
 # Sampling: token = argmax(z - log E), where z = logits/temperature and each E is drawn from Exp(1).

@@ -1165,7 +1165,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
 
     At temperature 1; the result is 0 at padding. length: int64 [B], of the completions. Rows are
     padded on the right, so causal attention alone hides the padding. The output layer runs on
-    `chunk` tokens at a time and again in backward: [tokens, V] logits never exist whole.
+    `chunk` tokens at a time: [tokens, V] logits never exist whole.
     """
     device = completions.device
     packing = pack(prompts, length)
@@ -1180,16 +1180,10 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     predicts = (position >= -1) & (position + 1 < length[:, None])
     hidden = gather_rows(hidden, packing.place[predicts])               # [sum of the lengths, d]
 
-    def output(h, t):
-        return fp4_kernels.token_logprob(F.linear(h, model.lm_head), t)
-
     mask = length_mask(length, longest)
     # `predicts` and `mask` both go row by row, so that hidden states and tokens are in one order.
-    # Reentrant recomputation, as in Transformer.hidden, warns where there is no gradient.
-    pieces = zip(hidden.split(chunk), completions[mask].split(chunk))
-    logprobs = [recompute(output, *piece, use_reentrant=False, preserve_rng_state=False)
-                for piece in pieces]
-    return torch.zeros(completions.shape, device=device).masked_scatter(mask, torch.cat(logprobs))
+    logprobs = fp4_kernels.output_logprobs(hidden, model.lm_head, completions[mask], chunk)
+    return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
 
 
 # --------------------------------------------------------------------------------------------------

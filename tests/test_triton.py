@@ -293,7 +293,7 @@ def test_kernel_norm_and_silu(interleaved):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rotary", "token_logprob"])
+@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rotary", "output_logprobs"])
 def test_kernel_gradients(name, dtype):
     """What stands between the linear layers in training, and its gradients, against float64: odd sizes, views of larger tensors."""
     torch.manual_seed(0)
@@ -304,8 +304,9 @@ def test_kernel_gradients(name, dtype):
         "silu_mul": (fp4_kernels.silu_mul, fp4_kernels.silu_mul_torch, 3 * torch.randn(4, 7, 2200), lambda x: x[::2]),
         "rotary": (fp4_kernels.rotary, lambda x, c, s: fp4_kernels.rotate(x, c[:, None], s[:, None]),
                    torch.randn(2, 7, 8 * 40), lambda x: x.unflatten(-1, (8, 40))[:, :, 2:7], angles.cos(), angles.sin()),
-        "token_logprob": (fp4_kernels.token_logprob, lambda z, t: z.log_softmax(-1).gather(1, t[:, None])[:, 0],
-                          3 * torch.randn(14, 4600) + 200 * (dtype == torch.float32), lambda x: x[:, 60:4560], chosen)}[name]
+        "output_logprobs": (lambda h, w, t: fp4_kernels.output_logprobs(h, w, t, 5),
+                            lambda h, w, t: (h @ w.T).log_softmax(-1).gather(1, t[:, None])[:, 0],
+                            torch.randn(14, 40), lambda h: h[:, 4:36], torch.randn(4500, 32).to(dtype), chosen)}[name]
     inputs = [t.to(KERNEL_DEVICE).requires_grad_(t.is_floating_point()) for t in (whole.to(dtype), *others)]
     exact_inputs = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in inputs]
     y, z = kernel(view(inputs[0]), *inputs[1:]), exact(view(exact_inputs[0]), *exact_inputs[1:])
@@ -314,7 +315,7 @@ def test_kernel_gradients(name, dtype):
         y.backward(grad.to(y.dtype).to(KERNEL_DEVICE), retain_graph=True)
         z.backward(grad.to(y.dtype).to(KERNEL_DEVICE).double(), retain_graph=True)
     pairs = [(y, z), *((a.grad, b.grad) for a, b in zip(inputs, exact_inputs) if a.grad is not None)]
-    assert len(pairs) == (3 if name == "rms_norm" else 2) and y.dtype == (torch.float32 if name == "token_logprob" else dtype)
+    assert len(pairs) == (3 if name == "rms_norm" else 2) and y.dtype == (torch.float32 if name == "output_logprobs" else dtype)
     for a, b in pairs:
         assert relative(a.double(), b) < (2e-5 if dtype == torch.float32 else 1e-2)       # the interpreter cuts bfloat16 off
 
