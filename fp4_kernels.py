@@ -1147,6 +1147,9 @@ if triton is not None:
 # RMSNorm: y = w ⊙ x r, where r = 1 / √(mean(x²) + ε). With g = dL/dy:
 #
 #     dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g))              dL/dw = Σ g ⊙ x r, over the rows
+#
+# In a block x goes on beside its norm, and the branch before it is added first. norm_branch does all in
+# one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
 def rms_norm_torch(x, weight, eps, interleaved=False):
     y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
@@ -1157,13 +1160,21 @@ def rms_norm(x, weight, eps, interleaved=False):
     """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
     if not use_triton(x):
         return rms_norm_torch(x, weight, eps, interleaved)
-    return FusedRMSNorm.apply(x.contiguous(), weight, eps, interleaved)
+    return FusedRMSNorm.apply(x.contiguous(), None, weight, eps, interleaved)[1]
+
+
+def norm_branch(x, added, weight, eps):
+    """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
+    if use_triton(x):
+        return FusedRMSNorm.apply(x, added, weight, eps, False)
+    x = x if added is None else x + added
+    return x, rms_norm_torch(x, weight, eps)
 
 
 class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def launch(kernel, *tensors, eps, **options):
-        """A kernel over tensors [..., d]: each program has a whole row in its registers."""
+        """A kernel over tensors [..., d] or None: each program has a whole row in its registers."""
         d = tensors[0].shape[-1]
         rows = tensors[0].numel() // d
         size = triton.next_power_of_2(d)
@@ -1171,45 +1182,53 @@ class FusedRMSNorm(torch.autograd.Function):
         kernel[(rows,)](*tensors, d, eps, SIZE=size, num_warps=warps, **options)
 
     @staticmethod
-    def forward(ctx, x, weight, eps, interleaved):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, added, weight, eps, interleaved):
         ctx.eps = eps
         ctx.interleaved = interleaved
+        ctx.adds = added is not None
+        ctx.set_materialize_grads(False)
+        s = torch.empty_like(x) if ctx.adds else x.view_as(x)
         y = torch.empty_like(x)
-        FusedRMSNorm.launch(rms_norm_kernel, x, weight, y, eps=eps, INTERLEAVED=interleaved,
+        FusedRMSNorm.launch(rms_norm_kernel, x, added, weight, s, y, eps=eps, INTERLEAVED=interleaved,
                             launch_pdl=is_hopper(x.device))
-        return y
+        ctx.save_for_backward(s, weight)
+        return s, y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad_s, grad):
         assert not ctx.interleaved
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
+        if any(ctx.needs_input_grad[:2]):
             grad_x = torch.empty_like(x)
-            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_x, eps=ctx.eps)
-        if ctx.needs_input_grad[1]:                            # --train-norms, seldom: by PyTorch
+            grad_s = grad_s if grad_s is None else grad_s.contiguous()
+            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_s, grad_x, eps=ctx.eps)
+        if ctx.needs_input_grad[2]:                            # --train-norms, seldom: by PyTorch
             normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
             grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_x if ctx.adds else None, grad_weight, None, None
 
 
 if triton is not None:
     @triton.jit
-    def rms_norm_kernel(x, weight, y, d, eps, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+    def rms_norm_kernel(x, added, weight, s, y, d, eps, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
         let_next_start()
         wait_for_previous()
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, SIZE)
-        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+        v = tl.load(x + row * d + k, mask=k < d, other=0.0)
+        if added is not None:
+            v += tl.load(added + row * d + k, mask=k < d, other=0.0)
+            tl.store(s + row * d + k, v, mask=k < d)
+        v = v.to(tl.float32)
         v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
         at = y + row * d
         at += tile_place(k) if INTERLEAVED else k
         tl.store(at, v.to(y.dtype.element_ty), mask=k < d)
 
     @triton.jit
-    def rms_norm_gradient_kernel(x, weight, grad, grad_x, d, eps, SIZE: tl.constexpr):
+    def rms_norm_gradient_kernel(x, weight, grad, grad_s, grad_x, d, eps, SIZE: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, SIZE)
         v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
@@ -1217,6 +1236,8 @@ if triton is not None:
         g = g * tl.load(weight + k, mask=k < d, other=0.0)
         r = tl.rsqrt(tl.sum(v * v) / d + eps)
         g = r * (g - v * (r * r * tl.sum(v * g) / d))
+        if grad_s is not None:
+            g += tl.load(grad_s + row * d + k, mask=k < d, other=0.0).to(tl.float32)
         tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
 
 

@@ -400,13 +400,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
         self.register_buffer("reference_weight", self.weight.detach().clone())
 
+    @property
+    def scale(self):
+        if self.noisy_weight is not None:
+            return self.noisy_weight
+        return self.weight if self.use_adapter else self.reference_weight
+
     def forward(self, x, reader=None):
         """reader: in decoding, the QuantLinear that reads the result, for its weight.interleaved."""
-        weight = self.weight if self.use_adapter else self.reference_weight
-        if self.noisy_weight is not None:
-            weight = self.noisy_weight
         interleaved = reader is not None and reader.weight.interleaved
-        return fp4_kernels.rms_norm(x, weight, self.eps, interleaved)
+        return fp4_kernels.rms_norm(x, self.scale, self.eps, interleaved)
+
+    def branch(self, x, added=None):
+        """(x + added, its norm)."""
+        return fp4_kernels.norm_branch(x, added, self.scale, self.eps)
 
 
 @contextlib.contextmanager
@@ -571,8 +578,9 @@ class Block(nn.Module):
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
     def forward(self, x, rope, cache=None, into_slots=None, packing=None):
-        x = x + self.attention(self.attention_norm(x), rope, cache, into_slots, packing)
-        return x + self.mlp(self.mlp_norm(x))
+        x, y = self.attention_norm.branch(x)
+        x, y = self.mlp_norm.branch(x, self.attention(y, rope, cache, into_slots, packing))
+        return x + self.mlp(y)
 
     def decode(self, x, rope, cache):
         """forward for one new token of each slot, x [slots, d].

@@ -321,11 +321,12 @@ def test_kernel_gradients(name, dtype):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name):
-    """Log-probabilities and gradients of LoRA and norms, blocks recomputed, with kernels and without them."""
-    model = with_lora(make_folder(tmp_path, name)[0], train_norms=True, device=KERNEL_DEVICE)
-    model.recompute_in_backward()
+@pytest.mark.parametrize("name, recomputed", [("qwen2", True), ("qwen2", False), ("qwen3", True)])
+def test_kernels_train_as_their_twins(tmp_path, monkeypatch, name, recomputed):
+    """Log-probabilities and gradients of LoRA and norms, with kernels and without them."""
+    model = with_lora(make_folder(tmp_path, name)[0], train_norms=recomputed, device=KERNEL_DEVICE)
+    if recomputed:
+        model.recompute_in_backward()
     prompts, length = [[5, 6, 7], [8], [5, 6, 7]], torch.tensor([5, 2, 3], device=KERNEL_DEVICE)
     completions = torch.randint(0, 250, (3, 5), device=KERNEL_DEVICE)
     found = []
