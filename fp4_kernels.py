@@ -1378,6 +1378,79 @@ if triton is not None:
         tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
+# Attention in a line of tokens (qerl.pack): a prompt attends to itself, and a completion to its prompt
+# and to itself. The softmax over keys that lie in two places is made of both places':
+#
+#     y = (e^l₁ y₁ + e^l₂ y₂) / (e^l₁ + e^l₂),     where l = log Σ exp(scores) of a place
+#
+# So FlashAttention, PyTorch's, runs twice: within each prompt and completion, and from all completions of
+# a prompt to the prompt. Nothing is copied or padded. Its backward takes of the softmax only y and l, and
+# given those of the whole, the gradients of the two places add up to the whole's.
+
+def packed_attention_torch(q, k, v, packing):
+    sizes, owner = packing.sizes, packing.owner
+    P = len(sizes) - len(owner)
+    T = max(sizes[p] + sizes[P + i] for i, p in enumerate(owner))
+
+    def rows(x):
+        """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
+        parts = x.split(sizes)
+        joined = (torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner))
+        return torch.stack([F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]).transpose(1, 2)
+
+    y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
+    y = y.transpose(1, 2).unbind()
+    prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
+    completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
+    return torch.cat(prompts + completions)
+
+
+def packed_attention(q, k, v, packing):
+    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
+    flash = q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
+    return (FlashPacked.apply if flash else packed_attention_torch)(q, k, v, packing)
+
+
+class FlashPacked(torch.autograd.Function):
+    @staticmethod
+    def places(packing):
+        """Where the completions begin, and FlashAttention's arguments for both places."""
+        P = len(packing.group_ends) - 1
+        first = sum(packing.sizes[:P])
+        longest = max(packing.sizes)
+        completions = sum(packing.sizes) - first
+        own = packing.ends, packing.ends, longest, longest, 0.0, True
+        prompt = packing.group_ends, packing.ends[:P + 1], completions, longest, 0.0, False
+        return first, own, prompt
+
+    @staticmethod
+    def forward(ctx, q, k, v, packing):
+        flash = torch.ops.aten._flash_attention_forward
+        first, own, prompt = FlashPacked.places(packing)
+        y, l, *state = flash(q, k, v, *own, False)[:4]                 # l [heads, S]
+        y_2, l_2, *state_2 = flash(q[first:], k[:first], v[:first], *prompt, False)[:4]
+        share = torch.sigmoid(l_2 - l[:, first:]).T[..., None]
+        y[first:].lerp_(y_2, share.to(y.dtype))
+        l[:, first:] = torch.logaddexp(l[:, first:], l_2)
+        ctx.packing = packing
+        ctx.save_for_backward(q, k, v, y, l, *state, *state_2)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        flash = torch.ops.aten._flash_attention_backward
+        first, own, prompt = FlashPacked.places(ctx.packing)
+        q, k, v, y, l, *states = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq, dk, dv = flash(grad, q, k, v, y, l, *own, *states[:2])
+        dq_2, dk_2, dv_2 = flash(grad[first:], q[first:], k[:first], v[:first], y[first:],
+                                 l[:, first:].contiguous(), *prompt, *states[2:])
+        dq[first:] += dq_2
+        dk[:first] += dk_2
+        dv[:first] += dv_2
+        return dq, dk, dv, None
+
+
 # Attention of one new token a row against a cache: rotary embedding, append, attend.
 #
 #     y[b, h] = softmax(q[b, h] · K[b, :filled[b] + 1]ᵀ / √D) · V[b, :filled[b] + 1]

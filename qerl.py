@@ -22,12 +22,13 @@ layers the number of linear layers that are stacked into one.
 """
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import huggingface_hub
 import torch
@@ -512,24 +513,19 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None, into_slots=None, packing=None):
         """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim].
 
-        cache and into_slots: see Transformer.hidden. With a packing (see pack) x is a line of tokens
-        [S, d], which attention lays out as rows.
+        cache and into_slots: see Transformer.hidden. With a packing (see pack), in training, B is 1.
         """
-        qkv = self.qkv(x)
-        if packing is not None:            # in training: from the line to rows
-            qkv = gather_rows(qkv, packing.place)                              # [B, T, q + k + v]
-        q, k, v = self.heads(qkv)
-        q = fp4_kernels.rotary(self.q_norm(q), *rope).transpose(1, 2)    # [B, heads, T, head_dim]
-        k = fp4_kernels.rotary(self.k_norm(k), *rope).transpose(1, 2)
-        v = v.transpose(1, 2)
+        q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, head_dim]
+        q = fp4_kernels.rotary(self.q_norm(q), *rope)
+        k = fp4_kernels.rotary(self.k_norm(k), *rope)
+        if packing is not None:
+            y = fp4_kernels.packed_attention(q[0], k[0], v[0], packing)[None]
+            return self.o(y.flatten(2))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                 # [B, heads, T, head_dim]
         if cache is not None:              # before decoding: these are prompts
             cache.store_prompts(self.index, into_slots, k, v)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        y = y.transpose(1, 2).flatten(2)                                         # [B, T, q]
-        if packing is not None:            # and back to the line
-            # origin names no position twice: here indexing's gradient has no sums (see gather_rows).
-            y = y.flatten(0, 1).index_select(0, packing.origin)                  # [S, q]
-        return self.o(y)
+        return self.o(y.transpose(1, 2).flatten(2))
 
     def decode(self, x, rope, cache, residual):
         """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
@@ -628,14 +624,14 @@ class Transformer(nn.Module):
 
         With a cache and into_slots int64 [B * G] it prefills: the keys and values of row b also go to
         the G slots of into_slots[b * G:(b + 1) * G].
-        With a packing (see pack): tokens [S] -> [S, d].
+        With a packing (see pack) tokens are its line, [1, S].
         """
         recomputing = self.recompute_blocks and torch.is_grad_enabled()
         x = F.embedding(tokens, self.embedding)
         if recomputing:
             x.requires_grad_()     # reentrant recomputation gives a gradient only if its input asks
-        T = tokens.shape[1] if packing is None else packing.place.shape[1]
-        rope = self.rope(torch.arange(T, device=tokens.device), x.dtype)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = self.rope(positions if packing is None else packing.position, x.dtype)
         for block in self.blocks:
             if recomputing:
                 # use_reentrant=False, today's default, hooks every tensor: twice the host's work.
@@ -803,7 +799,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 def to_device(numbers, device):
     """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
-    tensor = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    tensor = torch.as_tensor(numbers, dtype=torch.long)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
 
@@ -1112,10 +1109,9 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of a batch                                  (a first reading may skip this)
 #
-# The completions of a group share their prompt. All layers but attention work on single tokens,
-# so a batch goes through them as one line of tokens, in which a shared prompt stands once and
-# padding never (as in Prefix Grouper, arXiv 2506.05433). Attention lays the line out as rows and
-# takes it back. token_logprobs does so; token_logprobs_one_by_one says in few lines what it gives.
+# The completions of a group share their prompt. So a batch goes through the layers as one line of
+# tokens, in which a shared prompt stands once and padding never (as in Prefix Grouper, arXiv
+# 2506.05433). token_logprobs does so; token_logprobs_one_by_one says in few lines what it gives.
 
 def token_logprobs_one_by_one(model, prompts, completions, length):
     """What token_logprobs gives, a completion at a time: slower, to read and to test against."""
@@ -1130,33 +1126,41 @@ def token_logprobs_one_by_one(model, prompts, completions, length):
     return torch.stack(rows)
 
 
-Packing = namedtuple("Packing", "place origin start")                    # see pack
+class Packing(NamedTuple):
+    """A line of S tokens: P prompts, then B completions. See pack."""
+    sizes: list                # tokens of each prompt, then of each completion
+    owner: list                # of each completion: the number of its prompt
+    position: torch.Tensor     # int64 [S], of a token in its prompt + completion
+    before: torch.Tensor       # int64: the token of the line before each token of the completions
+    ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
+    group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end, counted
+                               # from the first completion
 
 
 def pack(prompts, length):
-    """How rows [B, T] of prompt + completion become a line of S tokens, and back.
+    """B prompts (lists) and int64 [B], the lengths of their completions -> Packing.
 
-    prompts: B lists; length int64 [B] of the completions -> Packing of
-    place int64 [B, T]: which token of the line stands at each position (any, at padding);
-    origin int64 [S]: the position in [B * T] that each token of the line came from;
-    start int64 [B]: the position of each completion in its row.
-    Rows "p q a" and "p q b c" -> line "p q a b c", place [[0, 1, 2, -], [0, 1, 3, 4]],
-    origin [0, 1, 2, 6, 7], start [2, 2].
+    Neighbours with equal prompts share one. Rows "p q a" and "p q b c" -> line "p q a b c", position
+    [0, 1, 2, 2, 3], before [1, 1, 3].
     """
-    device = length.device
-    start = to_device([len(p) for p in prompts], device)
-    end = start + length
-    first_row = to_device([prompts.index(p) for p in prompts], device)           # of each prompt
-    t = torch.arange(end.max(), device=device)
-    in_prompt = t < start[:, None]                                               # [B, T]
-    in_row = t < end[:, None]
-    is_first = first_row == torch.arange(len(prompts), device=device)            # [B]
-    # A token enters the line if it is in the first row of its prompt, or in a completion. Its place
-    # is the number of tokens that entered before it. Other rows of a prompt point to the first's.
-    enters = torch.where(in_prompt, is_first[:, None], in_row)
-    place = enters.flatten().cumsum(0).view_as(enters) - 1
-    place = torch.where(in_prompt, place[first_row], place)
-    return Packing(place, enters.flatten().nonzero()[:, 0], start)
+    groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
+    P = len(groups)
+    owner = [group for group, (_, count) in enumerate(groups) for _ in range(count)]
+    sizes = torch.tensor([size for size, _ in groups] + length.tolist())
+    ends = F.pad(sizes.cumsum(0), (1, 0))                                        # [1 + P + B]
+    begins = ends[:-1]
+    first = begins[P]                                       # where the completions begin
+    line = torch.arange(ends[-1])
+    before = line[first:] - 1
+    before[begins[P:] - first] = ends[1:][owner] - 1
+    row_begins = begins.clone()                             # were its prompt just before it
+    row_begins[P:] -= sizes[owner]
+    position = line - row_begins.repeat_interleave(sizes)
+    counts = torch.tensor([0] + [count for _, count in groups])
+    group_ends = ends[P + counts.cumsum(0)] - first
+    position, before, ends, group_ends = (
+        to_device(t, length.device) for t in (position, before, ends, group_ends))
+    return Packing(sizes.tolist(), owner, position, before, ends.int(), group_ends.int())
 
 
 def gather_rows(x, index):
@@ -1171,26 +1175,18 @@ def gather_rows(x, index):
 def token_logprobs(model, prompts, completions, length, chunk=2048):
     """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
 
-    At temperature 1; the result is 0 at padding. length: int64 [B], of the completions. Rows are
-    padded on the right, so causal attention alone hides the padding. The output layer runs on
-    `chunk` tokens at a time: [tokens, V] logits never exist whole.
+    At temperature 1; the result is 0 at padding. length: int64 [B], of the completions. The output
+    layer runs on `chunk` tokens at a time: [tokens, V] logits never exist whole.
     """
     device = completions.device
     packing = pack(prompts, length)
-    longest = completions.shape[1]
-    T = packing.place.shape[1]
-    padded = to_device([p + [0] * (T - len(p)) for p in prompts], device)                 # [B, T]
-    position = torch.arange(T, device=device) - packing.start[:, None]    # 0: completion's first
-    completed = completions.gather(1, position.clamp(0, longest - 1))
-    tokens = torch.where(position < 0, padded, completed)
-    hidden = model.hidden(tokens.flatten()[packing.origin], packing=packing)              # [S, d]
-    # The hidden state at a position predicts the next token, so the prompt's last, at -1, counts.
-    predicts = (position >= -1) & (position + 1 < length[:, None])
-    hidden = gather_rows(hidden, packing.place[predicts])               # [sum of the lengths, d]
-
-    mask = length_mask(length, longest)
-    # `predicts` and `mask` both go row by row, so that hidden states and tokens are in one order.
-    logprobs = fp4_kernels.output_logprobs(hidden, model.lm_head, completions[mask], chunk)
+    mask = length_mask(length, completions.shape[1])
+    tokens = completions[mask]                             # [n], of all completions in the line's order
+    shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
+    line = torch.cat([to_device(shared, device), tokens])
+    hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]
+    hidden = gather_rows(hidden, packing.before)           # the token before predicts a token
+    logprobs = fp4_kernels.output_logprobs(hidden, model.lm_head, tokens, chunk)
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
 
 

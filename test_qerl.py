@@ -691,13 +691,13 @@ def test_a_batch_is_printed_as_shapes():
 
 
 def test_packing_holds_each_prompt_once():
-    prompts, length = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [4, 5]], torch.tensor([2, 4, 5, 1, 3])
-    rows = [p + [10 * i + k for k in range(n)] for i, (p, n) in enumerate(zip(prompts, length.tolist(), strict=True), 1)]
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], batch_first=True, padding_value=-1)
+    prompts, length = [[1, 2, 3], [1, 2, 3], [4, 5], [6], [1, 2, 3]], torch.tensor([2, 4, 5, 1, 3])
     packing = qerl.pack(prompts, length)
-    line = tokens.flatten()[packing.origin]
-    assert len(line) == 3 + 2 + 1 + 15 and (line >= 0).all()
-    assert packing.place.shape == tokens.shape and ((line[packing.place] == tokens) | (tokens == -1)).all()
+    assert packing.sizes == [3, 2, 1, 3, 2, 4, 5, 1, 3] and packing.owner == [0, 0, 1, 2, 3]   # the last prompt has no neighbour
+    assert packing.position.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3, 4, 3, 4, 5, 6, 2, 3, 4, 5, 6, 1, 3, 4, 5]
+    assert packing.before.tolist() == [2, 9, 2, 11, 12, 13, 4, 15, 16, 17, 18, 5, 8, 21, 22]
+    assert packing.ends.tolist() == [0, 3, 5, 6, 9, 11, 15, 20, 21, 24]
+    assert packing.group_ends.tolist() == [0, 6, 11, 12, 15]
 
 
 def test_noise_shows_as_mismatch(qwen):

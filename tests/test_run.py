@@ -38,7 +38,8 @@ def test_cut_rows_covers_every_row_within_the_budget():
     assert sorted(i for piece in pieces for i in piece) == list(range(80))
     for piece in pieces:
         packing = qerl.pack([prompts[i] for i in piece], torch.tensor([lengths[i] for i in piece]))
-        assert len(piece) == 1 or len(packing.origin) <= 400 and packing.place.numel() <= 1600
+        width = max(len(prompts[i]) + lengths[i] for i in piece)
+        assert len(piece) == 1 or sum(packing.sizes) <= 400 and len(piece) * width <= 1600
     assert len(pieces) < 1.3 * (sum(lengths) + sum(map(len, map(list, set(map(tuple, prompts)))))) / 400 + 2
 
 
