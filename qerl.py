@@ -262,7 +262,7 @@ class PackedWeight:
         if lora is None:
             return y
         A, B = lora
-        return torch.addmm(y, F.linear(x, A), B.T)
+        return y.addmm_(F.linear(x, A), B.T)
 
 
 class FrozenLinear(torch.autograd.Function):
