@@ -596,7 +596,7 @@ class Transformer(nn.Module):
         check_config(config)
         super().__init__()
         self.config = config
-        self.recompute_blocks = False
+        self.recompute_blocks = 0                      # so many, from the first on
         shape = (config.vocab_size, config.hidden_size)
         embedding = checkpoint.tensor("model.embed_tokens.weight", shape)
         lm_head = embedding
@@ -626,14 +626,14 @@ class Transformer(nn.Module):
         the G slots of into_slots[b * G:(b + 1) * G].
         With a packing (see pack) tokens are its line, [1, S].
         """
-        recomputing = self.recompute_blocks and torch.is_grad_enabled()
+        recomputing = self.recompute_blocks if torch.is_grad_enabled() else 0
         x = F.embedding(tokens, self.embedding)
         if recomputing:
             x.requires_grad_()     # reentrant recomputation gives a gradient only if its input asks
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = self.rope(positions if packing is None else packing.position, x.dtype)
-        for block in self.blocks:
-            if recomputing:
+        for i, block in enumerate(self.blocks):
+            if i < recomputing:
                 # use_reentrant=False, today's default, hooks every tensor: twice the host's work.
                 x = recompute(block, x, rope, None, None, packing, use_reentrant=True,
                               preserve_rng_state=False)
@@ -649,20 +649,21 @@ class Transformer(nn.Module):
             x = block.decode(x, rope, cache)
         return self.norm(x)
 
-    def recompute_in_backward(self):
-        """Gradient checkpointing: only each block's input is kept, for one more forward pass.
+    def recompute_in_backward(self, blocks=None):
+        """Gradient checkpointing: of the first `blocks`, or all, only the input is kept, for one more pass.
 
         In backward a block runs forward again, is differentiated and freed. Its dequantised
         weights live from this second forward to the end of its backward, so that each is
         dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
         autograd.grad. What the second forward ends with, down's product, nobody reads: no gradient
-        depends on it, so that it is left out. It cannot be undone.
+        depends on it, so that it is left out.
         """
-        self.recompute_blocks = True
-        for block in self.blocks:
-            block.mlp.down.output_unread = True
-        for layer in self.quantized_layers():
-            layer.keep_dequantized = True
+        self.recompute_blocks = len(self.blocks) if blocks is None else blocks
+        for i, block in enumerate(self.blocks):
+            recomputed = i < self.recompute_blocks
+            block.mlp.down.output_unread = recomputed
+            for layer in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down):
+                layer.keep_dequantized = recomputed
 
     def quantized_layers(self):
         return [m for m in self.modules() if isinstance(m, QuantLinear)]
