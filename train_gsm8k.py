@@ -33,7 +33,7 @@ from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
 from harness.loading import load_with_progress
-from harness.memory import keep_decoded, micro_tokens_that_fit, slots_that_fit
+from harness.memory import keep_activations, keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
 from harness.packed_folder import policy_fingerprints, save_packed
 from harness.questions import first_of_each, load_questions, next_questions, with_prompts
@@ -320,6 +320,8 @@ def load_all(settings, method, ranks=Ranks()):
         settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
     if settings.micro_tokens is None:
         settings.micro_tokens = micro_tokens_that_fit(model)
+    if model.recompute_blocks and not settings.shard:
+        keep_activations(model, settings.micro_tokens)
     return model, tokenizer, questions, held_out
 
 

@@ -78,25 +78,46 @@ def slots_that_fit(model, longest, most=256, share=0.7):
     return slots
 
 
-def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
-    """How many tokens a pass of an update may have, `most` at most.
+def room_for_updates(model, share=0.8):
+    """How many activations there is room for in `share` of the free memory.
 
-    What a token takes was fitted to measured peaks, of 7B and 32B (blocks recomputed) and of 0.5B
-    (not): the input of each block and what one block keeps for its backward, or what every block
-    does. Beside that the optimiser's two moments, the gradients and 2,048 tokens' logits have to fit.
+    The optimiser's two moments, the gradients and 2,048 tokens' logits have to fit, too.
     """
-    config = model.config
-    wide = config.intermediate_size
-    d = config.hidden_size
-    if model.recompute_blocks:
-        values = (len(model.blocks) + 10) * d + 5 * wide
-    else:
-        values = len(model.blocks) * (5 * d + 3 * wide)
     itemsize = model.embedding.dtype.itemsize
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
-    free = free_memory(model.device) - trained - 3 * 2048 * config.vocab_size * itemsize
-    tokens = max(least, min(most, int(share * free / (values * itemsize))))
+    free = free_memory(model.device) - trained - 3 * 2048 * model.config.vocab_size * itemsize
+    return share * free / itemsize
+
+
+def activations(model, recomputed):
+    """How many an update takes a token if so many blocks are recomputed in backward.
+
+    Fitted to measured peaks, of 1.5B, 3B, 7B and 32B: each block's input, what the blocks that are not
+    recomputed keep for backward, and what one recomputed block does.
+    """
+    d = model.config.hidden_size
+    wide = model.config.intermediate_size
+    blocks = len(model.blocks)
+    kept = (blocks - recomputed) * (5 * d + 3 * wide)
+    return kept + blocks * d + (10 * d + 5 * wide if recomputed else 0)
+
+
+def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
+    """How many tokens a pass of an update may have, `most` at most."""
+    values = activations(model, model.recompute_blocks)
+    room = room_for_updates(model, share)
+    tokens = max(least, min(most, int(room / values)))
     if tokens < most:
+        itemsize = model.embedding.dtype.itemsize
         print(f"--micro-tokens {tokens}: so many tokens, {values * itemsize / 1e6:.2g} MB each, fit into "
-              f"{share:.0%} of {max(free, 0) / 1e9:.1f} GB")
+              f"{max(room, 0) * itemsize / 1e9:.1f} GB")
     return tokens
+
+
+def keep_activations(model, tokens):
+    """Recompute in backward only as many blocks as memory asks for, with `tokens` tokens a pass."""
+    room = room_for_updates(model)
+    recomputed = 0
+    while recomputed < len(model.blocks) and tokens * activations(model, recomputed) > room:
+        recomputed += 1
+    model.recompute_in_backward(recomputed)

@@ -5,9 +5,14 @@ products beside each layer take a quarter of a step. So for the time of a rollou
 
     W' = bfloat16(Ŵ + α/r · B A)
 
-How exact is this? Training rounds Ŵ to bfloat16, too (TiledWeight.dequantize), only decoding does not. Where Ŵ
-is a bfloat16 number already (MXFP4), though, a small B A would be rounded away: of one that is 4e-5 of Ŵ 2 %
-would be left. NVFP4's and NF4's weights lie between the bfloat16 numbers, and rounding keeps B A on average.
+256 tokens of 512 sequences of 1.5B take 1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead of 1.41 s; of
+160 sequences of 7B 2.30 s instead of 3.19 s, of 256 2.68 s instead of 2.86 s (H100). It takes 2 bytes a weight.
+
+How exact is this? Against float32 the log-probabilities are as exact as before, since training rounds Ŵ to
+bfloat16, too. But the roundings differ, and the KL of rollout to training grew, without noise, from 1.2e-4 to
+1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights). Where Ŵ is a bfloat16 number already
+(MXFP4) a small B A would be rounded away: of one that is 4e-5 of Ŵ 2 % would be left. Such weights are not
+merged. NVFP4's and NF4's lie between the bfloat16 numbers, where rounding keeps B A on average.
 """
 import torch
 
@@ -21,7 +26,7 @@ MERGED_ABOVE = 128             # sequences; up to here linear_kernel computes Lo
 def merged_weight(layer, dtype):
     """Weight and LoRA of a layer as a PackedWeight of dtype; None if rounding could lose LoRA."""
     weight = layer.weight.dequantize(torch.float32)
-    if torch.equal(weight, weight.to(dtype).float()):
+    if torch.equal(weight[0], weight[0].to(dtype).float()):
         return None
     A, B = layer.lora(torch.float32)
     if A is not None:

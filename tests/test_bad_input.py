@@ -232,9 +232,10 @@ def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     config = model.config
     trained = 12 * sum(p.numel() for p in qerl.trainable(model).values())                 # two moments and a gradient, float32
     logits = 3 * 2048 * config.vocab_size * 4
-    d, wide = config.hidden_size, config.intermediate_size
-    for recompute, values in ((False, len(model.blocks) * (5 * d + 3 * wide)), (True, (10 + len(model.blocks)) * d + 5 * wide)):
-        model.recompute_blocks = recompute
+    d, wide, blocks = config.hidden_size, config.intermediate_size, len(model.blocks)
+    kept, recomputed = blocks * (6 * d + 3 * wide), blocks * d + 10 * d + 5 * wide
+    for recompute_blocks, values in ((0, kept), (blocks, recomputed)):
+        model.recompute_in_backward(recompute_blocks)
         monkeypatch.setattr(memory, "free_memory", lambda device: trained + logits + 1000 * 4 * values)
         assert memory.micro_tokens_that_fit(model, share=1.0) == 1000
         assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
@@ -242,6 +243,20 @@ def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     assert memory.micro_tokens_that_fit(model) == 512
     monkeypatch.setattr(memory, "free_memory", lambda device: 1e15)
     assert memory.micro_tokens_that_fit(model) == 16384 and not capsys.readouterr().out.endswith("16384")
+
+
+def test_blocks_keep_their_activations_where_memory_allows(family, monkeypatch):
+    model = with_lora(family[0])
+    d, wide = model.config.hidden_size, model.config.intermediate_size
+    model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
+    blocks = len(model.blocks)
+    for recomputed in (0, 3, 7, blocks):
+        values = blocks * d + (blocks - recomputed) * (5 * d + 3 * wide) + (10 * d + 5 * wide) * bool(recomputed)
+        monkeypatch.setattr(memory, "room_for_updates", lambda model: 1000 * values)
+        memory.keep_activations(model, 1000)
+        assert model.recompute_blocks == recomputed
+        memory.keep_activations(model, 1001)
+        assert model.recompute_blocks > recomputed or recomputed == blocks
 
 
 def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
