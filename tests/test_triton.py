@@ -15,7 +15,9 @@ import torch.nn.functional as F
 import fp4_kernels
 import qerl
 from common import have_capability
+from harness import merged
 from studies import cross_compile
+from studies.random_models import random_model
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, PROMPTS, gpu, make_folder, relative, runs_kernels
 from test_qerl import with_lora
 
@@ -479,3 +481,39 @@ def test_gpu_rollouts_with_one_seed_are_equal(tmp_path, top_p):
                               generator=torch.Generator("cuda").manual_seed(0)) for _ in range(4)]
     for other in rollouts[1:]:
         assert torch.equal(rollouts[0].tokens, other.tokens) and torch.equal(rollouts[0].logprobs, other.logprobs)
+
+
+def test_merged_weights_hold_lora_unless_rounding_would_lose_it():
+    torch.manual_seed(0)
+    for name in ("nvfp4", "nf4", "mxfp4"):
+        format = qerl.FORMATS[name]
+        tiled = format.tile(*format.quantize(torch.randn(128, 128)))
+        layer = qerl.QuantLinear(["a", "b"], [64, 64], 128, tiled, None, lora_rank=4, lora_alpha=8)
+        layer.lora_B.data.normal_()
+        found = merged.merged_weight(layer, torch.bfloat16)
+        if name == "mxfp4":                                                               # its values are bfloat16 numbers
+            assert found is None
+            continue
+        A, B = layer.lora_A.split(4), layer.lora_B.split(64)
+        expected = tiled.dequantize(torch.float32) + 2 * torch.cat([b @ a for a, b in zip(A, B)])
+        assert relative(found.dequantize(torch.float32), expected) < 3e-3
+
+
+def test_a_merging_sampler_leaves_the_layers_as_they_were(monkeypatch):
+    monkeypatch.setattr(merged, "MERGED_ABOVE", 4)
+    model = random_model("tiny", "nvfp4", 16, "cpu")
+    model.embedding, model.lm_head = model.embedding.bfloat16(), model.lm_head.bfloat16()
+    for layer in model.quantized_layers():
+        layer.weight = qerl.tile_nvfp4(*layer.weight.parts)
+        layer.bias = None
+    before = [layer.weight for layer in model.quantized_layers()]
+    sizes = []
+    monkeypatch.setattr(merged.MergingSampler, "merge", lambda self, layers, merge=merged.MergingSampler.merge: (
+        sizes.append(len(self.completion)), merge(self, layers)))
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    rollouts = [qerl.generate(model, prompts, 4, 2, temperature=0, sampler_class=sampler_class)
+                for sampler_class in (qerl.Sampler, merged.MergingSampler)]
+    assert sizes == [6] and [layer.weight for layer in model.quantized_layers()] == before
+    assert all(layer.use_adapter for layer in model.quantized_layers())
+    first = [rollout.logprobs[:, 0] for rollout in rollouts]
+    assert 0 < (first[0] - first[1]).abs().max() < 0.1
