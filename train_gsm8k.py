@@ -102,8 +102,9 @@ class Settings:
     gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
     micro_tokens: int = setting(None, "tokens in one pass of an update, in which a shared prompt counts "
                                       "once; by default 16384, or what memory holds")
-    keep_activations: bool = setting(False, "no gradient checkpointing: what backward needs is kept, "
-                                            "faster on a GPU, for several times the memory")
+    keep_activations: bool = setting(False, "no gradient checkpointing at all, whatever memory it "
+                                            "takes; else on a GPU as many blocks keep what backward "
+                                            "needs as fit into most of the free memory")
 
     # The run
     shard: bool = setting(False, "cut the frozen weights over torchrun's processes, for models that "
