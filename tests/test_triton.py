@@ -517,3 +517,18 @@ def test_a_merging_sampler_leaves_the_layers_as_they_were(monkeypatch):
     assert all(layer.use_adapter for layer in model.quantized_layers())
     first = [rollout.logprobs[:, 0] for rollout in rollouts]
     assert 0 < (first[0] - first[1]).abs().max() < 0.1
+
+
+@gpu
+def test_flash_attention_of_a_packed_line_is_its_twin():
+    """Prompts of 5, 70 and 1 tokens, shared by three, one and one completion; and the gradients."""
+    torch.manual_seed(0)
+    packing = qerl.pack([[1] * 5] * 3 + [[2] * 70, [3]], torch.tensor([4, 1, 130, 7, 3], device="cuda"))
+    found = [torch.randn(sum(packing.sizes), heads, 64, device="cuda").bfloat16().requires_grad_() for heads in (6, 2, 2)]
+    exact = [t.detach().float().requires_grad_() for t in found]
+    y, z = fp4_kernels.packed_attention(*found, packing), fp4_kernels.packed_attention_torch(*exact, packing)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    z.backward(grad.float())
+    for a, b in [(y, z), *((a.grad, b.grad) for a, b in zip(found, exact))]:
+        assert relative(a.float(), b) < 2e-2
