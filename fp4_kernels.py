@@ -1148,8 +1148,8 @@ if triton is not None:
 #
 #     dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g))              dL/dw = Σ g ⊙ x r, over the rows
 #
-# In a block x goes on beside its norm, and the branch before it is added first. norm_branch does all in
-# one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
+# In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
+# all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
 def rms_norm_torch(x, weight, eps, interleaved=False):
     y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
@@ -1189,8 +1189,8 @@ class FusedRMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         s = torch.empty_like(x) if ctx.adds else x.view_as(x)
         y = torch.empty_like(x)
-        FusedRMSNorm.launch(rms_norm_kernel, x, added, weight, s, y, eps=eps, INTERLEAVED=interleaved,
-                            launch_pdl=is_hopper(x.device))
+        FusedRMSNorm.launch(rms_norm_kernel, x, added, weight, s, y, eps=eps,
+                            INTERLEAVED=interleaved, launch_pdl=is_hopper(x.device))
         ctx.save_for_backward(s, weight)
         return s, y
 
@@ -1203,7 +1203,8 @@ class FusedRMSNorm(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             grad_x = torch.empty_like(x)
             grad_s = grad_s if grad_s is None else grad_s.contiguous()
-            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_s, grad_x, eps=ctx.eps)
+            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_s, grad_x,
+                                eps=ctx.eps)
         if ctx.needs_input_grad[2]:                            # --train-norms, seldom: by PyTorch
             normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
             grad_weight = (grad * normed).flatten(0, -2).sum(0)
@@ -1212,7 +1213,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
 if triton is not None:
     @triton.jit
-    def rms_norm_kernel(x, added, weight, s, y, d, eps, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+    def rms_norm_kernel(x, added, weight, s, y, d, eps,
+                        INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
         let_next_start()
         wait_for_previous()
         row = tl.program_id(0).to(tl.int64)
@@ -1378,14 +1380,14 @@ if triton is not None:
         tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
-# Attention in a line of tokens (qerl.pack): a prompt attends to itself, and a completion to its prompt
-# and to itself. The softmax over keys that lie in two places is made of both places':
+# Attention in a line of tokens (qerl.pack): a prompt attends to itself, and a completion to its
+# prompt and to itself. A softmax over keys that lie in two places is made of those of both places:
 #
 #     y = (e^l₁ y₁ + e^l₂ y₂) / (e^l₁ + e^l₂),     where l = log Σ exp(scores) of a place
 #
-# So FlashAttention, PyTorch's, runs twice: within each prompt and completion, and from all completions of
-# a prompt to the prompt. Nothing is copied or padded. Its backward takes of the softmax only y and l, and
-# given those of the whole, the gradients of the two places add up to the whole's.
+# So PyTorch's FlashAttention runs twice: within each prompt and completion, and from all completions
+# of a prompt to the prompt. Nothing is copied or padded. Of the softmax its backward takes only y and
+# l. If these are the whole's, the gradients of both places add up to the whole's.
 
 def packed_attention_torch(q, k, v, packing):
     sizes, owner = packing.sizes, packing.owner
@@ -1396,7 +1398,8 @@ def packed_attention_torch(q, k, v, packing):
         """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
         parts = x.split(sizes)
         joined = (torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner))
-        return torch.stack([F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]).transpose(1, 2)
+        padded = [F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]
+        return torch.stack(padded).transpose(1, 2)
 
     y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
     y = y.transpose(1, 2).unbind()
@@ -1705,10 +1708,11 @@ if triton is not None:
 #
 # A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). Its gradient:
 #
-#     dlogprob/dlogits = 1[token] - softmax(logits)          dlogprob/dhidden = dlogprob/dlogits · lm_head
+#     dlogprob/dlogits = 1[token] - softmax(logits)
+#     dlogprob/dhidden = dlogprob/dlogits · lm_head
 #
-# The output layer is frozen, so that nothing but hidden needs it, and forward can compute it at once: no
-# logits are kept, or made again in backward.
+# The output layer is frozen, so that only hidden needs a gradient. Forward computes it while the
+# logits are there: they are not kept, and not computed again in backward.
 
 def token_logprob_torch(logits, tokens, gradient=False):
     logprobs = logits.float().log_softmax(-1)
@@ -1735,7 +1739,7 @@ def token_logprob(logits, tokens, gradient=False):
 
 
 def output_logprobs(hidden, lm_head, tokens, chunk):
-    """log π(token) float32 [n] of hidden [n, d], lm_head [V, d], tokens int64 [n]; `chunk` at a time."""
+    """hidden [n, d], lm_head [V, d], tokens int64 [n] -> log π(token) float32 [n], in chunks."""
     return OutputLogprobs.apply(hidden, lm_head, tokens, chunk)
 
 

@@ -350,8 +350,8 @@ class QuantLinear(nn.Module):
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
 
-        A [layers * r, in] is multiplied by α/r; in B' [out, layers * r] each layer's piece of B [out,
-        r] is a block on the diagonal.
+        A [layers * r, in] is multiplied by α/r; in B' [out, layers * r] each layer's piece of
+        B [out, r] is a block on the diagonal.
         """
         if not self.use_adapter:
             return None, None
@@ -650,7 +650,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def recompute_in_backward(self, blocks=None):
-        """Gradient checkpointing: of the first `blocks`, or all, only the input is kept, for one more pass.
+        """Gradient checkpointing: the first `blocks`, or all, keep only their input, for one more pass.
 
         In backward a block runs forward again, is differentiated and freed. Its dequantised
         weights live from this second forward to the end of its backward, so that each is
@@ -1134,8 +1134,8 @@ class Packing(NamedTuple):
     position: torch.Tensor     # int64 [S], of a token in its prompt + completion
     before: torch.Tensor       # int64: the token of the line before each token of the completions
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
-    group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end, counted
-                               # from the first completion
+    group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
+                               # counted from the first completion
 
 
 def pack(prompts, length):
@@ -1182,7 +1182,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     device = completions.device
     packing = pack(prompts, length)
     mask = length_mask(length, completions.shape[1])
-    tokens = completions[mask]                             # [n], of all completions in the line's order
+    tokens = completions[mask]                             # [n], in the line's order
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]

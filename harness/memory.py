@@ -92,8 +92,8 @@ def room_for_updates(model, share=0.8):
 def activations(model, recomputed):
     """How many an update takes a token if so many blocks are recomputed in backward.
 
-    Fitted to measured peaks, of 1.5B, 3B, 7B and 32B: each block's input, what the blocks that are not
-    recomputed keep for backward, and what one recomputed block does.
+    Fitted to measured peaks of 1.5B, 3B, 7B and 32B: each block's input, what the blocks that are
+    not recomputed keep for backward, and what one recomputed block does.
     """
     d = model.config.hidden_size
     wide = model.config.intermediate_size

@@ -1,18 +1,20 @@
 """Many sequences are decoded faster from 16-bit weights that hold LoRA.
 
-With more than MERGED_ABOVE sequences decoding is bound by arithmetic: 4 bits save no time, and LoRA's two thin
-products beside each layer take a quarter of a step. So for the time of a rollout
+With more than MERGED_ABOVE sequences decoding is bound by arithmetic: 4 bits save no time, and
+LoRA's two thin products beside each layer take a quarter of a step. So for the time of a rollout
 
     W' = bfloat16(Ŵ + α/r · B A)
 
-256 tokens of 512 sequences of 1.5B take 1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead of 1.41 s; of
-160 sequences of 7B 2.30 s instead of 3.19 s, of 256 2.68 s instead of 2.86 s (H100). It takes 2 bytes a weight.
+256 tokens of 512 sequences of 1.5B take 1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead
+of 1.41 s; of 160 sequences of 7B 2.30 s instead of 3.19 s, of 256 2.68 s instead of 2.86 s (H100).
+It takes 2 bytes a weight.
 
-How exact is this? Against float32 the log-probabilities are as exact as before, since training rounds Ŵ to
-bfloat16, too. But the roundings differ, and the KL of rollout to training grew, without noise, from 1.2e-4 to
-1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights). Where Ŵ is a bfloat16 number already
-(MXFP4) a small B A would be rounded away: of one that is 4e-5 of Ŵ 2 % would be left. Such weights are not
-merged. NVFP4's and NF4's lie between the bfloat16 numbers, where rounding keeps B A on average.
+How exact is this? Against float32 the log-probabilities are as exact as before, since training
+rounds Ŵ to bfloat16, too. But the roundings differ, and the KL of rollout to training grew, without
+noise, from 1.2e-4 to 1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights).
+Where Ŵ is a bfloat16 number already (MXFP4) a small B A would be rounded away: of one that is 4e-5
+of Ŵ 2 % would be left. Such weights are not merged. NVFP4's and NF4's lie between the bfloat16
+numbers, where rounding keeps B A on average.
 """
 import torch
 
@@ -35,12 +37,14 @@ def merged_weight(layer, dtype):
 
 
 class MergingSampler(qerl.Sampler):
-    """A sampler for qerl.generate that merges the layers while many slots decode, if memory allows."""
+    """For qerl.generate: merges the layers while many slots decode, if memory allows."""
 
     def record(self):
         self.restore()
-        layers = [layer for layer in self.model.quantized_layers() if isinstance(layer.weight, TiledWeight)]
-        size = 16 * sum(layer.weight.words.numel() for layer in layers)      # bytes; 8 weights a word
+        layers = [layer for layer in self.model.quantized_layers()
+                  if isinstance(layer.weight, TiledWeight)]
+        words = sum(layer.weight.words.numel() for layer in layers)
+        size = words * 8 * 2                           # bytes: 8 weights a word, 16 bits a weight
         if len(self.completion) > MERGED_ABOVE and size < free_memory(self.model.device) / 2:
             self.merge(layers)
         super().record()
