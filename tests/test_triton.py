@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fp4_kernels
 import qerl
 from common import have_capability
-from harness import merged
+from methods import merged
 from studies import cross_compile
 from studies.random_models import random_model
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, PROMPTS, gpu, make_folder, relative, runs_kernels
