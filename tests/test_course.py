@@ -10,8 +10,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import fp4_kernels
+import qerl
 from common import NUMBER, columns
 from harness.small_policy import warm_start
 from test_qerl import HERE
@@ -220,3 +222,21 @@ def test_course_wrong_numbers_are_noticed():
             for number in NUMBER.finditer(text):
                 wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
                 assert course_difference(text, wrong), (heading, number[0])
+
+
+def test_the_step_that_the_readme_shows_is_one(qwen):
+    """It runs as it stands, changes the adapter, and starts from a ratio of 1."""
+    with open(f"{HERE}/README.md", encoding="utf-8") as f:
+        lines, = re.findall(r"<!-- these lines are run by the tests -->\n```python\n(.*?)```", f.read(), flags=re.DOTALL)
+    torch.manual_seed(0)
+    model = qerl.load_model(qwen[0], lora_rank=4)
+    trained = qerl.trainable(model)
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    values = {
+        "qerl": qerl, "model": model, "step": 1, "steps": 2, "prompts": [[1, 2, 3], [4]], "eos": {256},
+        "score": lambda rollout: rollout.length.view(2, 8) + torch.arange(8.0),
+        "optimizer": torch.optim.AdamW(trained.values(), lr=0.1),
+    }
+    exec(lines, values)
+    assert not all(torch.equal(before[name], p) for name, p in trained.items())
+    assert torch.equal(values["logprobs"], values["old_logprobs"]) and values["sigma"] > 0

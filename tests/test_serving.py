@@ -95,7 +95,7 @@ def test_saved_folder_is_what_a_quantizer_trains_on(qwen, data, tmp_path, cache,
         assert len(scale) == 1
     tokens = torch.arange(30)[None]
     with torch.no_grad():
-        assert torch.equal(qerl.load_model(str(tmp_path / "out"))(tokens), model(tokens))
+        assert relative(qerl.load_model(str(tmp_path / "out"))(tokens), model(tokens)) < 1e-5     # near: LoRA's zeros are summed, too
         assert relative(model(tokens), library_logits(tmp_path / "out", tokens)) < 0.015
 
 
