@@ -1284,7 +1284,7 @@ class Checkpoint:
                 "config that belongs to the weights")
         require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
         largest = tensor.float().abs().max()                         # NaN if one number is
-        empty = largest == 0 and len(shape) > 1                      # a bias may be zero
+        empty = largest == 0 and not name.endswith(".bias")
         require(largest < LARGEST and not empty,
                 f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
                 "the model again")
@@ -1347,9 +1347,10 @@ class Checkpoint:
     def require_all_read(self):
         """Refuse a tensor that was not read, unless it is UNUSED or a copy of the embedding."""
         for name in sorted(self.unread):
+            if name.endswith(UNUSED):
+                continue
             pair = [self.files[n].get_tensor(n) for n in (name, "model.embed_tokens.weight")]
-            copied = name == "lm_head.weight" and torch.equal(*pair)
-            require(copied or name.endswith(UNUSED),
+            require(name == "lm_head.weight" and torch.equal(*pair),
                     f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
                     "attention_bias and the like); use the config that belongs to the weights")
 

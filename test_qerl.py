@@ -532,6 +532,7 @@ ROTATED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized
     (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e5m2)}), None, "tensor model.norm.weight is"),
     (lambda t: t[UP].view(-1)[7].fill_(1e30), None, f"tensor {UP} holds NaN, infinity, a number above"),
     (lambda t: t[UP].zero_(), None, f"tensor {UP} holds .* zeros alone"),
+    (lambda t: t["model.norm.weight"].zero_(), None, "tensor model.norm.weight holds .* zeros alone"),
     (lambda t: packed_layer(t, 0, torch.Tensor.float), None, "weight_packed is torch.float32"),
     (lambda t: packed_layer(t, 0, torch.Tensor.char), None, "weight_packed is torch.int8"),
     (lambda t: packed_layer(t, 0, torch.zeros_like), None, "weight_packed holds .* zeros alone"),

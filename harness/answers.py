@@ -16,36 +16,38 @@ LONGEST = 1000                 # characters: no answer that is meant is longer
 # TeX and typography that say nothing about a number, and how `plain` spells them.
 PLAIN = [
     (re.compile(r"\^?\s?\{?\\circ\}?"), "°"),
-    (re.compile(r"\\(?:text|math|mbox|f?box|left|right)[a-z]*|\\[()\[\],:; ]|[~\u00a0\u202f]"), " "),
+    (re.compile(r"\\(?:text|math|mbox|f?box|left|right|underline)[a-z]*|\\[()\[\],:; ]|[~\u00a0\u202f]"), " "),
     (re.compile(r"(?<!\\)[{}]|\\!"), ""),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
     (re.compile(r"\\approx|≈"), "="),
 ]
-# The one number of an answer, and all that may stand around it.
-NUMBER = re.compile(r"""
-    (?: US | [\s$€£(*] )*  (?P<sign> [-+]? )  [\s$€£(*]{,3}
+# Words that make another number of the one beside them, or say that it is not meant.
+CHANGES = r"""\b(?: (?:hundred|thousand|million|billion|trillion|dozen|score|error)s? | [bmt]n
+    | (?:ten|fif|four|six|seven|eigh|nin|hundred|thousand)ths? | half | halves | third | quarter
+    | times | squared | cubed | factorial | modulo
+    | minus | negative | plus | less | than | not | no | or | and | is | be | wrong )\b"""
+# The one number of an answer, and all that may stand around it: a currency, and words for a unit.
+NUMBER = re.compile(rf"""
+    (?: US | [\s$€£¥(*] )*  (?P<sign> [-+]? )  [\s$€£¥(*]{{,3}}
     (?P<digits>
-        (?: [1-9]\d{,2} (?:[,\ ]\d{3})+ | \d+ )  (?: \.\d* )?       # 1,250.00
+        (?: [1-9]\d{{,2}} (?:[,\ ]\d{{3}})+ | \d+ )  (?: \.\d* )?       # 1,250.00
       | \.\d+
     )
-    (?P<power> [eE] [+-]? \d{1,3} )?  [\s)]{,3}
-    (?:
-        (?: [%°€£] | (?<=\s)[mghslL] | [mck]m | [mk]g | m[lL] | ft | in | yd | lb | oz | min | mph
-          | percent | hour | day | week | month | year | dollar | mile | people | children
-          | (?: (?:square|cubic)\s )? (?: feet | [A-Za-z][A-Za-z-]+[a-rtv-z]s )    # a plural
-        )
-        (?![A-Za-z-])  (?: \^?[23] | [²³] )?                      # cm^2
-        (?: \s (?:of|an?) \s [A-Za-z]+ )?                         # slices of bread
-    )?
-    (?: \s? (?: per\s[A-Za-z]+ | /\s?(?:h|s|hour|day|week|month|year)\b ) )?
-    [\s$*).]*
+    (?P<power> [eE] [+-]? \d{{1,3}} )?  [\s$)]{{,3}}
+    (?: [%€£¢] | °[CF]? | (?: (?<=\s)[mghslL] | [mck]m | [mk]g | m[lL] | ft | lbs? | hrs? ) (?![A-Za-z]) )?
+    (?: (?<=[\s/^²³]) (?! {CHANGES}) (?: [A-Za-z][A-Za-z-]+ | a\b )      # more words
+      | (?<=[A-Za-z]) \^?[23] | (?<=[A-Za-z]) [²³]                        # cm^2
+      | \s?/\s? [A-Za-z]+ | \s                                            # km/h
+    ){{,12}}
+    [\s$*).,]*
 """, re.VERBOSE)
 # What stands between a number and what it is: nothing, a name, or a calculation.
 EQUALS = re.compile(r"[=:]|\bis\b")
-NAMED = re.compile(r"""
-    (?: [^\W\d] [\w\s]*
-      | [\d.,\s$]+ (?: (?: [-+*/×÷] | \\times | \\cdot | \\div ) [\d.,\s$]+ )+
+NAMED = re.compile(rf"""
+    (?: (?! .* {CHANGES}) [^\W\d] [\w\s'’]*
+      | [\d.,\s$()]+ (?: (?: [-+*/×÷] | \\times | \\cdot | \\div ) [\d.,\s$()]+ )+
+      | \\[dt]?frac [\d\s]+
     )?
 """, re.VERBOSE)
 BOX = re.compile(r"""

@@ -38,7 +38,7 @@ SEAL = ".sha256"
 def is_sound(folder):
     """Whether a folder of the cache is there and holds, to the last bit, what was made."""
     seal = Path(folder, SEAL)
-    return seal.exists() and seal.read_text("utf-8") == fingerprint(folder)
+    return seal.exists() and seal.read_bytes() == fingerprint(folder).encode()
 
 
 def made_once(name, make, source=None):

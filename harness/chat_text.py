@@ -65,7 +65,10 @@ class ChatText:
     def warn_of_other_ends(self):
         """Say so if the chat template ends an answer with a token at which completions do not end."""
         answer = "An answer."
-        behind = self.chat("A question?", answer, tokenize=False).partition(answer)[2]
+        try:
+            behind = self.chat("A question?", answer, tokenize=False).partition(answer)[2]
+        except UserError:              # some templates take no answers
+            return
         added = self.tokenizer.added_tokens_decoder
         tokens = [i for i in self.tokenizer.encode(behind, add_special_tokens=False) if i in added]
         if tokens and tokens[0] not in self.eos:

@@ -32,7 +32,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no 
 DEMANDS = re.compile(r"""
     ^Solve\ the\ following\ math\ problem\ step\ by\ step\..*?\n\n
     | \n\nRemember\ to\ put\ your\ answer\ .*
-    | (?<=[.?!\n]) [^.?!\n]* \#{4} [^\n]* $
+    | (?<=[.?!\n]) [^.?!\n]* \#{4} [^\n?]* $
 """, re.VERBOSE | re.DOTALL)
 
 

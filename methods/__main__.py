@@ -44,6 +44,7 @@ def main(argv=None):
         parser = Parser(__doc__, prog="python -m methods")
         parser.add_argument("names", nargs="*", metavar="NAME", help="as --method takes it")
         names = parser.parse_args(argv).names or every_variant()
+        names = [name for name in names if methods.look_up(name)]         # it refuses unknown ones
         print(HEADER)
         for name in names:
             print(ROW.format(name=name, **second_step(name)), flush=True)
