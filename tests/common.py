@@ -86,12 +86,14 @@ def run_main(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
     train_gsm8k.main()
 
-QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-3,
+QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
+    "--lora-rank", 2, "--lr", 1e-3,
          "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
 
 
 def without_times(path):
-    return [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "tokens_per_s", "peak_memory_gb")}
+    return [{k: v for k, v in json.loads(line).items()
+             if k not in ("seconds", "tokens_per_s", "peak_memory_gb")}
             for line in open(path)]
 
 
@@ -118,7 +120,8 @@ def copied(finished, tmp_path):
 
 def scored_by_letters(monkeypatch):
     """Rewards of which most differ, so that an untrained model's completions have a signal."""
-    monkeypatch.setattr(train_gsm8k, "reward", lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+    monkeypatch.setattr(train_gsm8k, "reward",
+                        lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
 
 
 def logged_steps(*numbers):
@@ -128,9 +131,10 @@ def logged_steps(*numbers):
 
 
 def killed_at(event, number, when, *args):
-    """Run the training in a child that a SIGKILL ends; event: a function's (module, name), `when` its call `number` is done.
+    """Run the training in a child that a SIGKILL ends, at call `number` of a function.
 
-    when: "before", "after" or "amid" the call (half a line is written). Returns how often the event came; None if it was killed.
+    event: the function's (module, name). when: "before", "after" or "amid" the call, of which half
+    a line is written. Returns how often the function was called; None if the child was killed.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -169,21 +173,29 @@ def used_folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     return tmp_path
 
-DAPO_PROMPT = ("Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-               "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on "
-               'its own line after "Answer:".')
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".')
 
 FOREIGN_ROWS = {
-    "bigmath": [{"problem": "Half of ten?", "answer": "5", "source": "orca", "domain": ["Arithmetic"], "llama8b_solve_rate": 0.9}],
-    "dapo-math": [{"data_source": "math_dapo", "ability": "MATH", "prompt": [{"content": DAPO_PROMPT.format(question), "role": "user"}],
-                   "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "0"}}
+    "bigmath": [{"problem": "Half of ten?", "answer": "5", "source": "orca",
+    "domain": ["Arithmetic"], "llama8b_solve_rate": 0.9}],
+    "dapo-math": [{"data_source": "math_dapo", "ability": "MATH",
+    "prompt": [{"content": DAPO_PROMPT.format(question), "role": "user"}],
+                   "reward_model": {"ground_truth": "34", "style": "rule"},
+                   "extra_info": {"index": "0"}}
                   for question in ["Five ducks.\n\nAnd so on?"] * 3],
-    "math-500": [{"problem": "Convert $(0,3)$.", "solution": "So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.", "subject": "Precalculus",
-                  "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2, "unique_id": "test/precalculus/807.json"}],
-    "aime24": [{"id": 60, "problem": "Aya walks.", "solution": "... \\boxed{204}.", "answer": "204", "url": "", "year": "2024"}],
+    "math-500": [{"problem": "Convert $(0,3)$.",
+    "solution": "So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.", "subject": "Precalculus",
+                  "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2,
+                  "unique_id": "test/precalculus/807.json"}],
+    "aime24": [{"id": 60, "problem": "Aya walks.", "solution": "... \\boxed{204}.", "answer": "204",
+    "url": "", "year": "2024"}],
     "aime25": [{"problem": "Sum of bases?", "answer": "70", "id": "0"}],
     "amc23": [{"id": 0, "answer": "27.0", "url": "", "question": "Cities A and B?"}],
-    "solutions": [{"problem": "Twice $x$?", "solution": "It is \\boxed{2x}.", "level": "Level 1", "type": "Algebra"}],
+    "solutions": [{"problem": "Twice $x$?", "solution": "It is \\boxed{2x}.", "level": "Level 1",
+    "type": "Algebra"}],
 }
 
 FOREIGN_QUESTIONS = {
@@ -200,13 +212,16 @@ REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]
 
 
 def made_up_rows():
-    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five at the other."""
+    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five
+    at the other.
+    """
     for seed, noise in ((0, 0.03), (1, 0.05)):
         for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
             value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
             measures = dict.fromkeys(claims.MEASURES, value)
             before = {} if seed else {"accuracy_before": 0.2, "greedy_before": 0.3}
-            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed, "steps": 9,
+            yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed,
+                "steps": 9,
                    **before, **measures}
 
 
@@ -220,7 +235,9 @@ def quick_study():
 
 
 def run_missing(flags, args):
-    """What a study does between its arguments and its tables, without looking for the model and the questions."""
+    """What a study does between its arguments and its tables, without looking for the model and the
+    questions.
+    """
     return study.run_all(study.missing_runs(args), flags, args)
 
 
@@ -243,8 +260,10 @@ def finished_run(command, **_):
     os.makedirs(folder)
     settings = keeper.lasting(train_gsm8k.read_settings(command[2:]))
     with open(f"{folder}/summary.json", "w") as f:
-        json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5, "seconds": 1.0, "hardware": "none"}, f)
-    step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"), 0.5) | {"seconds": {"step": 1.0}}
+        json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5,
+            "seconds": 1.0, "hardware": "none"}, f)
+    step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"),
+        0.5) | {"seconds": {"step": 1.0}}
     write_jsonl(f"{folder}/metrics.jsonl", [{"step": 1, **step}, {"step": 2, **step}])
     return 0
 
@@ -274,13 +293,17 @@ def batch_with_log_ratios(log_ratios, advantages=None):
     """A Batch whose log pi_old - log mu are these, float [N, C]."""
     log_ratios = torch.tensor(log_ratios)
     rows, length = log_ratios.shape
-    return Batch([[1]] * rows, torch.zeros(rows, length, dtype=torch.long), torch.full((rows,), length), -1 - log_ratios,
-                 torch.ones(rows) if advantages is None else torch.tensor(advantages), torch.ones(rows, length, dtype=torch.bool),
+    return Batch([[1]] * rows, torch.zeros(rows, length, dtype=torch.long),
+        torch.full((rows,), length), -1 - log_ratios,
+                 torch.ones(rows) if advantages is None else torch.tensor(advantages),
+                 torch.ones(rows, length, dtype=torch.bool),
                  torch.full((rows, length), -1.0))
 
 
 def stopped_and_resumed(monkeypatch, options, tmp_path):
-    """Metrics of a run, which has to be the same bit for bit if it is stopped in its second step and resumed."""
+    """Metrics of a run, which has to be the same bit for bit if it is stopped in its second step
+    and resumed.
+    """
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
     describe, calls = train_gsm8k.describe, []
 
@@ -294,9 +317,11 @@ def stopped_and_resumed(monkeypatch, options, tmp_path):
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *options, "--out", tmp_path / "stopped")
     run_main(monkeypatch, *options, "--out", tmp_path / "stopped", "--resume")
-    whole, resumed = (without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "stopped"))
+    whole, resumed = (without_times(tmp_path / name / "metrics.jsonl")
+        for name in ("whole", "stopped"))
     assert len(whole) == 3 and whole == resumed
-    assert files_below(tmp_path / "whole" / "adapter") == files_below(tmp_path / "stopped" / "adapter")
+    adapters = [files_below(tmp_path / name / "adapter") for name in ("whole", "stopped")]
+    assert adapters[0] == adapters[1]
     return whole
 
 

@@ -20,7 +20,7 @@ from harness.small_policy import made_up_problems
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory):
-    """A folder with a tiny random policy and problems of which it gets about a third right: a signal.
+    """A folder with a tiny random policy and problems of which it gets about a third right.
 
     Ten questions to train on and six held out, of one to four letters; the answer is 1 or 2.
     """
@@ -66,14 +66,16 @@ def data(tmp_path_factory):
 def plain_curves():
     """Learning curves without tick labels and layout, which take most of a short run's time.
 
-    Everything else of them is drawn. Runs in processes of their own, and other pictures, are not touched.
+    Everything else of them is drawn. Runs in processes of their own, and other pictures, are not
+    touched.
     """
     picture = report.picture
 
     def plain_picture(*data):
         without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
         with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
-            patch.setattr(matplotlib.figure.Figure, "set_layout_engine", lambda self, *args, **options: None)
+            patch.setattr(matplotlib.figure.Figure, "set_layout_engine",
+                          lambda self, *args, **options: None)
             return picture(*data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "picture", plain_picture)

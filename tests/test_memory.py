@@ -1,26 +1,34 @@
-"""bench.py memory, and what is said where memory ends."""
+"""What memory holds; bench.py memory, and what is said where memory ends."""
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import bench
 import qerl
-from common import QUICK, refused
+import train_gsm8k
+from common import QUICK, refused, run_main, scored_by_letters, without_times
+from harness import memory
 from harness.batches import Batch
 from harness.figures import save_figure
 from studies import memory_bench
+from test_qerl import with_lora
 
 
 def no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
-@pytest.mark.parametrize("place,name", [(qerl, "load_model"), (qerl.Sampler, "steps"), (torch.optim.AdamW, "step")])
-def test_out_of_memory_is_one_line_with_the_remedies(qwen, data, tmp_path, monkeypatch, capsys, place, name):
+@pytest.mark.parametrize("place,name",
+                         [(qerl, "load_model"), (qerl.Sampler, "steps"),
+                          (torch.optim.AdamW, "step")])
+def test_out_of_memory_is_one_line_with_the_remedies(qwen, data, tmp_path, monkeypatch, capsys,
+        place, name):
     monkeypatch.setattr(place, name, no_memory)
-    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--skip-eval-before", "--out", tmp_path / "run")
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK,
+                   "--skip-eval-before", "--out", tmp_path / "run")
     assert line.startswith("error: out of memory; lower --slots (rollout) or --micro-tokens") and "--resume" in line
 
 
@@ -59,7 +67,8 @@ def test_bench_memory_refuses(monkeypatch, capsys, argv, message):
 
 
 @pytest.mark.parametrize("place,name,phase", [
-    (qerl.Sampler, "steps", "rollout"), (Batch, "logprobs_under", "logprobs"), (torch.Tensor, "backward", "update")])
+    (qerl.Sampler, "steps", "rollout"), (Batch, "logprobs_under", "logprobs"),
+    (torch.Tensor, "backward", "update")])
 def test_a_step_that_does_not_fit_is_a_row(monkeypatch, place, name, phase):
     """Of the step that is measured; an error of another kind is none of memory."""
     settings = memory_bench.MemorySettings(**memory_bench.SMALL)
@@ -92,8 +101,10 @@ def test_a_process_that_fails_is_a_row(capfd):
 
 def memory_row(model, weights, embeddings, cap, phase=None):
     parts = dict(weights=weights, embeddings=embeddings, lora=0.2, optimizer=0.4, gradients=0.2)
-    peaks = {"loading": 2 * weights, "rollout": weights + 2, "logprobs": weights + 1.6, "update": weights + 3}
-    row = {"model": model, "cap_gb": cap, "cache_gb": 0.9, "peak_gb": peaks, "reserved_gb": weights + 3.5,
+    peaks = {"loading": 2 * weights, "rollout": weights + 2, "logprobs": weights + 1.6,
+             "update": weights + 3}
+    row = {"model": model, "cap_gb": cap, "cache_gb": 0.9, "peak_gb": peaks,
+           "reserved_gb": weights + 3.5,
            "seconds": dict.fromkeys(peaks, 1.5), **{f"{k}_gb": v for k, v in parts.items()}}
     if phase:
         return {**row, "out_of_memory": phase}
@@ -102,13 +113,16 @@ def memory_row(model, weights, embeddings, cap, phase=None):
 
 
 def test_memory_table_and_picture(tmp_path, capsys):
-    steps = [memory_row("Qwen2.5-7B", 5.86, 2.18, 12.0), memory_row("Qwen2.5-72B", 44.5, 4.98, 80.0, "update"),
+    steps = [memory_row("Qwen2.5-7B", 5.86, 2.18, 12.0),
+             memory_row("Qwen2.5-72B", 44.5, 4.98, 80.0, "update"),
              {"model": "Qwen2.5-14B", "cap_gb": 18.0, "failed": "its process ended with status -9"}]
     # What makes a phase's peak adds up to it: the cache only in the rollout, the gradients only in the update.
     for phase in memory_bench.PHASES:
         stack = memory_bench.stack_of(steps[0], phase)
         assert sum(stack.values()) == pytest.approx(steps[0]["peak_gb"][phase])
-        assert (stack["KV cache"] > 0) == (phase == "rollout") and (stack["gradients"] > 0) == (phase == "update")
+        assert (stack[
+            "KV cache"] > 0) == (phase == "rollout") and (stack[
+                "gradients"] > 0) == (phase == "update")
     bench.print_memory({"rows": steps})
     table = capsys.readouterr().out
     assert "| Qwen2.5-7B | 12 | 5.86 | 5.9 | 0.20 | 0.60 | 0.90 | 7.9 | 7.5 | 8.9 | 9.4 | 1.5 / 1.5 / 1.5 | fits |" in table
@@ -122,4 +136,137 @@ def test_memory_table_and_picture(tmp_path, capsys):
     for rows in (steps, steps[:1], steps[2:]):
         save_figure(tmp_path / "memory.png", plot, {"rows": rows})
     whole = "peak of a GRPO step, by phase"
-    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B"], [whole], [f"{whole}; not shown: Qwen2.5-14B"]]
+    assert titles == [[f"{whole}; not shown: Qwen2.5-72B, Qwen2.5-14B"], [whole],
+                      [f"{whole}; not shown: Qwen2.5-14B"]]
+
+
+def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
+    """With room each weight is decoded once, as it is loaded; without for each token.
+
+    The results are the same.
+    """
+    scored_by_letters(monkeypatch)
+    monkeypatch.setattr(train_gsm8k, "keep_decoded",
+                        lambda model, collect: memory.keep_decoded(model, collect, small=0))
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
+    decoded, adapters = {}, {}
+    for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        counted, dequantize = [], qerl.dequantize_nvfp4
+        monkeypatch.setitem(qerl.FORMATS, "nvfp4",
+            replace(qerl.FORMATS["nvfp4"],
+            dequantize=lambda *a: counted.append(1) or dequantize(*a)))
+        run_main(monkeypatch, *options, "--out", tmp_path / name)
+        decoded[name] = len(counted)
+        adapters[name] = (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes()
+    assert decoded["room"] == 8 and decoded["none"] > 500 and adapters["room"] == adapters["none"]
+    logs = [without_times(tmp_path / name / "metrics.jsonl") for name in ("room", "none")]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("weights,kept", [("nvfp4", 3), ("nf4", 3), ("bf16", 0)])
+def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
+    model = qerl.load_model(qwen[0], weights, dtype=torch.bfloat16)
+    before = {id(layer): layer.weight for layer in model.quantized_layers()}
+    size = sum(2 * layer.weight.dequantize(torch.bfloat16).numel()
+        for layer in model.quantized_layers())
+    for free in (2 * size - 2, 2 * size):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        # it is small: it stays as it is
+        memory.keep_decoded(model)
+        assert all(layer.weight is before[id(layer)] for layer in model.quantized_layers())
+        memory.keep_decoded(model, small=0)
+        same = [layer.weight is before[id(layer)] for layer in model.quantized_layers()]
+        assert all(same) or (free == 2 * size and kept and not any(same))
+    for layer in model.quantized_layers():
+        weight = layer.weight.dequantize(torch.bfloat16)
+        assert torch.equal(weight, before[id(layer)].dequantize(torch.bfloat16))
+        assert not kept or weight is layer.weight.dequantize(torch.bfloat16)
+
+
+def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
+    model = qerl.load_model(family[0])
+    cache = qerl.KVCache(model, 3, 100)
+    cache.reserve(100)
+    size = sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
+    monkeypatch.setattr(memory, "free_memory", lambda device: size)
+    assert memory.slots_that_fit(model, 100, share=1.0) == 3
+    assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
+    assert memory.slots_that_fit(model, 10 ** 6) == 1
+    assert memory.slots_that_fit(model, 1, share=1.0) == 256
+
+
+def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
+    """What memory held when it began; otherwise a resumed run would draw other numbers and add in
+    another order.
+    """
+    used, generate = [], qerl.generate
+    budgets, cut = set(), Batch.micro_batches
+    monkeypatch.setattr(Batch, "micro_batches", lambda batch, budget: budgets.add(budget)
+                        or cut(batch, budget))
+
+    def watched(*args, **options):
+        used.append(options["slots"])
+        return generate(*args, **options)
+    monkeypatch.setattr(qerl, "generate", watched)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
+    run_main(monkeypatch, *options)
+    first = used[0]
+    assert 1 < first < 256 and set(used) == {first} and budgets == {512}
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
+    for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
+        used.clear()
+        run_main(monkeypatch, *options, "--resume", *more)
+        assert set(used) == {slots} and budgets == {512}, more
+
+
+def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
+    """Beside the logits and what is trained: two moments and a gradient, float32."""
+    model = with_lora(family[0])
+    config = model.config
+    trained = 12 * sum(p.numel() for p in qerl.trainable(model).values())
+    logits = 3 * 2048 * config.vocab_size * 4
+    d = config.hidden_size
+    wide = config.intermediate_size
+    blocks = len(model.blocks)
+    kept = blocks * (6 * d + 3 * wide)
+    recomputed = blocks * d + 10 * d + 5 * wide
+    for recompute_blocks, values in ((0, kept), (blocks, recomputed)):
+        model.recompute_in_backward(recompute_blocks)
+        free = trained + logits + 1000 * 4 * values
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        assert memory.micro_tokens_that_fit(model, share=1.0) == 1000
+        assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert memory.micro_tokens_that_fit(model) == 512
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1e15)
+    assert memory.micro_tokens_that_fit(model) == 16384
+
+
+def test_blocks_keep_their_activations_where_memory_allows(family, monkeypatch):
+    """As few blocks as possible are recomputed; with a token more, one block more is."""
+    model = with_lora(family[0])
+    d = model.config.hidden_size
+    wide = model.config.intermediate_size
+    model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
+    blocks = len(model.blocks)
+    for recomputed in (0, 3, 7, blocks):
+        kept = (blocks - recomputed) * (5 * d + 3 * wide)
+        values = blocks * d + kept + (10 * d + 5 * wide) * bool(recomputed)
+        monkeypatch.setattr(memory, "room_for_updates", lambda model: 1000 * values)
+        memory.keep_activations(model, 1000)
+        assert model.recompute_blocks == recomputed
+        memory.keep_activations(model, 1001)
+        assert model.recompute_blocks > recomputed or recomputed == blocks
+
+
+def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "HOST", str(tmp_path / "meminfo"))
+    # there is no such file
+    assert memory.free_memory(cpu) == memory.UNKNOWN
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
+    assert memory.free_memory(cpu) == 3000 * 1024
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert memory.free_memory(cpu) == 1000 * 1024

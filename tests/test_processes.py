@@ -1,5 +1,4 @@
 """Several processes, and weights cut over them."""
-import glob
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
-from common import QUICK, batch_with_log_ratios, refused, run_main
+from common import batch_with_log_ratios, refused, run_main
 from harness import checkpoint, sharded
 from harness.checkpoint import read_checkpoint
 from harness.ranks import Ranks
@@ -27,7 +26,8 @@ from harness.run_folder import read_jsonl
 from studies import scaling_bench
 from test_qerl import CONFIGS, HERE, SIZES, gpu, make_folder, with_lora
 
-# train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who samples them, and a reward with a signal.
+# train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who
+# samples them, and a reward with a signal.
 SAME_COMPLETIONS = """
 import sys
 import torch
@@ -58,14 +58,17 @@ train_gsm8k.main()
 
 def torchrun(count, script, *args):
     """The command that starts `count` processes of a script on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script, *map(str, args)]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc_per_node={count}", script, *map(str, args)]
 
 
 def run_processes(count, script, *args):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
-    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE, capture_output=True, text=True, timeout=300)
+    return subprocess.run(torchrun(count, script, *args), env=environment, cwd=HERE,
+        capture_output=True, text=True, timeout=300)
 
-SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8, "--lora-rank", 2, "--lr", 1e-2, "--quantizer", "rtn",
+SEVERAL = ("--prompts", 8, "--group", 4, "--updates", 2, "--steps", 3, "--max-new-tokens", 8,
+    "--lora-rank", 2, "--lr", 1e-2, "--quantizer", "rtn",
            "--save-every", 1, "--device", "cpu", "--beta", 0.1, "--eval-questions", 5)
 
 
@@ -74,23 +77,28 @@ def run_alone(*args):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RUN_ID", "torchrun sets it"), ("MAX_RESTARTS", "0")):
             patch.setenv(f"TORCHELASTIC_{name}", value)
-        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "1")):
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
         for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):
-            patch.setattr(module, name, getattr(module, name))                            # put back what the script replaces
+            # put back what the script replaces
+            patch.setattr(module, name, getattr(module, name))
         exec(SAME_COMPLETIONS, {})
 
 
 def assert_same_steps(one, several, steps):
-    """Two runs' folders, of so many steps, hold the same adapter, figures and answers within rounding."""
+    """Two runs' folders, of so many steps, hold the same adapter, figures and answers within
+    rounding.
+    """
     adapters, logs, answers = [], [], []
     for out in (one, several):
         adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
         logs.append(read_jsonl(out / "metrics.jsonl"))
         answers.append(read_jsonl(out / "answers_after.jsonl"))
     moved = max(t.abs().max() for name, t in adapters[0].items() if "lora_B" in name)
-    assert moved > 1e-3                                                                   # there was something to learn
+    # there was something to learn
+    assert moved > 1e-3
     for name, tensor in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], tensor, rtol=1e-3, atol=1e-4 * moved.item())
     assert len(logs[0]) == len(logs[1]) == steps
@@ -110,10 +118,12 @@ def test_two_processes_take_the_steps_of_one(qwen, data, tmp_path, capsys):
     done = run_processes(2, script, *options, tmp_path / "2")
     assert done.returncode == 0, done.stderr
     for output in (done.stdout, capsys.readouterr().out):
-        assert output.count("held-out pass@1") == 1                                       # one of them speaks
+        # one of them speaks
+        assert output.count("held-out pass@1") == 1
     assert_same_steps(tmp_path / "1", tmp_path / "2", steps=3)
 
-# train_gsm8k.py of which rank 1 is killed in the second update of step 3. Rank 0 has been with it in the first one, so step 2 is saved.
+# train_gsm8k.py of which rank 1 is killed in the second update of step 3. Rank 0 has been with it
+# in the first one, so step 2 is saved.
 DYING_RANK = """
 import os, signal
 import train_gsm8k
@@ -132,61 +142,49 @@ train_gsm8k.main()
 """
 
 
-def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path, monkeypatch, capsys):
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, data, tmp_path,
+        monkeypatch, capsys):
     out = tmp_path / "run"
     script = tmp_path / "dying.py"
     script.write_text(DYING_RANK)
-    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 4, "--skip-eval-before", "--out", out)
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--steps", 4, "--skip-eval-before",
+        "--out", out)
     run = run_processes(2, script, *options)
     assert run.returncode != 0 and not (out / "summary.json").exists()
-    assert run.stderr.count("error: ") <= 1 and ("go on with --resume" in run.stderr or "SIGKILL" in run.stderr)
+    assert run.stderr.count("error: ") <= 1
+    assert "go on with --resume" in run.stderr or "SIGKILL" in run.stderr
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
     run_main(monkeypatch, *options, "--resume")
     assert f"resumed {out} after step 2" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("options,message", [
-    (["--prompts", 6], "--updates 2 times 2 processes"), (["--method", "fp16"], "the neighbours run in one process"),
-    (["--device", "cpu:0"], "use"), (["--shard", "--keep-activations"], "--keep-activations: with --shard"),
-    (["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "--lora-rank 0: trains the weights themselves, which --shard cuts")])
-def test_what_several_processes_cannot_do_is_one_line(qwen, data, tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *SEVERAL, *options, "--out", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_only_torchrun_makes_several_processes(monkeypatch):
-    """WORLD_SIZE alone, as some clusters set it, does not."""
-    for world_size in ("2", "x"):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert Ranks().count == 1
-
-
 def test_minibatches_are_as_many_as_asked_for():
-    batch = batch_with_log_ratios([[0.0]] * 18)         # deep_grpo adds groups, so that rows may not divide evenly
+    # deep_grpo adds groups, so that rows may not divide evenly
+    batch = batch_with_log_ratios([[0.0]] * 18)
     sizes = [len(minibatch.prompts) for minibatch in batch.minibatches(8)]
     assert len(sizes) == 8 and sum(sizes) == 18 and max(sizes) - min(sizes) <= 1
 
 
 def test_ranks_share_each_minibatch():
     one, questions = Ranks(), list(range(24))
-    assert one.share(questions, 3) == questions and one.collect([5]) == [5] and one.total(torch.tensor(2.5)) == 2.5
+    assert one.share(questions, 3) == questions
+    assert one.collect([5]) == [5]
+    assert one.total(torch.tensor(2.5)) == 2.5
     shares = []
     for rank in range(2):
         ranks = Ranks()
         ranks.count, ranks.rank = 2, rank
         shares.append(ranks.share(questions, 3))
-    assert shares == [[0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]]
+    assert shares == [[0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19],
+        [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]]
 
 
 def scaling_row(processes, prompts, step, **figures):
     """A row as bench.py scaling keeps it, with made-up seconds."""
     phases = dict.fromkeys(scaling_bench.PHASES, step / 5)
-    row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts, "group": 8, "step": step, "length": 100.0}
+    row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts,
+        "group": 8, "step": step, "length": 100.0}
     return {**row, **phases, **figures}
 
 
@@ -201,74 +199,10 @@ def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     for row in rows:
         phases = [row[name] for name in ("reward", *scaling_bench.PHASES)]
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
-        assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]                      # parts of a mean, and the slowest's
+        # parts of a mean, and the slowest's
+        assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]
     assert (here.parent / "scaling.png").stat().st_size > 5000
     assert "| 2 x 2 in all | 2 | 4 |" in capsys.readouterr().out
-
-
-def test_bench_scaling_compares_with_one_process():
-    """Completions a second of 2 processes over one's: 1.9 x where each has as many, 1.6 x where they share."""
-    rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9), scaling_row(2, 32, 10 / 1.6, length=150.0)]
-    each, shared = scaling_bench.series_of(rows).values()
-    assert scaling_bench.speed_ups(each) == pytest.approx([1, 1.9]) and scaling_bench.speed_ups(shared) == pytest.approx([1, 1.6])
-    assert scaling_bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
-    assert scaling_bench.speed_ups(rows[1:]) == []                                         # with whom to compare?
-    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows)]
-    assert "| 32 x 8 a process | 2 | 512 | 100 |" in lines[1] and "| 48.6 | 1.90x | 95% |" in lines[1]
-    lines = [" | ".join(map(str, cells)) for cells in scaling_bench.cells_of(rows[1:])]    # measured before one process is
-    assert len(lines) == 2 and not any("x |" in line for line in lines)
-    figure = scaling_bench.plot_scaling({"rows": rows}, pytest.importorskip("matplotlib.pyplot"))
-    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
-    assert lines == {"ideal": [1, 2], "32 x 8 a process": pytest.approx([1, 1.9]), "32 x 8 in all": pytest.approx([1, 1.6])}
-
-
-@pytest.mark.parametrize("options,message", [
-    (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
-    (["step", "--processes", "2"], "--processes: step does not take it"),
-    (["step", "--sizes", "4x1"], "4x1: give prompts x completions, at least 1x2"), (["step", "--sizes", "4"], "4: give prompts x"),
-    (["step", "--repeats", "0"], "must be at least 1"), (["step", "--cap", "5"], "only a GPU's memory has a cap"),
-    (["formats", "--model", "a", "b"], "formats takes one"),
-    (["step", "--shard"], "--nproc_per_node=2 or more"), (["step", "--cap", "0"], "must be above 0"),
-    (["memory", "--cap", "24"], "--cap: memory does not take it, only step")])
-def test_bench_scaling_refuses(tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert message in capsys.readouterr().err
-
-
-def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys):
-    def too_much(_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has")
-    monkeypatch.setattr(bench, "run", too_much)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "step", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "9 GiB. Choose" in said and "--cap" in said
-    monkeypatch.setattr(sys, "argv", ["bench.py", "rollout", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    said = capsys.readouterr().err
-    assert "Choose a smaller --model" in said and "--cap" not in said                     # which rollout does not take
-
-    def broken(_):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    monkeypatch.setattr(bench, "run", broken)
-    with pytest.raises(RuntimeError, match="mat1"):                                      # a fault of ours keeps its traceback
-        bench.main()
-
-
-@pytest.mark.parametrize("name", sorted(glob.glob(f"{HERE}/results/h200/step*.json")))
-def test_the_stored_steps_can_be_drawn_again(name):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    with open(name, encoding="utf-8") as f:
-        result = json.load(f)
-    axis = bench.plot_step(result, plt).axes[-1]
-    tops = {bar.get_x(): bar.get_y() + bar.get_height() for bar in axis.patches}         # of the stacked bars the last stands on top
-    rows = [r for r in result["rows"] if (r["prompts"], r["group"]) == tuple(result["rows"][-1][k] for k in ("prompts", "group"))]
-    assert sorted(tops.values()) == pytest.approx(sorted(r["step"] for r in rows), rel=0.02)
-    plt.close("all")
 
 
 def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
@@ -276,17 +210,33 @@ def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
     monkeypatch.setattr(bench, "decode_seconds", lambda model, batch, prompt, tokens: (0.1, 2.0))
     def theirs(weights, rate):
         return {"rank": 16, "batch": 4, "weights": weights, "tokens_per_s": rate}
-    for vllm, best in (([theirs("nvfp4", 10.0), theirs("bf16", 20.0)], 20.0), ([theirs("nvfp4", 10.0)], None), ([], None)):
+    for vllm, best in (([theirs("nvfp4", 10.0), theirs("bf16", 20.0)], 20.0),
+            ([theirs("nvfp4", 10.0)], None), ([], None)):
         row, = bench.rollout_rows("m", None, "nvfp4", 16, (4,), 8, vllm)
         assert row["tokens_per_s"] == 16.0 and row.get("vllm") == best
 
 
+PRINTED_NORMS = """
+import torch, bench
+
+clip = torch.nn.utils.clip_grad_norm_
+
+def spy(*args):
+    norm = clip(*args)
+    print(f"norm {norm:.6f}", flush=True)
+    return norm
+
+torch.nn.utils.clip_grad_norm_ = spy
+bench.main()
+"""
+
+
 def test_bench_step_cuts_the_weights(tmp_path):
-    """Two gloo processes that take part in each other's passes, with completions of different lengths; the norm of the update counts."""
+    """Two gloo processes that take part in each other's passes, with completions of different
+    lengths; the norm of the update counts.
+    """
     script = tmp_path / "norms.py"
-    script.write_text("import torch, bench\nclip = torch.nn.utils.clip_grad_norm_\n"
-                      "def spy(*args):\n    norm = clip(*args)\n    print(f'norm {norm:.6f}', flush=True)\n    return norm\n"
-                      "torch.nn.utils.clip_grad_norm_ = spy\nbench.main()\n")
+    script.write_text(PRINTED_NORMS)
     norms = []
     for flags in ([], ["--shard"]):
         options = ("--device", "cpu", "--weights", "nvfp4", "--sizes", "4x3", "--out", tmp_path)
@@ -300,33 +250,26 @@ def test_bench_step_cuts_the_weights(tmp_path):
 
 
 def test_ranks_divide_the_lengths_of_one_process():
-    """So 32 x 8 completions are the same work on one GPU and on four, of which one has more than another."""
+    """So 32 x 8 completions are the same work on one GPU and on four, of which one has more than
+    another.
+    """
     ranks = [types.SimpleNamespace(rank=rank, count=4) for rank in range(4)]
     parts = [bench.cut_lengths(64, 512, rank) for rank in ranks]
     assert torch.equal(torch.cat(parts), bench.cut_lengths(256, 512, Ranks()))
     assert len({part.sum().item() for part in parts}) == 4
 
 
-@pytest.mark.parametrize("options,message", [
-    (["step", "--sizes", "3x2"], "--sizes 3x2: 2 processes cannot share 3 prompts"),
-    (["scaling"], "scaling is started without torchrun")])
-def test_bench_under_torchrun_refuses(monkeypatch, options, message):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--device", "cpu"])
-    with pytest.raises(qerl.UserError, match=message):
-        bench.arguments()
-
-
 def two_agents(script, *args):
-    """Start torchrun twice, as on two machines: two processes each, which meet at a port of this one."""
+    """Start torchrun twice, as on two machines: two processes each, which meet at a port of this
+    one.
+    """
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--rdzv-backend=c10d",
-               f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", script, *map(str, args)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2",
+        "--rdzv-backend=c10d",
+               f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", script,
+               *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return [subprocess.Popen(command, env=environment, cwd=HERE, **pipes) for _ in range(2)]
@@ -336,16 +279,20 @@ def test_two_machines_take_the_step_of_one_process(qwen, data, tmp_path):
     """Two processes on each; DAPO, whose further draws and token counts cross the machines, too."""
     script = tmp_path / "same.py"
     script.write_text(SAME_COMPLETIONS)
-    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--algo", "dapo", "--beta", 0, "--steps", 1, "--skip-eval-before", "--out")
+    options = ("--model", qwen[0], "--data", data, *SEVERAL, "--algo", "dapo", "--beta", 0,
+        "--steps", 1, "--skip-eval-before", "--out")
     agents = two_agents(script, *options, tmp_path / "2 x 2")
     run_alone(*options, tmp_path / "alone")
     outputs = [agent.communicate(timeout=300) for agent in agents]
-    # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host one may be gone
+    # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host
+    # one may be gone
     # before the other has taken its leave.
-    assert "".join(out for out, _ in outputs).count("pass@1 after: ") == 1, outputs        # one of four speaks
+    # one of four speaks
+    assert "".join(out for out, _ in outputs).count("pass@1 after: ") == 1, outputs
     assert_same_steps(tmp_path / "alone", tmp_path / "2 x 2", steps=1)
     state, _ = read_checkpoint(str(tmp_path / "2 x 2"), {}, must_agree=["none"])
-    assert state["drawn"] > 8                                                              # questions were replaced
+    # questions were replaced
+    assert state["drawn"] > 8
 
 
 def as_rank(monkeypatch, rank, others, local_rank=0):
@@ -357,28 +304,35 @@ def as_rank(monkeypatch, rank, others, local_rank=0):
 
 
 def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
-    """Machines may name their folders differently; what they hold, and the other flags, must be the same."""
+    """Machines may name their folders differently; what they hold, and the other flags, must be the
+    same.
+    """
     settings = train_gsm8k.Settings(lr=1e-3, model="/here")
     theirs = []
     ranks = as_rank(monkeypatch, 2, lambda facts: [theirs[0], facts[0]])
-    theirs.append({f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()} | {"--model": "/there"})
+    theirs.append({f"--{name.replace('_', '-')}": value
+                   for name, value in vars(settings).items()} | {"--model": "/there"})
     ranks.agree_on_flags(settings)
     theirs[0]["--lr"] = 1e-2
-    with pytest.raises(qerl.UserError, match="--lr 0.001 of rank 2 is 0.01 in rank 0; give all machines the same"):
+    with pytest.raises(qerl.UserError,
+            match="--lr 0.001 of rank 2 is 0.01 in rank 0; give all machines the same"):
         ranks.agree_on_flags(settings)
 
     model = with_lora(qwen[0])
     checksum = checkpoint.weights_checksum(model)
     assert checksum == checkpoint.weights_checksum(with_lora(qwen[0]))
-    model.blocks[1].mlp.down.weight.parts[0][0, 0] ^= 1                                    # one code of one weight
+    # one code of one weight
+    model.blocks[1].mlp.down.weight.parts[0][0, 0] ^= 1
     assert checksum != checkpoint.weights_checksum(model)
 
 
 def test_a_rank_says_that_another_is_gone(monkeypatch):
-    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2, None).together():
+    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2,
+            None).together():
         raise RuntimeError("Connection reset by peer")
 
-# train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the others.
+# train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the
+# others.
 ERRONEOUS_RANK = """
 import os, sys, time
 import train_gsm8k
@@ -392,24 +346,24 @@ train_gsm8k.main()
 """
 
 
-@pytest.mark.parametrize("erroneous,moment,message", [("all", "before", "--lr -5.0: must be positive"), ("all", "after", "--data .: no "),
-                                                      ("1", "before", "--lr -5.0: must be positive")])
-def test_an_error_of_several_ranks_is_one_line_each(qwen, data, tmp_path, erroneous, moment, message):
+@pytest.mark.parametrize("erroneous,moment,message",
+    [("all", "before", "--lr -5.0: must be positive"), ("all", "after", "--data .: no "),
+                                                      ("1", "before",
+                                                      "--lr -5.0: must be positive")])
+def test_an_error_of_several_ranks_is_one_line_each(qwen, data, tmp_path, erroneous, moment,
+        message):
     """Before or after the ranks have met; what one of them alone sees is said, too."""
     script = tmp_path / "erroneous.py"
     script.write_text(ERRONEOUS_RANK)
-    done = run_processes(2, script, erroneous, moment, "--model", qwen[0], "--data", data, *SEVERAL, "--out", tmp_path / "run")
+    done = run_processes(2, script, erroneous, moment, "--model", qwen[0], "--data", data, *SEVERAL,
+        "--out", tmp_path / "run")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(errors) <= 2 and all(message in error for error in errors) and done.returncode != 0
-    assert "terminate called" not in done.stderr                                          # by gloo's threads, after the line
+    assert 1 <= len(errors) <= 2
+    assert all(message in error for error in errors)
+    assert done.returncode != 0
+    # by gloo's threads, after the line
+    assert "terminate called" not in done.stderr
 
-
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_all_ranks_of_a_machine_see_that_it_has_too_few_gpus(monkeypatch, local_rank):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
-        as_rank(monkeypatch, local_rank, None, local_rank).start("cuda")
 
 # A model of several blocks: with two each would keep a buffer of its own.
 DEEP = {**SIZES, "num_hidden_layers": 3}
@@ -427,23 +381,30 @@ def deep(tmp_path_factory):
 @pytest.fixture
 def alone(tmp_path):
     """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0,
+        world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("weights,tiled", [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
+@pytest.mark.parametrize("weights,tiled",
+    [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
 def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
-    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its own between passes."""
+    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its
+    own between passes.
+    """
     monkeypatch.setattr(fp4_kernels, "tiles_fit", lambda *_: tiled)
     whole = with_lora(deep, weights=weights)
     whole.recompute_in_backward()
     cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
-    assert all(t.numel() == 0 for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
+    assert all(t.numel() == 0
+        for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
     passes = sharded.SharedPasses(cut, Ranks())
-    storages = {layer.weight.words.untyped_storage().data_ptr() if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
+    storages = {layer.weight.words.untyped_storage().data_ptr()
+        if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
                 for layer in cut.quantized_layers()}
-    assert len(storages) == 2                                                              # buffers, for three blocks
+    # buffers, for three blocks
+    assert len(storages) == 2
     tokens = torch.arange(60).view(2, 30) + 5
     results = []
     for model in (whole, cut):
@@ -453,16 +414,21 @@ def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, ti
         rollout = qerl.generate(model, tokens.tolist(), 6, 2)
         model(tokens).square().mean().backward()
         gradients = {name: p.grad for name, p in qerl.trainable(model).items()}
-        results.append({"logits": logits, "tokens": rollout.tokens, "logprobs": rollout.logprobs, **gradients})
+        results.append({"logits": logits, "tokens": rollout.tokens, "logprobs": rollout.logprobs,
+            **gradients})
     for name, tensor in results[0].items():
         assert torch.equal(results[1][name], tensor), name
-    passes.serve()                                                                         # nobody wants a pass
+    # nobody wants a pass
+    passes.serve()
 
 
 @gpu
 def test_gpu_gathered_weights_compute_the_same(tmp_path):
-    """The same with the kernels, and with a decode step, its vote and its gatherings by NCCL, recorded as one CUDA graph."""
-    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    """The same with the kernels, and with a decode step, its vote and its gatherings by NCCL,
+    recorded as one CUDA graph.
+    """
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0,
+        world_size=1)
     try:
         folder = make_folder(tmp_path / "wide", "wide")[0]
         whole = with_lora(folder, device="cuda")
@@ -499,9 +465,11 @@ def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
         share = sum(t.nbytes for t in packed) / 3
         assert all(share <= len(part) < share + 2 * sharded.ALIGNMENT for part in parts)
         again = sharded.tensors_in(torch.cat(parts), layer.layout, 3 * sharded.ALIGNMENT)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, packed))
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                   for a, b in zip(again, packed))
 
-# Two trainings by the same processes, the second with cut weights. The ranks get completions of different lengths.
+# Two trainings by the same processes, the second with cut weights. The ranks get completions of
+# different lengths.
 WHOLE_AND_CUT = """
 import sys
 from functools import partial
@@ -532,27 +500,34 @@ command, out = sys.argv[:-1], sys.argv[-1]
 for name, flags in (("whole", []), ("cut", ["--shard"])):
     sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
     train_gsm8k.main()
-stop(Ranks())                                                   # without Python's own end, in which gloo's threads may abort
+# Without Python's own end, in which gloo's threads may abort.
+stop(Ranks())
 """
 
 
 def test_two_processes_train_on_cut_weights_as_on_whole_ones(deep, data, tmp_path):
-    """Bit for bit, though one rank decodes more tokens in fewer slots and trains on more pieces than the other."""
+    """Bit for bit, though one rank decodes more tokens in fewer slots and trains on more pieces
+    than the other.
+    """
     script = tmp_path / "both.py"
     script.write_text(WHOLE_AND_CUT)
     flags = ("--reward", "random", "--steps", 2, "--micro-tokens", 500, "--skip-eval-before")
     done = run_processes(2, script, "--model", deep, "--data", data, *SEVERAL, *flags, tmp_path)
     assert done.returncode == 0, done.stderr
-    whole, cut = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    whole, cut = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("whole", "cut"))
     assert max(t.abs().max() for name, t in whole.items() if "lora_B" in name) > 1e-3
     assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
     for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))):
         same = a.keys() - {"seconds", "tokens_per_s", "peak_memory_gb"}
-        assert a["length"] == 4.5 and {name: a[name] for name in same} == {name: b[name] for name in same}
+        assert a["length"] == 4.5
+        assert {name: a[name] for name in same} == {name: b[name] for name in same}
 
 
 def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monkeypatch):
-    """Two ranks of the same folder agree, one of a folder with another weight in one layer does not."""
+    """Two ranks of the same folder agree, one of a folder with another weight in one layer does
+    not.
+    """
     other = tmp_path / "other"
     shutil.copytree(qwen[0], other)
     tensors = load_file(other / "model.safetensors")
@@ -561,18 +536,94 @@ def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monke
     sums = []
     for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other)):
         monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=2))
-        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)))
+        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder),
+            checkpoint_class=sharded.ShardedCheckpoint)))
     assert sums[0] == sums[1] != sums[2]
 
 
+def test_bench_scaling_compares_with_one_process():
+    """Two processes make 1.9 x the completions if each has as many, 1.6 x if they share them."""
+    rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9),
+            scaling_row(2, 32, 10 / 1.6, length=150.0)]
+    each, shared = scaling_bench.series_of(rows).values()
+    assert scaling_bench.speed_ups(each) == pytest.approx([1, 1.9])
+    assert scaling_bench.speed_ups(shared) == pytest.approx([1, 1.6])
+    assert scaling_bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
+    assert scaling_bench.speed_ups(rows[1:]) == []               # there is nothing to compare with
+
+
+@pytest.mark.parametrize("options,message", [
+    (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
+    (["step", "--processes", "2"], "--processes: step does not take it"),
+    (["step", "--sizes", "4x1"], "4x1: give prompts x completions, at least 1x2"),
+    (["step", "--shard"], "--nproc_per_node=2 or more"),
+    (["step", "--cap", "5"], "only a GPU's memory has a cap"),
+])
+def test_bench_refuses(tmp_path, monkeypatch, capsys, options, message):
+    arguments = ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error,ends", [
+    (torch.OutOfMemoryError("CUDA out of memory.\nGPU 0 has"), SystemExit),
+    (RuntimeError("shapes cannot be multiplied"), RuntimeError),
+])
+def test_bench_says_in_a_line_that_memory_ran_out(monkeypatch, capsys, error, ends):
+    """A fault of ours keeps its traceback."""
+    def fails(_):
+        raise error
+    monkeypatch.setattr(bench, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", "--device", "cpu"])
+    with pytest.raises(ends):
+        bench.main()
+    assert capsys.readouterr().err.count("\n") == (ends is SystemExit)
+
+
+def test_only_torchrun_makes_several_processes(monkeypatch):
+    """Neither WORLD_SIZE alone, as some clusters set it, nor a part of torchrun's variables."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Ranks().count == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert Ranks().count == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert Ranks().count == 2
+
+
+def test_a_machine_with_too_few_gpus_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
+        as_rank(monkeypatch, 1, None, 1).start("cuda")
+
+
+@pytest.mark.parametrize("count,options,message", [
+    (2, ["--prompts", 6], "--updates 2 times 2 processes"),
+    (2, ["--method", "fp16"], "the neighbours run in one process"),
+    (2, ["--device", "cpu:0"], "use"),
+    (2, ["--shard", "--keep-activations"], "--keep-activations: with --shard"),
+    (2, ["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "which --shard cuts"),
+    (2, ["--save-quantized", "packed"], "start without torchrun"),
+    (1, ["--shard"], "start by torchrun"),
+    (1, ["--shard", "--save-quantized", "packed"], "leave --shard out"),
+])
+def test_what_processes_cannot_do_is_one_line(
+        qwen, data, tmp_path, monkeypatch, capsys, count, options, message):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
+    for name, value in (("WORLD_SIZE", count), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    base = ("--model", qwen[0], "--data", data, *SEVERAL, "--out", tmp_path / "run")
+    assert message in refused(monkeypatch, capsys, *base, *options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
-    settings = train_gsm8k.Settings(model=qwen[0], data=data, device="cpu", dtype="float32", quantizer="rtn", lora_rank=2, max_new_tokens=8, eval_questions=3)
-    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes; raise --eval-questions"):
-        train_gsm8k.load_all(settings, methods.find("qerl", settings), as_rank(monkeypatch, 2, None))
-
-
-@pytest.mark.parametrize("options,message", [(["--shard"], "start by torchrun"),
-                                             (["--shard", "--lora-rank", 0, "--weights", "bf16"], "start by torchrun"),
-                                             (["--shard", "--save-quantized", "packed"], "leave --shard out")])
-def test_shard_wants_several_processes(qwen, data, tmp_path, monkeypatch, capsys, options, message):
-    assert message in refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, *options, "--out", tmp_path / "run")
+    settings = train_gsm8k.Settings(
+        model=qwen[0], data=data, device="cpu", dtype="float32", quantizer="rtn", lora_rank=2,
+        max_new_tokens=8, eval_questions=3)
+    ranks = as_rank(monkeypatch, 2, None)
+    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes"):
+        train_gsm8k.load_all(settings, methods.find("qerl", settings), ranks)

@@ -1,7 +1,9 @@
 """A run: the loop, resume, evaluation, trackers."""
 import copy
+import itertools
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -9,29 +11,35 @@ import subprocess
 import sys
 import time
 import types
+from decimal import Decimal
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
 from common import BOXED, LEARNING, QUICK, QUIZ_EOS, QUIZ_TOKENS, TAGGED, assert_learned
-from common import command, files_below, flat_policy, recorded, refused, run_main, without_times
+from common import command, files_below, flat_policy, recorded, refused, run_main
+from common import scored_by_letters, without_times
 from harness import keeper
+from harness.answers import final_number, is_right
 from harness.batches import cut_rows
 from harness.checkpoint import adapter_tensors, read_checkpoint
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
 from harness.run_folder import read_jsonl
-from harness.small_policy import ByteText
+from harness.small_policy import ByteText, made_up_problems
 from test_qerl import relative, scales
 
 
 def test_cut_rows_covers_every_row_within_the_budget():
     rng = random.Random(0)
-    prompts, lengths = [[k // 4] * (9 + k // 4) for k in range(80)], [rng.randint(1, 90) for _ in range(79)] + [700]
+    prompts = [[k // 4] * (9 + k // 4) for k in range(80)]
+    lengths = [rng.randint(1, 90) for _ in range(79)] + [700]
     order = rng.sample(range(80), 80)
     prompts, lengths = [prompts[i] for i in order], [lengths[i] for i in order]
     pieces = cut_rows(prompts, lengths, 400)
@@ -40,7 +48,8 @@ def test_cut_rows_covers_every_row_within_the_budget():
         packing = qerl.pack([prompts[i] for i in piece], torch.tensor([lengths[i] for i in piece]))
         width = max(len(prompts[i]) + lengths[i] for i in piece)
         assert len(piece) == 1 or sum(packing.sizes) <= 400 and len(piece) * width <= 1600
-    assert len(pieces) < 1.3 * (sum(lengths) + sum(map(len, map(list, set(map(tuple, prompts)))))) / 400 + 2
+    shared = sum(map(len, {tuple(prompt) for prompt in prompts}))
+    assert len(pieces) < 1.3 * (sum(lengths) + shared) / 400 + 2
 
 
 def test_cut_rows_by_hand():
@@ -58,7 +67,8 @@ def test_dynamic_sampling_replaces_groups_without_variance():
     def draw():
         rewards = torch.tensor(next(draws)).float()
         tokens = torch.zeros(4, random.randint(1, 3), dtype=torch.long)
-        rollout = qerl.Rollout(tokens, tokens.float(), tokens.float(), torch.ones(4, dtype=torch.long), torch.ones(4, dtype=torch.bool))
+        rollout = qerl.Rollout(tokens, tokens.float(), tokens.float(),
+                               torch.ones(4, dtype=torch.long), torch.ones(4, dtype=torch.bool))
         return train_gsm8k.Samples([{"prompt": [1]}] * 2, rollout, list("abcd"), rewards, rewards)
     samples = train_gsm8k.dynamic_sampling(draw(), draw)
     assert samples.rewards.tolist() == [[0, 1], [1, 0]] and samples.texts == ["c", "d", "a", "b"]
@@ -237,7 +247,8 @@ def draws_of_a_step(rollouts, settings):
     draws = []
     groups = []
     teaches = []
-    while not draws or (settings.algo == "dapo" and len(draws) < 4 and sum(teaches) < settings.prompts):
+    while not draws or (settings.algo == "dapo" and len(draws) < 4
+                        and sum(teaches) < settings.prompts):
         draws.append(next(rollouts))
         rows = completions_of(draws[-1], settings)
         more = [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
@@ -289,12 +300,15 @@ def logged_of(rows, everything):
     }
 
 LOOP = dict(
-    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4, updates=2,
-    stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24, save_every=3,
+    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4,
+    updates=2,
+    stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, micro_tokens=24,
+    save_every=3,
     seed=12, quantizer="rtn",
 )
 
-GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5)
+GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5,
+                 gradient_clip=0.5)
 
 DAPO_LOOP = dict(
     algo="dapo", reward="answer", warm_up=0.0, gradient_clip=1.1, max_new_tokens=12, lora_alpha=6.0,
@@ -413,7 +427,8 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
     held_out = read_jsonl(f"{quiz}/test.jsonl")[:5]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["held_out_questions"] == 5
-    for when, pair, policy in (("before", calls[:2], calls[0].policy), ("after", calls[-2:], trained)):
+    for when, pair, policy in (("before", calls[:2], calls[0].policy),
+                               ("after", calls[-2:], trained)):
         answers = read_jsonl(tmp_path / f"answers_{when}.jsonl")
         assert [a["question"] for a in answers] == [q["question"] for q in held_out]
         for call, kind, how in zip(pair, ("accuracy", "greedy"), ((0.6, 0.95), (0.0, 1.0))):
@@ -482,7 +497,8 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
         if given[-2]["step"] == step:
             raise KeyboardInterrupt
         save(*given)
-    for step in range(1, 6):                        # in step 1 there is only the checkpoint before it
+    for step in range(1,
+                      6):                        # in step 1 there is only the checkpoint before it
         resume = ("--resume",) if step > 1 else ()
         with monkeypatch.context() as patch:
             patch.setattr(keeper, "save_checkpoint", stopped)
@@ -490,7 +506,8 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
                 run_main(patch, *options, "--out", tmp_path / "run", *resume)
     calls.clear()
     run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
-    assert len({flat_policy(call.policy).norm().item() for call in calls}) == 2    # one step was left
+    assert len({flat_policy(call.policy).norm().item()
+                for call in calls}) == 2    # one step was left
     run = files_below(tmp_path / "run")
     for name in ("adapter/adapter_model.safetensors", "samples.jsonl", "answers_before.jsonl",
                  "answers_after.jsonl"):
@@ -506,7 +523,8 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
         p.data = stored[f"model.{name}"]
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     trained = adapter_tensors(model)
-    assert trained.keys() == adapter.keys() and all(t.equal(adapter[name]) for name, t in trained.items())
+    assert trained.keys() == adapter.keys() and all(t.equal(adapter[name])
+        for name, t in trained.items())
 
 
 @pytest.mark.parametrize("algo", ["grpo", "dapo"])
@@ -515,7 +533,8 @@ def test_resume_after_kill_is_bit_for_bit(quiz, tmp_path, algo, monkeypatch):
     calls = recorded(monkeypatch)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
     assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
-    process = subprocess.Popen(command(*options, "--out", tmp_path / "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(*options, "--out", tmp_path / "killed"),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "killed" / "metrics.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
         time.sleep(0.005)
@@ -525,7 +544,8 @@ def test_resume_after_kill_is_bit_for_bit(quiz, tmp_path, algo, monkeypatch):
     with log.open("a") as f:
         f.write('{"step": 9, "rew')                                                     # a line torn by the kill
     run_main(monkeypatch, *options, "--out", tmp_path / "killed", "--resume")
-    whole, killed = (without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
+    whole, killed = (without_times(tmp_path / name / "metrics.jsonl")
+                     for name in ("whole", "killed"))
     assert [m["step"] for m in killed] == [1, 2, 3, 4, 5] and whole == killed
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "killed" / file).read_bytes()
@@ -542,7 +562,8 @@ def test_killed_before_the_first_checkpoint_starts_over(qwen, data, tmp_path, mo
     (tmp_path / "run").mkdir()
     for name in ("metrics.jsonl", ".lock"):
         (tmp_path / "run" / name).write_text("")
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run", *resume)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out",
+             tmp_path / "run", *resume)
     assert [m["step"] for m in without_times(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
@@ -562,33 +583,42 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
         logprobs.gather(1, completion[:n, None]).sum().backward()
     expected = dict(theirs.named_parameters())
     for layer in model.quantized_layers():
-        for name, weight, bias in zip(layer.names, layer.master.grad.split(layer.sizes), layer.bias.grad.split(layer.sizes)
+        for name, weight, bias in zip(layer.names, layer.master.grad.split(layer.sizes),
+                                      layer.bias.grad.split(layer.sizes)
                                       if layer.bias is not None else [None] * len(layer.sizes)):
             torch.testing.assert_close(weight, expected[f"{name}.weight"].grad, rtol=1e-4, atol=1e-5)
             if bias is not None:
                 torch.testing.assert_close(bias, expected[f"{name}.bias"].grad, rtol=1e-4, atol=1e-5)
     for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
-        torch.testing.assert_close(norm.weight.grad, expected[f"{norm.name}.weight"].grad, rtol=1e-4, atol=1e-5)
-    assert len(qerl.trainable(model)) == sum(1 + (layer.bias is not None) for layer in model.quantized_layers()) + sum(
+        torch.testing.assert_close(norm.weight.grad, expected[f"{norm.name}.weight"].grad, rtol=1e-4,
+                                   atol=1e-5)
+    assert len(qerl.trainable(model)) == sum(1 + (layer.bias is not None)
+        for layer in model.quantized_layers()) + sum(
         isinstance(m, qerl.RMSNorm) for m in model.modules())
 
 
 def test_full_fine_tuning_samples_what_it_trains(qwen, data, tmp_path, monkeypatch, capsys):
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--weights", "bf16", "--lora-rank", 0, "--lr", 1e-3,
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--weights", "bf16", "--lora-rank", 0,
+               "--lr", 1e-3,
                "--sigma-start", 0, "--sigma-end", 0)
-    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
+    monkeypatch.setattr(train_gsm8k, "reward",
+                        lambda text, *_: (sum(text.encode()) % 97, 0.0))     # differs within a group
     run_main(monkeypatch, *options, "--out", tmp_path / "run")
     metrics = without_times(tmp_path / "run" / "metrics.jsonl")
-    assert all(m["gradient_norm"] > 0 and m["mismatch_kl"] < 1e-9 for m in metrics)      # it sampled from the newest weights
+    assert all(m["gradient_norm"] > 0 and m["mismatch_kl"] < 1e-9
+               for m in metrics)      # it sampled from the newest weights
     start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["norm.weight"]
     state, tensors = read_checkpoint(str(tmp_path / "run"), {}, must_agree=["no such setting"])
     assert state["step"] == 5 and not torch.equal(tensors["model.norm.weight"], start)
     assert not (tmp_path / "run" / "adapter").exists()
-    assert "--weights bf16" in refused(monkeypatch, capsys, *options, "--weights", "nvfp4", "--out", tmp_path / "a")
-    assert "--beta 0" in refused(monkeypatch, capsys, *options, "--beta", 0.1, "--out", tmp_path / "b")
+    assert "--weights bf16" in refused(monkeypatch, capsys, *options, "--weights", "nvfp4", "--out",
+                                       tmp_path / "a")
+    assert "--beta 0" in refused(monkeypatch, capsys, *options, "--beta", 0.1, "--out",
+                                 tmp_path / "b")
 
 
-def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, tmp_path, monkeypatch):
+def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, tmp_path,
+        monkeypatch):
     """The grader is replaced by one that finds two of three answers to each question right."""
     out = tmp_path / "run"
     graded = []
@@ -599,21 +629,27 @@ def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(qwen, data, t
         return len(graded) > 15 or len(graded) % 3 != 0
 
     monkeypatch.setattr(train_gsm8k, "is_right", two_of_three)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--eval-questions", 5,
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1,
+             "--eval-questions", 5,
              "--eval-samples", 3, "--skip-eval-before", "--out", out)
     summary = json.loads((out / "summary.json").read_text())
-    assert len(graded) == 5 * 3 + 5 and len(set(graded[:3])) > 1                         # three answers, then a greedy one
+    assert len(graded) == 5 * 3 + 5 and len(set(
+        graded[:3])) > 1                         # three answers, then a greedy one
     assert summary["accuracy_after"] == 10 / 15
     assert "accuracy_before" not in summary and not (out / "answers_before.jsonl").exists()
     assert [a["accuracy"]["text"] for a in read_jsonl(out / "answers_after.jsonl")] == graded[:15:3]
     assert (out / "report.html").exists() and (out / "curve.png").exists()
 
 
-@pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tmp_path, monkeypatch, capsys, tracker, package):
+@pytest.mark.parametrize("tracker,package",
+                         [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tmp_path, monkeypatch,
+        capsys, tracker, package):
     out = tmp_path / "run"
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out, "--log", tracker)
-    monkeypatch.setitem(sys.modules, package, None)                                      # importing it is an ImportError
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out, "--log",
+               tracker)
+    monkeypatch.setitem(sys.modules, package,
+                        None)                                      # importing it is an ImportError
     with pytest.raises(SystemExit) as stop:
         run_main(monkeypatch, *options)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -633,18 +669,22 @@ def test_log_gets_each_steps_numbers_or_names_the_missing_package(qwen, data, tm
     def init(dir, **options):
         assert options["config"]["lora_rank"] == 2
         opened.append(dir)
-        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}), id="a1")
+        return types.SimpleNamespace(log=lambda numbers, step: written.update({step: numbers}),
+                                     id="a1")
     fake = types.ModuleType(package)
     fake.SummaryWriter, fake.init = SummaryWriter, init
     monkeypatch.setitem(sys.modules, package, fake)
     run_main(monkeypatch, *options)
     assert opened == [str(out)]
-    assert written == {m["step"]: flat(m) for m in read_jsonl(out / "metrics.jsonl")} and written.keys() == {1, 2}
+    assert written == {m["step"]: flat(m)
+                       for m in read_jsonl(out / "metrics.jsonl")} and written.keys() == {1, 2}
     assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[2].keys()
-    assert all(isinstance(value, (int, float)) for numbers in written.values() for value in numbers.values())
+    assert all(isinstance(value, (int, float)) for numbers in written.values()
+               for value in numbers.values())
 
 
-@pytest.mark.parametrize("tracker,package", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize("tracker,package",
+                         [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch, tracker, package):
     """Killed after step 3, resumed after step 2: TensorBoard forgets step 3, wandb is given the id of its run again."""
     calls = []
@@ -661,7 +701,8 @@ def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch,
     fake = types.ModuleType(package)
     fake.SummaryWriter, fake.init = SummaryWriter, init
     monkeypatch.setitem(sys.modules, package, fake)
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 4, "--out", tmp_path / "run", "--log", tracker)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 4, "--out", tmp_path / "run",
+               "--log", tracker)
 
     def log(self, logged):
         original(self, logged)
@@ -674,7 +715,9 @@ def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch,
             run_main(monkeypatch, *options)
     run_main(monkeypatch, *options, "--resume")
     run_main(monkeypatch, *options[:-4], "--out", tmp_path / "another", "--log", tracker)
-    assert calls == ([1, 3, 1] if tracker == "tensorboard" else [(None, "allow"), ("new1", "allow"), (None, "allow")])
+    assert calls == ([1, 3, 1]
+                     if tracker == "tensorboard" else [(None, "allow"), ("new1", "allow"),
+                             (None, "allow")])
 
 
 def test_a_tracker_that_cannot_be_reached_is_one_line(qwen, data, tmp_path, monkeypatch, capsys):
@@ -683,5 +726,170 @@ def test_a_tracker_that_cannot_be_reached_is_one_line(qwen, data, tmp_path, monk
     fake = types.ModuleType("wandb")
     fake.init = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run", "--log", "wandb")
+    error = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK, "--out",
+                    tmp_path / "run", "--log", "wandb")
     assert "--log wandb: no API key configured;" in error and not (tmp_path / "run").exists()
+
+
+def losses_times(monkeypatch, *factors):
+    """Multiply the first losses by these factors, the others by the last."""
+    policy_loss, left = qerl.policy_loss, list(factors)
+
+    def multiplied(*args):
+        loss, kl = policy_loss(*args)
+        return loss * (left.pop(0) if len(left) > 1 else left[0]), kl
+    monkeypatch.setattr(qerl, "policy_loss", multiplied)
+
+
+def test_float16_gradients_do_not_vanish(qwen, data, tmp_path, monkeypatch):
+    """A loss of a 100,000th has gradients that float16 cannot hold; after a step they are a
+    100,000th of the others.
+    """
+    scored_by_letters(monkeypatch)
+    norms = {}
+    for dtype, factor in itertools.product(("float16", "float32"), (1, 1e-5)):
+        with monkeypatch.context() as patch:
+            losses_times(patch, factor)
+            out = tmp_path / f"{dtype}-{factor}"
+            run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1,
+                "--dtype", dtype, "--out", out)
+        (logged,) = read_jsonl(out / "metrics.jsonl")
+        norms[dtype, factor] = logged["gradient_norm"]
+        assert logged.get("loss_scale") == (65536 if dtype == "float16" else None)
+        assert json.loads((out / "summary.json").read_text())["settings"]["dtype"] == dtype
+        trained = load_file(out / "adapter/adapter_model.safetensors")
+        assert all(t.dtype == torch.float32 and t.isfinite().all() for t in trained.values())
+        assert any(t.any() for name, t in trained.items() if "lora_B" in name)
+    for (dtype, factor), norm in norms.items():
+        assert norm == pytest.approx(factor * norms["float32", 1], rel=0.05), (dtype, factor)
+
+
+def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_path, monkeypatch):
+    """The first gradient overflows.
+
+    The run goes on with half the scale, and after a stop as if there had been none.
+    """
+    scored_by_letters(monkeypatch)
+    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1,
+        "--dtype", "float16")
+    save, adapters = keeper.save_checkpoint, []
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        save(folder, model, optimizer, generators, state, settings)
+        adapters.append([p.detach().clone() for p in qerl.trainable(model).values()])
+        if state["step"] == stop_at:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(keeper, "save_checkpoint", stopped)
+    for stop_at, name in ((None, "whole"), (2, "cut")):
+        with monkeypatch.context() as patch:
+            losses_times(patch, 1e9, 1)
+            if stop_at is None:
+                run_main(monkeypatch, *options, "--out", tmp_path / name)
+            else:
+                with pytest.raises(SystemExit):
+                    run_main(monkeypatch, *options, "--out", tmp_path / name)
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    logged = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
+    assert [m["loss_scale"] for m in logged] == [32768] * 3
+    assert logged[0]["gradient_norm"] == 0 < logged[1]["gradient_norm"]
+    before, first, second = adapters[:3]
+    assert all(map(torch.equal, before, first)) and not all(map(torch.equal, first, second))
+    logs = [without_times(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    assert logs[0] == logs[1]
+    whole, cut = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert json.loads(safe_open(tmp_path / "cut/checkpoint.safetensors",
+        "pt").metadata()["state"])["scaler"]["_growth_tracker"] == 2
+
+
+def test_an_infinite_gradient_ends_a_run_that_scales_no_loss():
+    for options in (dict(enabled=False), dict(init_scale=1.0)):
+        with pytest.raises(qerl.UserError, match="gradient norm inf"):
+            train_gsm8k.require_finite_update([(0.5, 0.0)], torch.tensor(math.inf),
+                torch.amp.GradScaler("cpu", **options))
+    train_gsm8k.require_finite_update([(0.5, 0.0)], torch.tensor(math.inf),
+        torch.amp.GradScaler("cpu"))
+    with pytest.raises(qerl.UserError, match="loss nan"):
+        train_gsm8k.require_finite_update([(math.nan, 0.0)], torch.tensor(1.0),
+            torch.amp.GradScaler("cpu"))
+
+
+def test_the_dtype_that_suits_the_device(monkeypatch):
+    def chosen(*argv):
+        return train_gsm8k.arguments([*argv, "--device", "cpu"]).dtype
+    assert chosen() == "float32" and chosen("--dtype", "bfloat16") == "bfloat16"
+    monkeypatch.setattr(fp4_kernels, "default_dtype", lambda device: torch.float16)
+    assert chosen() == "float16"
+
+
+# A question with whatever ends a line or a record somewhere, and what JSON has to escape.
+AWKWARD = ('one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n'
+           '{"step": 9}\\ "eight" \x00 ##')
+
+
+def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkeypatch, capsys):
+    for name, question in (("train", AWKWARD), ("test", "another")):
+        problem = json.dumps({"question": question, "answer": "#### 1"}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(problem * 2)
+    options = ("--model", qwen[0], "--data", tmp_path, *QUICK, "--prompts", 4, "--group", 4)
+    monkeypatch.setattr(train_gsm8k, "reward",
+                        lambda text, number, scheme: (float(len(text) % 2),) * 2)
+    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
+    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
+    stored = (tmp_path / "whole" / "samples.jsonl").read_bytes()
+    samples = [json.loads(line) for line in stored.decode().splitlines()]
+    assert [s["step"] for s in samples] == [1, 2, 4, 5]
+    assert samples == read_jsonl(tmp_path / "whole" / "samples.jsonl")
+    for sample in samples:
+        assert sample["question"] == AWKWARD and sample["number"] == "1"
+        assert len(sample["completions"]) == 4
+        assert len({c["reward"] for c in sample["completions"]}) == 2
+        for c in sample["completions"]:
+            parts = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
+            assert 1 <= len(c["tokens"]) <= 8 and len({len(c[part]) for part in parts}) == 1
+            assert c["reward"] == float(c["correct"])
+            assert all(isinstance(t, str) for t in c["tokens"])
+            assert min(c["entropy"]) > 0 and max(c["rollout_logprobs"] + c["training_logprobs"]) < 0
+        assert abs(sum(c["advantage"] for c in sample["completions"])) < 1e-3
+
+    def stopped(folder, model, optimizer, generators, state, settings):
+        if state["step"] == 5:
+            raise KeyboardInterrupt
+        save(folder, model, optimizer, generators, state, settings)
+    save = keeper.save_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "save_checkpoint", stopped)
+        with pytest.raises(SystemExit) as stop:
+            run_main(monkeypatch, *options, "--out", tmp_path / "cut")
+    assert stop.value.code == 130 and f"--resume --out {tmp_path / 'cut'}" in capsys.readouterr().err
+    log = tmp_path / "cut" / "samples.jsonl"
+    # the last checkpoint is of step 4
+    assert [s["step"] for s in read_jsonl(log)] == [1, 2, 4, 5]
+    with log.open("a") as f:
+        f.write('{"step": 9, "quest')
+    run_main(monkeypatch, *options, "--out", tmp_path / "cut", "--resume")
+    assert log.read_bytes() == stored
+
+
+def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    reported = []
+    monkeypatch.setattr(keeper, "report_on",
+        lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1,
+        "--eval-questions", 5, "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    held_out = made_up_problems()[1][:5]
+    for when in ("before", "after"):
+        answers = read_jsonl(out / f"answers_{when}.jsonl")
+        assert [a["question"] for a in answers] == [p["question"] for p in held_out]
+        assert [a["number"] for a in answers] == [str(final_number(p)) for p in held_out]
+        for kind in ("accuracy", "greedy"):
+            for answer in answers:
+                assert answer[kind]["correct"] == is_right(answer[kind]["text"],
+                    Decimal(answer["number"]), anywhere=True)
+            assert summary[f"{kind}_{when}"] == sum(a[kind]["correct"] for a in answers) / 5
+    # once, when all else is there
+    (folder, files), = reported
+    assert folder == str(out)
+    assert {"summary.json", "answers_after.jsonl", "samples.jsonl", "metrics.jsonl"} <= set(files)
