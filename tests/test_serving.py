@@ -176,8 +176,8 @@ def folder_of_many_files(path, layers):
     config.save_pretrained(path)
     torch.manual_seed(0)
     with torch.device("meta"):
-        shapes = {name: p.shape
-                  for name, p in transformers.AutoModelForCausalLM.from_config(config).named_parameters()}
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     values = {shape: (torch.randn(shape) * 0.02).bfloat16() for shape in set(shapes.values())}
     files = {}
     for name in shapes:
@@ -378,7 +378,8 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(module, name, fails)
         said = refused(patch, capsys, *options)
-    assert f"{out}: cannot be written" in said
+    assert f"{out}" in said
+    assert "cannot be written" in said
     assert not list(tmp_path.iterdir())
 
 
