@@ -1065,6 +1065,10 @@ COMMANDS = {
 }
 
 
+# Of the .json files in results/ that tables draws: what draws their pictures.
+PLOTS = {what: plot for what, (_, plot) in COMMANDS.items() if plot} | {"entropy": entropy.plot_entropy}
+
+
 def size(text):
     """"32x8" -> (32, 8): prompts and completions of each."""
     prompts, _, group = text.partition("x")
@@ -1199,9 +1203,8 @@ def run(args):
 
 def main():
     with one_line():
-        plots = {what: plot for what, (_, plot) in COMMANDS.items() if plot}
         studies = {"claims": claims.main, "entropy": entropy.main, "methods": compare.main,
-                   "tables": partial(results.main, plots=plots)}
+                   "tables": partial(results.main, plots=PLOTS)}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]](sys.argv[2:]))
         args = arguments()

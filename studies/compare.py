@@ -14,7 +14,7 @@ from harness.figures import save_figure
 from harness.flags import require_flag
 from methods.parts.quantizers import QUANTIZERS
 from studies.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
-from studies.study import standard_error, with_error, write_lines
+from studies.study import standard_error, table, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -71,66 +71,66 @@ def flags_of(small):
     return found
 
 
-def table(rows):
+TITLES = ["model", "method", "sampled with", "trained", "memory, GB", "seconds a step", "mismatch K3",
+          "pass@1 before", "after", "gain over qerl, points", "greedy after", "seeds"]
+
+
+def by_model_and_arm(rows):
+    """{(model, arm): its rows}, models by name, arms in the order of ROWS."""
+    found = {}
+    for model in sorted({r["model"] for r in rows}):
+        for arm in ROWS:
+            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+            if same:
+                found[model, arm] = same
+    return found
+
+
+def methods_table(rows):
     """A line for each model and method: means and standard errors over the seeds.
 
     The gain is over QeRL's run of the same seed, in brackets how many seeds both have.
     """
-    lines = ["| model | method | sampled with | trained | memory, GB | seconds a step | mismatch K3 "
-             "| pass@1 before | after | gain over qerl, points | greedy after | seeds |",
-             "|---|---|---|---|---|---|---|---|---|---|---|---|"]
-    for model in sorted({r["model"] for r in rows}):
-        qerl = {r["seed"]: r["accuracy_after"] for r in rows
-                if (r["model"], r["arm"]) == (model, "qerl")}
-        for arm, row in ROWS.items():
-            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
-            if not same:
-                continue
-            before = [r["accuracy_before"] for r in same if "accuracy_before" in r]
-            gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
-            cells = [
-                row.rollout,
-                row.training,
-                f"{max(r['peak_memory_gb'] for r in same):.1f}",
-                f"{mean(r['seconds_a_step'] for r in same):.2f}",
-                f"{max(0.0, mean(r['mismatch_kl'] for r in same)):.1e}",      # 0 but for rounding
-                with_error(before) if before else "-",
-                with_error([r["accuracy_after"] for r in same]),
-                f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
-                with_error([r["greedy_after"] for r in same]),
-                str(len(same)),
-            ]
-            lines.append(f"| {model} | {arm} | {' | '.join(cells)} |")
-    return lines
+    lines = []
+    found = by_model_and_arm(rows)
+    for (model, arm), same in found.items():
+        qerl = {r["seed"]: r["accuracy_after"] for r in found.get((model, "qerl"), [])}
+        before = [r["accuracy_before"] for r in same if "accuracy_before" in r]
+        gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
+        lines.append([
+            model,
+            arm,
+            ROWS[arm].rollout,
+            ROWS[arm].training,
+            f"{max(r['peak_memory_gb'] for r in same):.1f}",
+            f"{mean(r['seconds_a_step'] for r in same):.2f}",
+            f"{max(0.0, mean(r['mismatch_kl'] for r in same)):.1e}",      # 0 but for rounding
+            with_error(before) if before else "-",
+            with_error([r["accuracy_after"] for r in same]),
+            f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
+            with_error([r["greedy_after"] for r in same]),
+            len(same),
+        ])
+    return table(TITLES, lines)
 
 
 def plot_accuracy(rows, plt):
-    """Two panels a model, a line a method: pass@1 before and after the training; seconds a step."""
+    """A panel a model, a line a method: pass@1 before the training and after it."""
     models = sorted({r["model"] for r in rows})
     arms = [arm for arm in ROWS if any(r["arm"] == arm for r in rows)]
-    figure, axes = plt.subplots(1, 2 * len(models), figsize=(6.5 * len(models), 6.5), squeeze=False,
-                                layout="constrained", sharey=True, width_ratios=[3, 2] * len(models))
-    for column, model in enumerate(models):
-        accuracy, time = axes[0, 2 * column:2 * column + 2]
-        for place, arm in enumerate(arms):
-            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
-            if not same:
-                continue
-            reached = [100 * r["accuracy_after"] for r in same]
-            before = [100 * r["accuracy_before"] for r in same if "accuracy_before" in r]
-            color = "tab:orange" if arm in WITHOUT_FILE else "tab:blue"
-            accuracy.errorbar(mean(reached), place, xerr=standard_error(reached), fmt="o", capsize=3,
-                              markersize=5, elinewidth=1, color=color)
-            if before:
-                accuracy.plot(mean(before), place, "|", color="gray", markersize=9)
-            time.plot(mean(r["seconds_a_step"] for r in same), place, "s", markersize=5, color=color)
-        # Seconds mean little without it; runs may share a GPU.
-        hardware = sorted({r["hardware"] for r in rows if r["model"] == model})
-        accuracy.set(title=model, xlabel="held-out pass@1, %: | before, o after")
-        time.set(xlabel="seconds a step", xlim=(0, None))
-        time.set_title("\n".join(hardware), fontsize=7)
-        for axis in (accuracy, time):
-            axis.grid(alpha=0.3)
+    figure, axes = plt.subplots(1, len(models), figsize=(2 + 4 * len(models), 6.5), squeeze=False,
+                                layout="constrained", sharey=True)
+    for (model, arm), same in by_model_and_arm(rows).items():
+        axis = axes[0, models.index(model)]
+        place = arms.index(arm)
+        reached = [100 * r["accuracy_after"] for r in same]
+        before = [100 * r["accuracy_before"] for r in same if "accuracy_before" in r]
+        axis.plot(before, [place] * len(before), "|", color="gray", markersize=9)
+        axis.errorbar(mean(reached), place, xerr=standard_error(reached), fmt="o", capsize=3,
+                      color="tab:orange" if arm in WITHOUT_FILE else "tab:blue")
+    for axis, model in zip(axes[0], models):
+        axis.set(title=model, xlabel="held-out pass@1, %: | before, o after")
+        axis.grid(alpha=0.3)
     axes[0, 0].set_yticks(range(len(arms)), arms)
     axes[0, 0].invert_yaxis()
     return figure
@@ -139,7 +139,7 @@ def plot_accuracy(rows, plt):
 def make_tables(out, rows, steps):
     """table.md and accuracy.png from the rows of a study; steps: not read here."""
     lines = ["Made by `bench.py methods` or `bench.py tables`: means ± standard errors of seeds, in "
-             "percent.", "", *table(rows)]
+             "percent.", "", *methods_table(rows)]
     save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
     write_lines(f"{out}/table.md", lines)
     print("\n".join(lines))

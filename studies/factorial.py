@@ -1,6 +1,7 @@
-"""The arms of the claims study, and the questions that pairs of them answer.
+"""The arms of the claims study, the questions that pairs of them answer, and how rows answer them.
 
-A row is what a study keeps of a finished run: row_of in studies/study.py.
+A row is what a study keeps of a finished run: row_of in studies/study.py. A setting is an arm at a
+learning rate, (arm, lr).
 """
 import math
 from statistics import fmean as mean
@@ -71,24 +72,24 @@ CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
 
 
 def best_rates(rows):
-    """{(model, arm): the learning rate with the highest mean training accuracy at the end}.
+    """{arm: the learning rate with the highest mean training accuracy at the end} of a model's rows.
 
     Only of arms that were tried at two rates or more. Training questions decide, never those of the
     test. Two rates are compared by the seeds that both have, beginning with those of most seeds.
     """
     best = {}
-    for key in sorted({(r["model"], r["arm"]) for r in rows}):
+    for arm in sorted({r["arm"] for r in rows}):
         reached = {}                                           # {lr: {seed: training accuracy}}
         for r in rows:
-            if (r["model"], r["arm"]) == key:
+            if r["arm"] == arm:
                 reached.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
         first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
         for lr in others:
-            leader = best.get(key, first)
+            leader = best.get(arm, first)
             common = reached[lr].keys() & reached[leader].keys()
             lead = [reached[lr][seed] - reached[leader][seed] for seed in common]
             if lead:
-                best[key] = lr if mean(lead) > 0 else leader
+                best[arm] = lr if mean(lead) > 0 else leader
     return best
 
 
@@ -103,18 +104,32 @@ def with_gains(rows):
     return [{**r, "gained": r["accuracy_after"] - before.get(start_of(r), math.nan)} for r in rows]
 
 
-def by_arm_and_seed(rows, model, lr):
-    """{(arm, seed): row} of a model at a learning rate."""
-    return {(r["arm"], r["seed"]): r for r in rows if (r["model"], r["lr"]) == (model, lr)}
+def by_model(rows):
+    """{model: {(setting, seed): row}}, models in the order of their names."""
+    models = {}
+    for r in sorted(rows, key=lambda r: r["model"]):
+        models.setdefault(r["model"], {})[(r["arm"], r["lr"]), r["seed"]] = r
+    return models
 
 
-def differences_by_seed(by, pairs, measure):
-    """{seed: the mean over pairs (arm, other) of arm minus other}, of the seeds that all arms have.
+def rates_of(by):
+    """The learning rates of {(setting, seed): ...}, from the smallest."""
+    return sorted({lr for (_, lr), _ in by})
 
-    by: {(arm, seed): {measure: value}}.
+
+def at_rate(pairs, lr):
+    """Pairs of arms as pairs of settings."""
+    return [((arm, lr), (other, lr)) for arm, other in pairs]
+
+
+def differences(by, pairs, measure):
+    """By seed, the mean over pairs (setting, other) of setting minus other: of seeds that have all.
+
+    by: {(setting, seed): {measure: value}}.
     """
-    found = {}
-    for seed in sorted({seed for _, seed in by}):
-        if all((arm, seed) in by for pair in pairs for arm in pair):
-            found[seed] = mean([by[a, seed][measure] - by[b, seed][measure] for a, b in pairs])
-    return found
+    seeds = sorted({seed for _, seed in by})
+    return [
+        mean(by[a, seed][measure] - by[b, seed][measure] for a, b in pairs)
+        for seed in seeds
+        if all((setting, seed) in by for pair in pairs for setting in pair)
+    ]

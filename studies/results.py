@@ -2,7 +2,7 @@
 
     python bench.py tables                                every table and picture of results/
     python bench.py tables --add runs/claims claims/new   first adds the runs that bench.py claims, or
-                                                          methods, left in a folder, as a new study
+                                                          methods, left in a folder, to a study
 
     runs.csv                a row a run; its column study is the folder of the tables of that run
     steps.csv.gz            of each step of these runs, what tables and pictures read
@@ -21,7 +21,6 @@ from harness.figures import learning_curve, save_figure
 from harness.flags import Parser, require_flag
 from harness.run_folder import atomic_write
 from studies import claims, compare
-from studies.entropy import plot_entropy
 from studies.study import finished_runs, steps_of
 
 MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
@@ -83,6 +82,21 @@ def write_studies(folder, studies):
                for run, of_run in steps.items() for step in of_run))
 
 
+def add_runs(folder, runs, study):
+    """Pack the finished runs of a folder, too, as runs of a study."""
+    studies = read_studies(folder)
+    rows, steps = studies.setdefault(study, ([], {}))
+    new = finished_runs(runs)
+    require_flag(new, "add", runs, "holds no finished run; name the --out of a study")
+    require_flag(study.partition("/")[0] in MAKERS, "add", study, "must begin with claims or methods")
+    for row in new:
+        require_flag(row["name"] not in steps, "add", study, f"has {row['name']} already")
+    rows += new
+    steps |= steps_of(runs, new)
+    os.makedirs(f"{folder}/{study}", exist_ok=True)
+    write_studies(folder, studies)
+
+
 def read_json(path):
     with open(path, encoding="utf-8") as f:
         return json.load(f)
@@ -95,7 +109,7 @@ def make_tables(folder, plots):
     """
     for study, (rows, steps) in read_studies(folder).items():
         MAKERS[study.partition("/")[0]](f"{folder}/{study}", rows, steps)
-    for path in glob.glob(f"{glob.escape(folder)}/**/*.json", recursive=True):
+    for path in glob.glob(f"{glob.escape(folder)}/*/*.json"):
         stem = path.removesuffix(".json")
         if os.path.basename(stem) in plots:
             save_figure(f"{stem}.png", plots[os.path.basename(stem)], read_json(path))
@@ -116,12 +130,5 @@ def main(argv, plots):
     args = p.parse_args(argv)
     require_flag(os.path.exists(f"{args.out}/runs.csv"), "out", args.out, "has no runs.csv")
     if args.add:
-        folder, study = args.add
-        studies = read_studies(args.out)
-        rows = finished_runs(folder)
-        require_flag(rows, "add", folder, "holds no finished run; name the --out of a study")
-        require_flag(study.partition("/")[0] in MAKERS and study not in studies, "add", study,
-                     "is there already, or begins with neither claims nor methods; choose another")
-        os.makedirs(f"{args.out}/{study}", exist_ok=True)
-        write_studies(args.out, {**studies, study: (rows, steps_of(folder, rows))})
-    make_tables(args.out, {**plots, "entropy": plot_entropy})
+        add_runs(args.out, *args.add)
+    make_tables(args.out, plots)

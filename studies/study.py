@@ -8,10 +8,11 @@ the folders that have one. Flags that a study does not know go to train_gsm8k.py
 import glob
 import json
 import os
+import queue
 import subprocess
 import sys
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from statistics import fmean as mean
 from statistics import median, stdev
 from typing import NamedTuple
@@ -19,81 +20,29 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from harness.flags import Parser, full_name, parse_flags, require_flag, require_value
+from harness.flags import Parser, full_name, require_flag, require_value
 from harness.keeper import lasting
 from harness.questions import load_questions
 from harness.run_folder import atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError, model_folder
-from train_gsm8k import Settings, read_settings
+from train_gsm8k import read_settings
 
 NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
+# Flags of train_gsm8k.py that a study sets for each run.
+OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--save-quantized",
+             "--eval-samples", "--skip-eval-before", "--weights", "--method", "--quantizer"}
 
+
+# --------------------------------------------------------------------------------------------------
+# Text
 
 def name_in_rows(model, own_start=False):
     """What rows call a model: a Hugging Face name or folder, or None, the small policy."""
     if own_start:
         return "small-own-starts"
     return os.path.basename(os.path.normpath(model)) if model else "small"
-
-
-def data_in_rows(model, data):
-    """What the results call the questions; None, the small policy's made-up ones."""
-    given = data or (model and "gsm8k")
-    return os.path.basename(os.path.normpath(given)) if given else None
-
-
-class Run(NamedTuple):
-    """One training run of a study."""
-    arm: str
-    model: str | None              # a Hugging Face name or folder; None: the small policy
-    lr: float
-    seed: int
-    own_start: bool = False        # whether each seed begins with a small policy of its own making
-
-    @property
-    def model_name(self):
-        return name_in_rows(self.model, self.own_start)
-
-    @property
-    def name(self):
-        arm = self.arm.replace(" ", "").replace("/", "over").replace(":", "-")
-        return f"{self.model_name}-{arm}-lr{self.lr:g}-seed{self.seed}"
-
-    @property
-    def start_seed(self):
-        """The seed of the small policy's making."""
-        return self.seed if self.own_start else 0
-
-    @property
-    def start(self):
-        """Which policy it begins with, as start_of says it of a finished run."""
-        return self.model_name, self.arm, self.start_seed
-
-    def command(self, folder, data, flags, more, measure_start):
-        """The command line of this run: `flags` are the arm's, `more` those of all runs.
-
-        Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
-        answers to each question. measure_start: whether the policy is measured before its training,
-        too. Weights round to the nearest code, unless the arm has another --quantizer. A stopped run
-        has its settings in its checkpoint.
-        """
-        if os.path.exists(f"{folder}/checkpoint.safetensors"):
-            return [sys.executable, TRAIN, "--resume", "--out", folder, *more]
-        model = ["--model", self.model] if self.model else []
-        data = ["--data", data] if data else []
-        resume = ["--resume"] if os.path.isdir(folder) else []
-        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder, "--quantizer", "rtn"]
-        if self.own_start:
-            own += ["--start-seed", str(self.seed)]
-        measured = ["--eval-samples", "4", *([] if measure_start else ["--skip-eval-before"])]
-        return [sys.executable, TRAIN, *model, *data, *own, *measured, *more, *flags, *resume]
-
-
-def start_of(row):
-    """Which policy a row's run began with: its model, its arm, the seed of the policy's making."""
-    return row["model"], row["arm"], row.get("start_seed", 0)
 
 
 def rate_text(lr):
@@ -115,48 +64,93 @@ def with_error(values, scale=100, digits=1):
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
-def visible_devices():
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
-    gpus = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = named.split(",") if named else [str(i) for i in range(gpus)]
-    return names[:gpus] or ["cpu"]
+def table(titles, rows):
+    """The lines of a Markdown table. rows: lists of cells."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (titles, *rows)]
+    return [lines[0], "|" + "---|" * len(titles), *lines[1:]]
 
 
-def row_of(run, folder, settings):
-    """What a study keeps of a finished run; raises UserError if its log lacks a step.
+def write_lines(path, lines):
+    atomic_write(path, "\n".join(lines) + "\n")
 
-    settings: see shared_settings.
-    """
+
+# --------------------------------------------------------------------------------------------------
+# A run
+
+class Run(NamedTuple):
+    """One training run of a study."""
+    arm: str
+    model: str | None              # a Hugging Face name or folder; None: the small policy
+    lr: float
+    seed: int
+    own_start: bool = False        # whether each seed begins with a small policy of its own making
+
+    @property
+    def labels(self):
+        """What its row says of it, beside settings and results."""
+        model = name_in_rows(self.model, self.own_start)
+        arm = self.arm.replace(" ", "").replace("/", "over").replace(":", "-")
+        return {
+            "name": f"{model}-{arm}-lr{self.lr}-seed{self.seed}",
+            "model": model,
+            "arm": self.arm,
+            "seed": self.seed,
+            "start_seed": self.seed if self.own_start else 0,      # of the small policy's making
+        }
+
+    def command(self, folder, flags, more, measure_start):
+        """The command line of this run: `flags` are the arm's, `more` those of all runs.
+
+        Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
+        answers to each question. measure_start: whether the policy is measured before its training,
+        too. Weights round to the nearest code, unless the arm has another --quantizer. A stopped run
+        has its settings in its checkpoint.
+        """
+        if os.path.exists(f"{folder}/checkpoint.safetensors"):
+            return [sys.executable, TRAIN, "--resume", "--out", folder, *more]
+        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
+        own += ["--quantizer", "rtn", "--eval-samples", "4"]
+        if self.model:
+            own += ["--model", self.model]
+        if self.own_start:
+            own += ["--start-seed", str(self.seed)]
+        if not measure_start:
+            own.append("--skip-eval-before")
+        if os.path.isdir(folder):
+            own.append("--resume")
+        return [sys.executable, TRAIN, *own, *more, *flags]
+
+
+def start_of(row):
+    """Which policy a row's run began with: its model, its arm, the seed of the policy's making."""
+    return row["model"], row["arm"], row.get("start_seed", 0)
+
+
+def row_of(run, folder):
+    """What a study keeps of a finished run; raises UserError if its log lacks a step."""
     with open(f"{folder}/summary.json", encoding="utf-8") as f:
         summary = json.load(f)
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
     if [step["step"] for step in metrics] != list(range(1, summary["steps"] + 1)):
         raise UserError(f"{folder}/metrics.jsonl: does not hold the steps 1 to {summary['steps']}, each "
                         "once; remove the folder, and the run is made again")
-    own = summary["settings"]
-    accuracies = {k: v for k, v in summary.items() if k.endswith(("_before", "_after"))}
+    settings = summary["settings"]
     return {
-        "name": run.name,
-        "model": run.model_name,
-        "arm": run.arm,
-        "weights": own["weights"],
-        "aqn": max(own["sigma_start"], own["sigma_end"]) > 0,
-        "lora": own["lora_rank"],                          # 0: full fine-tuning
-        "algo": own["algo"],
-        "lr": own["lr"],
-        "seed": run.seed,
-        "start_seed": run.start_seed,
+        **run.labels,
+        "weights": settings["weights"],
+        "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
+        "lora": settings["lora_rank"],                     # 0: full fine-tuning
+        "algo": settings["algo"],
+        "lr": settings["lr"],
         "steps": summary["steps"],
-        **accuracies,
-        "training_accuracy": mean([m["accuracy"] for m in metrics[-10:]]),
-        "entropy": mean([m["entropy"] for m in metrics]),
-        "mismatch_kl": mean([m["mismatch_kl"] for m in metrics]),
+        **{k: v for k, v in summary.items() if k.endswith(("_before", "_after"))},
+        "training_accuracy": mean(m["accuracy"] for m in metrics[-10:]),
+        "entropy": mean(m["entropy"] for m in metrics),
+        "mismatch_kl": mean(m["mismatch_kl"] for m in metrics),
         "peak_memory_gb": max(m["peak_memory_gb"] for m in metrics),
-        "seconds_a_step": median([m["seconds"]["step"] for m in metrics]),
+        "seconds_a_step": median(m["seconds"]["step"] for m in metrics),
         "seconds": summary["seconds"],
         "hardware": summary["hardware"],
-        "settings": settings,
     }
 
 
@@ -174,66 +168,15 @@ def steps_of(out, rows):
     return {row["name"]: read_jsonl(f"{out}/{row['name']}/metrics.jsonl") for row in rows}
 
 
-def run_one(run, measure_start, environment, flags, args):
-    """Make a run and its row -> None, or what went wrong, in a line."""
-    folder = f"{args.out}/{run.name}"
-    command = run.command(folder, args.data, flags[run.arm], args.more, measure_start)
-    with open(f"{folder}.log", "ab") as log:
-        status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                 stderr=log)
-    if status:
-        return f"ended with status {status}; {folder}.log says why"
-    try:
-        row = row_of(run, folder, shared_settings(run.model, args))
-    except UserError as e:
-        return str(e)
-    atomic_write(f"{folder}/row.json", json.dumps(row, indent=1))
-    return None
+# --------------------------------------------------------------------------------------------------
+# A study
 
-
-def run_on(device, missing, flags, args, failed):
-    """Run what is missing, one after the other, on a device: "cpu" or the number of a GPU."""
-    environment = dict(os.environ)
-    if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    while True:
-        try:
-            run, measure_start = missing.popleft()     # which no other worker then has
-        except IndexError:
-            return
-        print(f"{device}: {run.name}", flush=True)
-        problem = run_one(run, measure_start, environment, flags, args)
-        if problem:
-            failed.append(run.name)
-            print(f"{run.name}: {problem}", flush=True)
-
-
-# Settings that the runs of one model may have otherwise, beside those of their arms.
-OWN_SETTINGS = {"model", "device", "lr", "seed", "start_seed", "skip_eval_before"}
-
-
-def shared_settings(model, args):
-    """{name: value} of the settings that all runs of a model share, apart from what arms change.
-
-    Raises UserError if a run would refuse its flags.
-    """
-    run = Run("any", model, args.lrs[0], args.seeds[0], args.own_starts)
-    command = run.command(f"{args.out}/any", args.data, [], args.more, measure_start=True)
-    settings = lasting(read_settings(command[2:]))
-    return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-
-
-def require_same_settings(rows, args):
-    """Refuse to go on with a study whose finished runs had other settings than these flags give."""
-    for model in args.model:
-        settings = shared_settings(model, args)
-        for row in rows:
-            theirs = row["settings"] if row["model"] == name_in_rows(model, args.own_starts) else {}
-            for name in sorted(theirs.keys() & settings.keys()):
-                require_flag(theirs[name] == settings[name], name, settings[name],
-                             f"{row['name']} in {args.out} has {theirs[name]}; give another --out")
+def visible_devices():
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
+    gpus = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(i) for i in range(gpus)]
+    return names[:gpus] or ["cpu"]
 
 
 def missing_runs(args):
@@ -243,88 +186,86 @@ def missing_runs(args):
     with the same policy one measures it, the first that is missing if none has.
     """
     done = {row["name"]: row for row in finished_runs(args.out)}
-    require_same_settings(done.values(), args)
-    wanted = [
-        Run(arm, model, lr, seed, args.own_starts)
-        for lr in args.lrs
-        for model in args.model
-        for seed in args.seeds
-        for arm in args.arms
-    ]
-    missing = []
     measured = {start_of(row) for row in done.values() if "accuracy_before" in row}
+    wanted = [Run(arm, model, lr, seed, args.own_starts)
+              for lr, model, seed, arm in product(args.lrs, args.model, args.seeds, args.arms)]
+    missing = []
     for run in wanted:
-        if run.name not in done:
-            missing.append((run, run.start not in measured))
-            measured.add(run.start)
+        if run.labels["name"] not in done:
+            missing.append((run, start_of(run.labels) not in measured))
+            measured.add(start_of(run.labels))
     print(f"{len(wanted)} runs, {len(missing)} missing")
     return missing
 
 
-def prepare(missing, args):
-    """Find or make what the runs begin with, before several of them ask for it at the same time.
+def require_same_settings(args):
+    """Refuse to add to a study whose runs of a model had other settings than these flags give."""
+    for model in args.model:
+        path = f"{args.out}/{name_in_rows(model, args.own_starts)}.json"
+        given = ["--model", model] if model else []
+        settings = lasting(read_settings([*given, *args.more]))
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as f:
+                theirs = json.load(f)
+            for name in sorted(settings.keys() & theirs.keys() - {"model"}):
+                require_flag(theirs[name] == settings[name], name, settings[name],
+                             f"the runs in {args.out} have {theirs[name]}; give another --out")
+        atomic_write(path, json.dumps(settings, indent=1))
 
-    A model or questions that cannot be had are named here, not by one run after the other.
-    """
-    for model in dict.fromkeys(run.model for run, _ in missing):
-        load_questions(args.data, args.eval, model)
+
+def prepare(missing, args):
+    """Find or make what the runs begin with; what cannot be had is named here, once."""
+    for model in {run.model for run, _ in missing}:
+        load_questions(args.settings.data, args.settings.eval, model)
         if model:
             model_folder(full_name(model))
-    for seed in dict.fromkeys(run.start_seed for run, _ in missing if run.model is None):
+    for seed in {run.labels["start_seed"] for run, _ in missing if run.model is None}:
         warm_start(seed)
 
 
+def run_one(run, measure_start, device, flags, args):
+    """Make a run and its row on "cpu" or the GPU of this number -> whether it failed."""
+    folder = f"{args.out}/{run.labels['name']}"
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    print(f"{device}: {run.labels['name']}", flush=True)
+    command = run.command(folder, flags[run.arm], args.more, measure_start)
+    with open(f"{folder}.log", "ab") as log:
+        status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                                 stderr=log)
+    try:
+        if status:
+            raise UserError(f"ended with status {status}; {folder}.log says why")
+        atomic_write(f"{folder}/row.json", json.dumps(row_of(run, folder), indent=1))
+    except UserError as e:
+        print(f"{run.labels['name']}: {e}", flush=True)
+        return True
+    return False
+
+
 def run_all(missing, flags, args):
-    """Start a worker on each device; returns the names of the runs that failed.
+    """Make the runs, as many at once as there are devices -> whether one of them failed.
 
     missing: see missing_runs; flags: {arm: flags of train_gsm8k.py}. Ctrl-C reaches the runs, too:
     they stop, and no other is begun.
     """
-    waiting = deque(missing)
-    failed = []
-    devices = (["cpu"] if args.device == "cpu" else visible_devices()) * args.jobs
-    with ThreadPoolExecutor(len(devices)) as pool:
-        workers = [pool.submit(run_on, device, waiting, flags, args, failed) for device in devices]
+    devices = (["cpu"] if args.settings.device == "cpu" else visible_devices()) * args.jobs
+    free = queue.SimpleQueue()
+    for device in devices:
+        free.put(device)
+
+    def make(run, measure_start):
+        device = free.get()
         try:
-            for worker in as_completed(workers):
-                worker.result()
-        except BaseException:
-            waiting.clear()            # then the pool waits for what is running
-            print("no other run is begun; the same command goes on", flush=True)
-            raise
-    return failed
+            return run_one(run, measure_start, device, flags, args)
+        finally:
+            free.put(device)
 
-
-# Flags of train_gsm8k.py that a study sets itself, and what to use instead.
-OWN_FLAGS = {
-    "--lr": "use --lrs",
-    "--seed": "use --seeds",
-    "--start-seed": "use --own-starts",
-    "--resume": "what was stopped is resumed by itself",
-    "--eval-only": "leave it out",
-    "--save-quantized": "leave it out",
-    "--eval-samples": "pass@1 is the mean of four",
-    "--skip-eval-before": "the study measures each start once",
-    "--weights": "use --arms",
-    "--method": "use --arms",
-    "--quantizer": "use --arms",
-}
-
-
-def check_more(args):
-    """Check the flags that go to train_gsm8k.py, args.more, and keep its --eval and --device.
-
-    A flag that train_gsm8k.py does not know is refused here, not by one run after the other.
-    """
-    for text in args.more:
-        flag = text.partition("=")[0]
-        if flag in OWN_FLAGS:
-            raise UserError(f"{flag}: the study sets it for each run; {OWN_FLAGS[flag]}")
-    given = parse_flags(Settings, "", {}, args.more)
-    args.eval = given.get("eval")
-    args.device = given.get("device", "cuda")
-    require_flag(args.device in ("cuda", "cpu"), "device", args.device, "a study takes all GPUs that it "
-                 "sees, or the CPU; choose some by CUDA_VISIBLE_DEVICES")
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return any(list(pool.map(make, *zip(*missing))))
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
@@ -332,7 +273,6 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p = Parser(description)
     p.add_argument("--model", nargs="+", default=[None],
                    help="names or folders (default: the small policy)")
-    p.add_argument("--data", help="folder of train*.jsonl and test*.jsonl, a dataset's name or file")
     p.add_argument("--arms", nargs="+", choices=arms, default=default_arms,
                    help=f"of {', '.join(arms)} (default {', '.join(default_arms)})", metavar="ARM")
     p.add_argument("--lrs", nargs="+", type=float,
@@ -346,35 +286,24 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--out", default=out, help=f"folder of the runs, tables and pictures (default {out})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
-    for name in ("model", "data", "out"):
+    for name in ("model", "out"):
         require_value(name, getattr(args, name))
-    check_more(args)
+    for flag in args.more:
+        if flag.partition("=")[0] in OWN_FLAGS:
+            raise UserError(f"{flag}: the study sets it for each run; use --arms, --lrs, --seeds")
+    args.settings = read_settings(args.more)
     require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
-    for lr in args.lrs or []:
-        require_flag(0 < lr < 1, "lrs", lr, "a learning rate is above 0 and below 1")
-        require_flag(lr == float(f"{lr:g}"), "lrs", lr, "names of runs have six digits; round it")
-    for seed in args.seeds or []:
-        require_flag(0 <= seed < 2 ** 63, "seeds", seed, "must be at least 0 and below 2 ** 63")
-    if args.own_starts and args.model != [None]:
-        raise UserError("--own-starts: is for the small policy; leave it out with --model")
+    small = args.model == [None]
+    require_flag(small or not args.own_starts, "own-starts", "", "is for the small policy")
+    args.lrs = args.lrs or [3e-3 if small else 5e-5]
+    args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
     for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
-        if getattr(args, name):
-            setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     names = [name_in_rows(model) for model in args.model]
     for name in names:
         require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
                      "the tables; rename a folder")
-    small = args.model == [None]
-    for name in ("small", "small-own-starts"):
-        require_flag(small or name not in names, "model", name, "is what the built-in policy is "
-                     "called in the tables; rename the folder")
-    args.lrs = args.lrs or [3e-3 if small else 5e-5]
-    args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
     return args
-
-
-def write_lines(path, lines):
-    atomic_write(path, "\n".join(lines) + "\n")
 
 
 def run_study(flags, args, make_tables):
@@ -383,19 +312,21 @@ def run_study(flags, args, make_tables):
     flags: {arm: flags of train_gsm8k.py}. Then make_tables(folder, rows, steps) of finished_runs and
     steps_of, if there are any.
     """
-    failed = []
-    missing = [] if args.tables else missing_runs(args)
-    if missing:
+    failed = False
+    if not args.tables:
         with creating(args.out):
             os.makedirs(args.out, exist_ok=True)
         try:
             with FileLock(f"{args.out}/lock", timeout=0):
-                prepare(missing, args)
-                failed = run_all(missing, flags, args)
+                require_same_settings(args)
+                missing = missing_runs(args)
+                if missing:
+                    prepare(missing, args)
+                    failed = run_all(missing, flags, args)
         except Timeout:
             raise UserError(f"--out {args.out}: another study runs here; wait for it or choose another folder")
     rows = finished_runs(args.out)
     require_flag(rows or failed, "out", args.out, "holds no finished run; name the folder of a study")
     if rows:
         make_tables(args.out, rows, steps_of(args.out, rows))
-    return 1 if failed else 0
+    return int(failed)

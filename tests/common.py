@@ -218,7 +218,7 @@ def made_up_rows():
     for seed, noise in ((0, 0.03), (1, 0.05)):
         for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
             value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
-            measures = dict.fromkeys(claims.MEASURES, value)
+            measures = dict.fromkeys([*claims.MEASURES, "entropy"], value)
             before = {} if seed else {"accuracy_before": 0.2, "greedy_before": 0.3}
             yield {"name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4, "seed": seed,
                 "steps": 9,
@@ -251,7 +251,7 @@ def note_run(out, name, **columns):
     """Leave the row of a finished run in a study's folder."""
     os.makedirs(f"{out}/{name}")
     with open(f"{out}/{name}/row.json", "w") as f:
-        json.dump({"name": name, "settings": {}, **columns}, f)
+        json.dump({"name": name, **columns}, f)
 
 
 def finished_run(command, **_):
