@@ -52,7 +52,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-import fp4_kernels
 import qerl
 from harness.batches import Batch
 from harness.figures import save_figure
@@ -204,7 +203,7 @@ def replay_times(contenders, device):
         repeated = itertools.islice(itertools.cycle(calls), longest)
         runs[name] = partial(run_all, list(repeated))
     if device == "cuda":
-        graphs = {name: fp4_kernels.record_graph(run) for name, run in runs.items()}
+        graphs = {name: qerl.kernels.record_graph(run) for name, run in runs.items()}
         rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
         return {name: statistics.median(r[name] for r in rounds) / longest for name in graphs}
     times = {}
@@ -438,7 +437,7 @@ def plot_kernels(result, plt):
 
 def bench_mma(args):
     os.environ["TRITON_OVERRIDE_ARCH"] = "sm80"        # Triton reads it each time that it compiles
-    fp4_kernels.capability = lambda device: (8, 0)
+    qerl.kernels.capability = lambda device: (8, 0)
     what = "seconds of one linear layer on a Hopper GPU that runs Ampere's instructions (mma.sync)"
     print(what)
     print_head("layer", "M", "bf16, us", "decode, then cuBLAS, us", "mma.sync, us", "over bf16",
@@ -463,7 +462,7 @@ def mma_rows(model, layer):
     dense = [weight.clone() for _ in range(copies(2 * out * columns, "cuda"))]
     for M in (1, 8, 16, 32, 64):
         x = torch.randn(M, columns, device="cuda", dtype=torch.bfloat16)
-        right = fp4_kernels.linear_torch(x, tiled[0])
+        right = decode_and_multiply(tiled[0], x)
         times = replay_times({
             "bf16": [partial(F.linear, x, w) for w in dense],
             "decode": [partial(decode_and_multiply, w, x) for w in tiled],

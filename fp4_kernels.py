@@ -1,15 +1,16 @@
-"""Triton kernels, each beside its twin: a few lines of PyTorch that compute the same.
+"""Triton kernels in the place of PyTorch lines of qerl.py, which say what each of them computes.
 
-The twin is the specification. It runs anywhere, it steps in a debugger, it serves where Triton does
-not run, and the tests hold the kernel to it, on a GPU and in Triton's interpreter
-(TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, its twin (encode_e2m1's and
-sample's are in qerl.py), and what bounds its speed: memory, instructions or latency.
+qerl.py chooses (use_kernels) and runs without this file. Its PyTorch is the specification: it runs
+anywhere, it steps in a debugger, and the tests hold the kernels to it, on a GPU and in Triton's
+interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, and by what
+bounds its speed: memory, instructions or latency.
 
     1. quantising     weights rounded to E2M1                         encode_e2m1
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA + residual               TiledWeight.multiply
     4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
+                                                                      packed_attention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
     6. launching      a decode step as one CUDA graph                 record_graph
@@ -28,19 +29,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:                    # no Triton for this system: the twins do everything
-    triton = None
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-if torch.version.hip and triton is not None:
-    # The kernels are made for NVIDIA GPUs, in part in their assembly language. PyTorch calls AMD's
-    # GPUs "cuda", too.
-    triton = None
+if torch.version.hip:          # PyTorch calls AMD's GPUs "cuda", too; qerl.py goes on without kernels
     print("fp4_kernels: an AMD GPU; PyTorch computes what the kernels do elsewhere, slower.",
           file=sys.stderr)
+    raise ImportError("the kernels are made for NVIDIA GPUs, in part in their assembly language")
 
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,7 +50,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #                                                         for fewer rows and not for NF4
 #     7.5                    T4                           not in bfloat16, which it cannot compute
 #                                                         in; no weights in tiles
-#     below, or AMD's        V100, MI300                  none: the twins do everything
+#     below                  V100                         none: PyTorch does everything
 
 @functools.lru_cache
 def capability(device):
@@ -69,21 +65,9 @@ def runs_on(device, dtype):
     return capability(device) >= ((8, 0) if dtype == torch.bfloat16 else (7, 5))
 
 
-def use_triton(x):
-    """Whether the kernels take a tensor where it lies; if not, the twins do."""
-    return triton is not None and runs_on(x.device, x.dtype)
-
-
 def is_hopper(device):
     """Whether kernels use what they were measured with on Hopper: wgmma, TMA and launch_pdl."""
     return capability(device)[0] == 9
-
-
-def default_dtype(device):
-    """The dtype of activations: bfloat16 on a GPU that can compute in it, float32 on a CPU."""
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
 
 
 def tiles_fit(device, dtype, in_features, sizes):
@@ -91,16 +75,13 @@ def tiles_fit(device, dtype, in_features, sizes):
 
     They do on a GPU that computes in bfloat16, if in_features and all sizes are divisible by 128.
     """
-    if triton is None or device.type != "cuda" or dtype != torch.bfloat16:
-        return False
-    whole_tiles = all(n % 128 == 0 for n in (in_features, *sizes))
-    return whole_tiles and runs_on(device, dtype)
+    in_bfloat16 = device.type == "cuda" and dtype == torch.bfloat16 and runs_on(device, dtype)
+    return in_bfloat16 and all(n % 128 == 0 for n in (in_features, *sizes))
 
 
-@functools.lru_cache
-def table_on(table, device):
-    """A constant table on a device, copied there once."""
-    return table.to(device)
+def flash_runs_on(q):
+    """Whether PyTorch's FlashAttention, which packed_attention needs, takes a tensor."""
+    return q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
 
 
 def tma_descriptor(x, block):
@@ -118,42 +99,43 @@ def tma_descriptor(x, block):
 # what does not depend on the earlier one, and calls wait_for_previous before it reads anything that
 # the earlier one writes.
 
-if triton is not None:
-    # The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
-    # What Triton compiles knows no other global values than a constexpr.
-    PLAIN = tl.constexpr(INTERPRETED)
+# The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
+# What Triton compiles knows no other global values than a constexpr.
+PLAIN = tl.constexpr(INTERPRETED)
 
-    @triton.jit
-    def let_next_start():
-        if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
-            tl.extra.cuda.gdc_launch_dependents()
 
-    @triton.jit
-    def wait_for_previous():
-        if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
-            tl.extra.cuda.gdc_wait()
+@triton.jit
+def let_next_start():
+    if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
 
-    @triton.jit
-    def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
-        """Have the L2 cache fetch the first BYTES of ROWS rows that lie `stride` bytes apart.
 
-        Only the first `there` of a row's BYTES exist.
-        """
-        if not PLAIN:
-            i = tl.arange(0, ROWS * BYTES // 128)                    # a cache line has 128 bytes
-            row = i // (BYTES // 128)
-            byte = i % (BYTES // 128) * 128
-            at = pointer.to(tl.int64) + row * stride + tl.where(byte < there, byte, 0)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1];  // $0", "=r,l", [at], tl.int32, is_pure=False, pack=1)
+@triton.jit
+def wait_for_previous():
+    if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Have the L2 cache fetch the first BYTES of ROWS rows that lie `stride` bytes apart.
+
+    Only the first `there` of a row's BYTES exist.
+    """
+    if not PLAIN:
+        i = tl.arange(0, ROWS * BYTES // 128)                    # a cache line has 128 bytes
+        row = i // (BYTES // 128)
+        byte = i % (BYTES // 128) * 128
+        at = pointer.to(tl.int64) + row * stride + tl.where(byte < there, byte, 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];  // $0", "=r,l", [at], tl.int32, is_pure=False, pack=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # 1. Quantising to E2M1                                  code = the E2M1 number nearest to w / scale
 #
-# The twin is what qerl.encode_e2m1 does without Triton. The kernel is bound by memory: it reads the
-# weight once and writes a quarter as many bytes, where the twin's operations together pass it
-# through memory about ten times.
+# The kernel is bound by memory: it reads the weight once and writes a quarter as many bytes, where
+# PyTorch's operations together pass it through memory about ten times.
 
 def encode_e2m1(weight, scale):
     """weight [out, in] / scale float32 [out, in/block] -> packed uint8 [out, in/2].
@@ -170,32 +152,32 @@ def encode_e2m1(weight, scale):
     return packed
 
 
-if triton is not None:
-    @triton.jit
-    def e2m1_code(w, scale):
-        """The code of w / scale: its sign, and how many halfway points between magnitudes it passes.
+@triton.jit
+def e2m1_code(w, scale):
+    """The code of w / scale: its sign, and how many halfway points between magnitudes it passes.
 
-        At a halfway point itself the code must be the even one, hence > and >= in turn.
-        """
-        x = tl.div_rn(w.to(tl.float32), scale)
-        a = tl.abs(x)
-        magnitude = (a > 0.25).to(tl.int32)
-        magnitude += a >= 0.75
-        magnitude += a > 1.25
-        magnitude += a >= 1.75
-        magnitude += a > 2.5
-        magnitude += a >= 3.5
-        magnitude += a > 5.0
-        return magnitude | (x < 0).to(tl.int32) << 3
+    At a halfway point itself the code must be the even one, hence > and >= in turn.
+    """
+    x = tl.div_rn(w.to(tl.float32), scale)
+    a = tl.abs(x)
+    magnitude = (a > 0.25).to(tl.int32)
+    magnitude += a >= 0.75
+    magnitude += a > 1.25
+    magnitude += a >= 1.75
+    magnitude += a > 2.5
+    magnitude += a >= 3.5
+    magnitude += a > 5.0
+    return magnitude | (x < 0).to(tl.int32) << 3
 
-    @triton.jit
-    def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
-        """Each program writes SIZE bytes of two codes each."""
-        i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-        s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
-        low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
-        high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
-        tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
+
+@triton.jit
+def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
+    """Each program writes SIZE bytes of two codes each."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
+    low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
+    high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
+    tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -245,15 +227,15 @@ class Lora(NamedTuple):
 class TiledWeight:
     """A frozen weight [out, in] in tiles: table[code] * scale * out_scale.
 
-    out and in are divisible by 64. Its tensors do not move with a module's .to(). qerl.PackedWeight
-    has the same methods and holds a weight in the order of its file.
+    out and in are divisible by 128. Its tensors do not move with a module's .to(). qerl.PackedWeight
+    computes the same from a weight in the order of its file.
     """
     words: torch.Tensor         # int32 [out/64, in/64, 512]: a tile has four words of each thread
     scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]; NF4's are
                                 # bfloat16 and the same for all t, so t has 1 place
     out_scale: torch.Tensor     # float32 [out]
-    table: torch.Tensor         # float32 [16], the value of each code; for the twins, as the kernels
-                                # have E2M1's and NF4's built in
+    table: torch.Tensor         # float32 [16], the value of each code; for the interpreter alone, as
+                                # the kernels have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
 
@@ -271,9 +253,6 @@ class TiledWeight:
         interleaved: with its columns in the order of the tiles.
         """
         row_tiles, column_tiles, _ = self.words.shape
-        if not use_triton(self.words) or column_tiles % 2:
-            weight = untile_torch(self, dtype)
-            return interleave(weight) if interleaved else weight
         weight = torch.empty(64 * row_tiles, 64 * column_tiles, dtype=dtype, device=self.device)
         by_tma = is_hopper(self.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
@@ -303,9 +282,6 @@ class TiledWeight:
         or in is not divisible by 128. config: a Config of its tiles instead of the one that it would
         choose, for tests.
         """
-        if not use_triton(x):
-            return linear_torch(x, self, bias, residual, lora)
-
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
         # and with NF4, whose values pass through shared memory on their way to mma.sync.
@@ -365,26 +341,10 @@ def pack_words(codes, nf4):
     return words
 
 
-def unpack_words(words, nf4):
-    """The inverse of pack_words: words int32 [...] -> codes int32 [..., 8]."""
-    codes = []
-    for i in range(8):
-        if nf4:
-            codes.append(words >> 4 * i & 15)
-            continue
-        pair, half = divmod(i, 2)
-        bits = words >> 16 * half & 0xFFFF
-        if pair < 3:
-            codes.append(bits >> 12 - 3 * pair & 8 | bits >> 6 - 3 * pair & 7)
-        else:
-            codes.append(bits >> 11 & 8 | bits >> 11 & 4 | bits >> 10 & 3)
-    return torch.stack(codes, -1)
-
-
 def pack_scales(scale):
     """scale float32 [out, in/16] -> (bytes uint8 [out, in/16], factor float32 [out]).
 
-    scale is what unpack_scales makes of the bytes, times the factor.
+    A byte b stands for 2^((b >> 3) - 30) (1 + (b & 7) / 8), and scale is this times the factor.
     """
     # scale = mantissa * 2^exponent, where 0.5 <= mantissa < 1
     mantissa, exponent = torch.frexp(scale)
@@ -392,13 +352,6 @@ def pack_scales(scale):
     byte = (exponent - top[:, None] + 31) * 8 + (mantissa * 16 - 8)
     byte = torch.where((byte >= 0) & (scale > 0), byte, 0).to(torch.uint8)
     return byte, torch.exp2(top - 2.0)
-
-
-def unpack_scales(byte):
-    """The inverse of pack_scales, but for the factor: uint8 -> float32 in the same shape."""
-    exponent = (byte >> 3).float() - 30
-    mantissa = 1 + (byte & 7) / 8
-    return torch.exp2(exponent) * mantissa
 
 
 def tile(packed, scale, row_scale, table, nf4=False):
@@ -423,214 +376,201 @@ def tile(packed, scale, row_scale, table, nf4=False):
     # (tile, warp, row half, g, tile, t) -> (tile, tile, warp, g, t, row half)
     stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2)
     out_scale = row_scale.reshape(-1).expand(out) * factor
-    return TiledWeight(words, stored.contiguous(), out_scale, table_on(table, packed.device))
-
-
-def untile_torch(tiled, dtype=torch.bfloat16):
-    """Twin of untile_kernel: TiledWeight -> weight [out, in] in dtype."""
-    # (tile, tile, warp, g, t, row half, word), and values have a last dimension for the code
-    words = tiled.words.view(*tiled.words.shape[:2], 4, 8, 4, 2, 2)
-    values = tiled.table[unpack_words(words, tiled.nf4).long()]
-    scale = tiled.scales.float() if tiled.nf4 else unpack_scales(tiled.scales)
-    row = tiled.out_scale.view(-1, 1, 4, 2, 8).transpose(3, 4)      # (tile, 1, warp, g, row half)
-    scale = scale * row[..., None, :]
-    weight = values * scale[..., None, None]
-
-    # Rows are (tile, warp, row half, g), columns (tile, t, word, code).
-    weight = weight.permute(0, 2, 5, 3, 1, 4, 6, 7)
-    return weight.reshape(len(tiled.out_scale), -1).to(dtype)
+    return TiledWeight(words, stored.contiguous(), out_scale, table.to(packed.device))
 
 
 # untile_kernel is bound by memory: it reads 9/16 byte and writes two for each weight. Its inner
 # part, decode_tiles, is also linear_kernel's, and there its instructions count: 15 for the eight
 # codes of a word.
 
-if triton is not None:
-    @triton.jit
-    def low_half(pair):
-        """The bfloat16 in the lower half of a word, as float32, whose upper half it becomes."""
-        return (pair << 16).to(tl.float32, bitcast=True)
 
-    @triton.jit
-    def high_half(pair):
-        """The bfloat16 in the upper half of a word, as float32."""
-        return (pair & -65536).to(tl.float32, bitcast=True)
+@triton.jit
+def low_half(pair):
+    """The bfloat16 in the lower half of a word, as float32, whose upper half it becomes."""
+    return (pair << 16).to(tl.float32, bitcast=True)
 
-    @triton.jit
-    def e2m1_pairs(word, scale):
-        """The eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16.
 
-        They are in the order of the columns. a, b, c and d are the pairs 0 to 3, moved to where
-        bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
-        """
-        if PLAIN:
-            FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
-            SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
-            a = word & FIELDS
-            b = word << 3 & FIELDS
-            c = word << 6 & FIELDS
-            d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
-            s = low_half(scale)
-            return (low_half(a) * s, high_half(a) * s,
-                    low_half(b) * s, high_half(b) * s,
-                    low_half(c) * s, high_half(c) * s,
-                    low_half(d) * s, high_half(d) * s)
-        return tl.inline_asm_elementwise("""{
-            .reg .b32 a, b, c, d, t, z;
-            mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
-            and.b32 a, $8, 0x81C081C0;
-            shl.b32 t, $8, 3;
-            and.b32 b, t, 0x81C081C0;
-            shl.b32 t, $8, 6;
-            and.b32 c, t, 0x81C081C0;
-            shl.b32 t, $8, 1;
-            and.b32 d, t, 0x80008000;
-            shr.b32 t, $8, 5;
-            lop3.b32 d, t, 0x01000100, d, 0xEA;  // (t & mask) | d
-            shr.b32 t, $8, 4;
-            lop3.b32 d, t, 0x00C000C0, d, 0xEA;
-            fma.rn.bf16x2 a, a, $9, z;
-            fma.rn.bf16x2 b, b, $9, z;
-            fma.rn.bf16x2 c, c, $9, z;
-            fma.rn.bf16x2 d, d, $9, z;
-            mov.b32 {$0, $1}, a;
-            mov.b32 {$2, $3}, b;
-            mov.b32 {$4, $5}, c;
-            mov.b32 {$6, $7}, d;
-            }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
-            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+@triton.jit
+def high_half(pair):
+    """The bfloat16 in the upper half of a word, as float32."""
+    return (pair & -65536).to(tl.float32, bitcast=True)
 
-    @triton.jit
-    def nf4_value(table, word, i: tl.constexpr):
-        """The value of code i of a word."""
-        return tl.load(table + (word >> 4 * i & 15))
 
-    @triton.jit
-    def nf4_pairs(word, scale, table):
-        """As e2m1_pairs, for NF4.
+@triton.jit
+def e2m1_pairs(word, scale):
+    """The eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16.
 
-        prmt looks four codes up at a time, i those of the word's lower half, j those of its upper
-        half, by their low three bits. What it finds are the high bytes of four bfloat16: h if the
-        codes are 0-7, g if they are 8-15. In the same way l and k are the low bytes. The mask m
-        chooses between the two by the codes' top bits. For it prmt is told to fill each byte with
-        the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
-        shifted by one code, which is that of the codes 0, 2, ...
-        """
-        if PLAIN:
-            s = low_half(scale)
-            return (nf4_value(table, word, 0) * s, nf4_value(table, word, 1) * s,
-                    nf4_value(table, word, 2) * s, nf4_value(table, word, 3) * s,
-                    nf4_value(table, word, 4) * s, nf4_value(table, word, 5) * s,
-                    nf4_value(table, word, 6) * s, nf4_value(table, word, 7) * s)
-        return tl.inline_asm_elementwise("""{
-            .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
-            mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
-            and.b32 i, $8, 0x77777777;
-            shr.b32 j, i, 16;
-            shl.b32 u, $8, 4;
-            prmt.b32 m, $8, u, 0x9D8C;           // FF where a code of the lower half is 8 or more
-            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;
-            prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;
-            lop3.b32 h, m, g, h, 0xCA;           // m ? g : h
-            prmt.b32 l, 0xCA063280, 0x00BA3D92, i;
-            prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;
-            lop3.b32 l, m, k, l, 0xCA;
-            prmt.b32 a, l, h, 0x5140;            // low and high bytes of the codes 0 and 1 in turn
-            prmt.b32 b, l, h, 0x7362;            // of the codes 2 and 3
-            prmt.b32 m, $8, u, 0xBFAE;           // the same for the upper half
-            prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;
-            prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;
-            lop3.b32 h, m, g, h, 0xCA;
-            prmt.b32 l, 0xCA063280, 0x00BA3D92, j;
-            prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;
-            lop3.b32 l, m, k, l, 0xCA;
-            prmt.b32 c, l, h, 0x5140;
-            prmt.b32 d, l, h, 0x7362;
-            fma.rn.bf16x2 a, a, $9, z;
-            fma.rn.bf16x2 b, b, $9, z;
-            fma.rn.bf16x2 c, c, $9, z;
-            fma.rn.bf16x2 d, d, $9, z;
-            mov.b32 {$0, $1}, a;
-            mov.b32 {$2, $3}, b;
-            mov.b32 {$4, $5}, c;
-            mov.b32 {$6, $7}, d;
-            }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
-            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+    They are in the order of the columns. a, b, c and d are the pairs 0 to 3, moved to where
+    bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
+    """
+    if PLAIN:
+        FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
+        SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
+        a = word & FIELDS
+        b = word << 3 & FIELDS
+        c = word << 6 & FIELDS
+        d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
+        s = low_half(scale)
+        return (low_half(a) * s, high_half(a) * s,
+                low_half(b) * s, high_half(b) * s,
+                low_half(c) * s, high_half(c) * s,
+                low_half(d) * s, high_half(d) * s)
+    return tl.inline_asm_elementwise("""{
+        .reg .b32 a, b, c, d, t, z;
+        mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
+        and.b32 a, $8, 0x81C081C0;
+        shl.b32 t, $8, 3;
+        and.b32 b, t, 0x81C081C0;
+        shl.b32 t, $8, 6;
+        and.b32 c, t, 0x81C081C0;
+        shl.b32 t, $8, 1;
+        and.b32 d, t, 0x80008000;
+        shr.b32 t, $8, 5;
+        lop3.b32 d, t, 0x01000100, d, 0xEA;  // (t & mask) | d
+        shr.b32 t, $8, 4;
+        lop3.b32 d, t, 0x00C000C0, d, 0xEA;
+        fma.rn.bf16x2 a, a, $9, z;
+        fma.rn.bf16x2 b, b, $9, z;
+        fma.rn.bf16x2 c, c, $9, z;
+        fma.rn.bf16x2 d, d, $9, z;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
+        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
 
-    @triton.jit
-    def decode_tiles(words, scales, table, column_tiles,
-                     R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
-        """R x C tiles, without out_scale, from the pointers to the first one's words and scales.
 
-        column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
-        g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
-        """
-        T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
-        r = tl.arange(0, R)[:, None] * column_tiles
-        word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
-        word = word.reshape(R, C, 4, 8, 4, 2, 2)
-        scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+@triton.jit
+def nf4_value(table, word, i: tl.constexpr):
+    """The value of code i of a word."""
+    return tl.load(table + (word >> 4 * i & 15))
 
-        # The scale as a pair of equal bfloat16.
-        if NF4:
-            pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
-        else:
-            pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
-            # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves
-            # unpack_scales' 2^-30.
-            pair = pair + 0x6F806F80
-        pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
 
-        if NF4:
-            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
-        else:
-            v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
-        even = tl.join(tl.join(v0, v4), tl.join(v2, v6))            # (.., step, column half)
-        odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-        return tl.join(even, odd)
+@triton.jit
+def nf4_pairs(word, scale, table):
+    """As e2m1_pairs, for NF4.
 
-    @triton.jit
-    def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
-                      NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
-        """Each program decodes two tiles that lie side by side.
+    prmt looks four codes up at a time, i those of the word's lower half, j those of its upper
+    half, by their low three bits. What it finds are the high bytes of four bfloat16: h if the
+    codes are 0-7, g if they are 8-15. In the same way l and k are the low bytes. The mask m
+    chooses between the two by the codes' top bits. For it prmt is told to fill each byte with
+    the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
+    shifted by one code, which is that of the codes 0, 2, ...
+    """
+    if PLAIN:
+        s = low_half(scale)
+        return (nf4_value(table, word, 0) * s, nf4_value(table, word, 1) * s,
+                nf4_value(table, word, 2) * s, nf4_value(table, word, 3) * s,
+                nf4_value(table, word, 4) * s, nf4_value(table, word, 5) * s,
+                nf4_value(table, word, 6) * s, nf4_value(table, word, 7) * s)
+    return tl.inline_asm_elementwise("""{
+        .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
+        mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
+        and.b32 i, $8, 0x77777777;
+        shr.b32 j, i, 16;
+        shl.b32 u, $8, 4;
+        prmt.b32 m, $8, u, 0x9D8C;           // FF where a code of the lower half is 8 or more
+        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;
+        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;
+        lop3.b32 h, m, g, h, 0xCA;           // m ? g : h
+        prmt.b32 l, 0xCA063280, 0x00BA3D92, i;
+        prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;
+        lop3.b32 l, m, k, l, 0xCA;
+        prmt.b32 a, l, h, 0x5140;            // low and high bytes of the codes 0 and 1 in turn
+        prmt.b32 b, l, h, 0x7362;            // of the codes 2 and 3
+        prmt.b32 m, $8, u, 0xBFAE;           // the same for the upper half
+        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;
+        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;
+        lop3.b32 h, m, g, h, 0xCA;
+        prmt.b32 l, 0xCA063280, 0x00BA3D92, j;
+        prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;
+        lop3.b32 l, m, k, l, 0xCA;
+        prmt.b32 c, l, h, 0x5140;
+        prmt.b32 d, l, h, 0x7362;
+        fma.rn.bf16x2 a, a, $9, z;
+        fma.rn.bf16x2 b, b, $9, z;
+        fma.rn.bf16x2 c, c, $9, z;
+        fma.rn.bf16x2 d, d, $9, z;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
+        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
 
-        If BY_TMA, `weight` is a descriptor.
-        """
-        row = tl.program_id(0)
-        c = tl.program_id(1) * 2
-        at = (row * column_tiles + c).to(tl.int64)
-        scales += at * (64 if NF4 else 256)
-        v = decode_tiles(words + at * 512, scales, table, column_tiles, 1, 2, NF4)
 
-        # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
-        # interleaved, (C, word, step, column half, t, i).
-        if INTERLEAVED:
-            v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
-        else:
-            v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
-        scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
-        w = v.to(tl.float32) * scale
-        if BY_TMA:
-            weight.store([row * 64, c * 64], w.to(weight.dtype))
-        else:
-            n = row * 64 + tl.arange(0, 64)[:, None]
-            k = c * 64 + tl.arange(0, 128)[None]
-            at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
-            tl.store(at_w, w.to(weight.dtype.element_ty))
+@triton.jit
+def decode_tiles(words, scales, table, column_tiles,
+                 R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+    """R x C tiles, without out_scale, from the pointers to the first one's words and scales.
+
+    column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
+    g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
+    """
+    T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
+    r = tl.arange(0, R)[:, None] * column_tiles
+    word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
+    word = word.reshape(R, C, 4, 8, 4, 2, 2)
+    scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+
+    # The scale as a pair of equal bfloat16.
+    if NF4:
+        pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
+    else:
+        pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
+        # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves
+        # pack_scales' 2^-30.
+        pair = pair + 0x6F806F80
+    pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
+
+    if NF4:
+        v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
+    else:
+        v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))            # (.., step, column half)
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
+                  NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
+    """Each program decodes two tiles that lie side by side.
+
+    If BY_TMA, `weight` is a descriptor.
+    """
+    row = tl.program_id(0)
+    c = tl.program_id(1) * 2
+    at = (row * column_tiles + c).to(tl.int64)
+    scales += at * (64 if NF4 else 256)
+    v = decode_tiles(words + at * 512, scales, table, column_tiles, 1, 2, NF4)
+
+    # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
+    # interleaved, (C, word, step, column half, t, i).
+    if INTERLEAVED:
+        v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
+    else:
+        v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
+    scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
+    w = v.to(tl.float32) * scale
+    if BY_TMA:
+        weight.store([row * 64, c * 64], w.to(weight.dtype))
+    else:
+        n = row * 64 + tl.arange(0, 64)[:, None]
+        k = c * 64 + tl.arange(0, 128)[None]
+        at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
+        tl.store(at_w, w.to(weight.dtype.element_ty))
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
 #
-# The twin, in which h = x Aᵀ. x and the columns of A are interleaved, so the weight has to be, too.
-
-def linear_torch(x, tiled, bias=None, residual=None, lora=None):
-    """Twin of linear_kernel; the arguments are those of TiledWeight.multiply."""
-    return dense_linear(x, interleave(untile_torch(tiled, x.dtype)), tiled, bias, residual, lora)
-
+# With many rows PyTorch multiplies, by a weight that was decoded before. x and the columns of A are
+# interleaved, so the weight has to be, too.
 
 def dense_linear(x, weight, tiled, bias, residual, lora):
-    """As linear_torch, from a weight [out, in] that is decoded and interleaved already."""
+    """TiledWeight.multiply by PyTorch; weight [out, in] is decoded and interleaved already."""
     y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
     if residual is not None:
         y = y + residual
@@ -866,264 +806,272 @@ def launch_linear(x, tiled, bias, residual, lora, config=None):
     return y
 
 
-if triton is not None:
-    @triton.jit
-    def product(a, b, acc):
-        """acc + a b; the interpreter multiplies float32 only."""
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
+@triton.jit
+def product(a, b, acc):
+    """acc + a b; the interpreter multiplies float32 only."""
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
 
-    # The tensor cores leave their sums in registers in an order of their own, too: of 64 rows a
-    # thread (warp, g, t) has the rows 16 warp + g and 16 warp + g + 8, and of every 8 columns of
-    # them the columns 2t and 2t + 1. If parts of a tile were stored row by row, they would first
-    # pass through shared memory to other threads. But only a program that holds its sums in the
-    # same order adds them up, so each thread stores what it has: no sum moves between threads.
+# The tensor cores leave their sums in registers in an order of their own, too: of 64 rows a
+# thread (warp, g, t) has the rows 16 warp + g and 16 warp + g + 8, and of every 8 columns of
+# them the columns 2t and 2t + 1. If parts of a tile were stored row by row, they would first
+# pass through shared memory to other threads. But only a program that holds its sums in the
+# same order adds them up, so each thread stores what it has: no sum moves between threads.
 
-    @triton.jit
-    def by_thread(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
-        """Sums [64R, ROWS] -> [R / groups * ROWS / 8, 512 groups], four sums of each thread a row.
 
-        The program has WARP_GROUPS groups of four warps. The dimensions are (64 rows a group, warp,
-        row half, g, 8 columns, t, i), and then (64 rows a group, 8 columns, warp, g, t, row half, i).
-        """
-        n: tl.constexpr = acc.shape[1] // 8
-        acc = acc.reshape(R // WARP_GROUPS, 4 * WARP_GROUPS, 2, 8, n, 4, 2)
-        acc = acc.permute(0, 4, 1, 3, 5, 2, 6)
-        return acc.reshape(R // WARP_GROUPS * n, 512 * WARP_GROUPS)
+@triton.jit
+def by_thread(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
+    """Sums [64R, ROWS] -> [R / groups * ROWS / 8, 512 groups], four sums of each thread a row.
 
-    @triton.jit
-    def by_row(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
-        """The inverse of by_thread."""
-        n: tl.constexpr = acc.shape[0] // (R // WARP_GROUPS)
-        acc = acc.reshape(R // WARP_GROUPS, n, 4 * WARP_GROUPS, 8, 4, 2, 2)
-        acc = acc.permute(0, 2, 5, 3, 1, 4, 6)
-        return acc.reshape(64 * R, 8 * n)
+    The program has WARP_GROUPS groups of four warps. The dimensions are (64 rows a group, warp,
+    row half, g, 8 columns, t, i), and then (64 rows a group, 8 columns, warp, g, t, row half, i).
+    """
+    n: tl.constexpr = acc.shape[1] // 8
+    acc = acc.reshape(R // WARP_GROUPS, 4 * WARP_GROUPS, 2, 8, n, 4, 2)
+    acc = acc.permute(0, 4, 1, 3, 5, 2, 6)
+    return acc.reshape(R // WARP_GROUPS * n, 512 * WARP_GROUPS)
 
-    @triton.jit
-    def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
-        """acc + parts[first] + ... + parts[last - 1], AT_ONCE loads under way at once.
 
-        They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
-        """
-        for q in range(first, last, AT_ONCE):
-            for u in tl.static_range(AT_ONCE):
-                there = tl.full([1, 1], q + u, tl.int32) < last
-                part = parts + (q + u) * STRIDE
-                acc += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-        return acc
+@triton.jit
+def by_row(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
+    """The inverse of by_thread."""
+    n: tl.constexpr = acc.shape[0] // (R // WARP_GROUPS)
+    acc = acc.reshape(R // WARP_GROUPS, n, 4 * WARP_GROUPS, 8, 4, 2, 2)
+    acc = acc.permute(0, 2, 5, 3, 1, 4, 6)
+    return acc.reshape(64 * R, 8 * n)
 
-    @triton.jit
-    def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
-                  ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-        """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
-        Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
-        return 0.
-        """
-        tile = tl.program_id(0) // parts
-        part = tl.program_id(0) % parts
-        j_tiles = tl.cdiv(ranks, J)
-        j = tile % j_tiles * J + tl.arange(0, J)
-        m = tile // j_tiles * ROWS + tl.arange(0, ROWS)
-        steps = columns // K
-        acc = tl.zeros([ROWS, J], tl.float32)
-        for step in range(part * steps // parts, (part + 1) * steps // parts):
-            k = step * K + tl.arange(0, K)
-            a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
-            b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
-            acc = product(b, a.T, acc)
+@triton.jit
+def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """acc + parts[first] + ... + parts[last - 1], AT_ONCE loads under way at once.
 
-        here = partial + tile * parts * (ROWS * J)
-        here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
-        tl.store(here + part * (ROWS * J), acc)
-        tl.debug_barrier()                                   # all threads store before one counts
-        last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
-        if last == 1:
-            tl.store(arrived + tile, 0)
-            acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
-            inside = (m[:, None] < M) & (j[None] < ranks)
-            at_h = h + m[:, None] * ranks + j[None]
-            tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
-            tl.debug_barrier()
-        return last
+    They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
+    """
+    for q in range(first, last, AT_ONCE):
+        for u in tl.static_range(AT_ONCE):
+            there = tl.full([1, 1], q + u, tl.int32) < last
+            part = parts + (q + u) * STRIDE
+            acc += tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
+    return acc
 
-    @triton.jit
-    def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles,
-                      R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
-        """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
 
-        A tile has 512 words, which are 2,048 bytes.
-        """
-        SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
-        BYTES: tl.constexpr = 128 if NF4 else 256            # their size
-        tile_row = at // steps // m_tiles * R
-        start = (tile_row * column_tiles + at % steps * C).to(tl.int64)
-        there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
-        prefetch(words + start * 512, column_tiles * 2048, there * 2048, R, 8192 // R)
-        prefetch(scales + start * SCALES, column_tiles * BYTES, there * BYTES, R, 4 * BYTES // R)
-        prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
+@triton.jit
+def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
+              ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+    """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
-    @triton.jit
-    def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-                  NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                  STAGES: tl.constexpr, WGMMA: tl.constexpr):
-        """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
+    Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
+    return 0.
+    """
+    tile = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    j_tiles = tl.cdiv(ranks, J)
+    j = tile % j_tiles * J + tl.arange(0, J)
+    m = tile // j_tiles * ROWS + tl.arange(0, ROWS)
+    steps = columns // K
+    acc = tl.zeros([ROWS, J], tl.float32)
+    for step in range(part * steps // parts, (part + 1) * steps // parts):
+        k = step * K + tl.arange(0, K)
+        a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
+        b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
+        acc = product(b, a.T, acc)
 
-        row: the number of its first tile of W; m0: of its first row of x.
+    here = partial + tile * parts * (ROWS * J)
+    here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+    tl.store(here + part * (ROWS * J), acc)
+    tl.debug_barrier()                                   # all threads store before one counts
+    last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
+    if last == 1:
+        tl.store(arrived + tile, 0)
+        acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
+        inside = (m[:, None] < M) & (j[None] < ranks)
+        at_h = h + m[:, None] * ranks + j[None]
+        tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
+        tl.debug_barrier()
+    return last
 
-        Columns of W are (C, t, word, step, column half, i), and t has to go to where the product
-        expects it. To wgmma a thread gives two neighbours, i, at a time, as in untile_kernel. To
-        mma.sync Triton has it give eight, so that W's columns become (C, word, t, step, column half,
-        i), and those of x, which come in wgmma's order, are permuted alike.
-        """
-        SCALES: tl.constexpr = 64 if NF4 else 256
-        acc = tl.zeros([64 * R, ROWS], tl.float32)
-        for step in tl.range(first, last, num_stages=STAGES):
-            at = row + step * C
-            w = decode_tiles(words + at * 512, scales + at * SCALES, table, column_tiles, R, C, NF4)
-            if WGMMA:
-                w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
-            else:
-                w = w.permute(0, 2, 5, 3, 1, 6, 4, 7, 8, 9)
-            w = w.reshape(64 * R, 64 * C)
-            if x_tma is not None:
-                b = x_tma.load([m0, step * C * 64])
-            else:
-                m = m0 + tl.arange(0, ROWS)
-                k = step * C * 64 + tl.arange(0, 64 * C)
-                there = m[:, None] < M
-                b = tl.load(x + m[:, None] * (column_tiles * 64) + k[None], mask=there, other=0.0)
-            if not WGMMA:
-                b = b.reshape(ROWS, C, 2, 2, 2, 4, 2)
-                b = b.permute(0, 1, 2, 5, 3, 4, 6)
-                b = b.reshape(ROWS, 64 * C)
-            acc = product(w, b.T, acc)
-        return acc
 
-    @triton.jit
-    def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
-                   R: tl.constexpr, WARP_GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
-        """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
+@triton.jit
+def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles,
+                  R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+    """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
 
-        If it is the last, the returned acc has the sums of the whole tile. A program has part of at
-        most two tiles: one whose start other programs have, for which slot 2p of `partial` is, and
-        one whose start it has itself (`starts`), for which slot 2p + 1 is.
-        """
-        LINE: tl.constexpr = 512 * WARP_GROUPS
-        SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
-        here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
-        tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, WARP_GROUPS))
-        tl.debug_barrier()                                   # all threads store before one counts
+    A tile has 512 words, which are 2,048 bytes.
+    """
+    SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
+    BYTES: tl.constexpr = 128 if NF4 else 256            # their size
+    tile_row = at // steps // m_tiles * R
+    start = (tile_row * column_tiles + at % steps * C).to(tl.int64)
+    there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
+    prefetch(words + start * 512, column_tiles * 2048, there * 2048, R, 8192 // R)
+    prefetch(scales + start * SCALES, column_tiles * BYTES, there * BYTES, R, 4 * BYTES // R)
+    prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
 
-        # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
-        # tile's first and last.
-        p0 = ((tile * steps + 1) * P - 1) // total
-        p1 = ((tile + 1) * steps * P - 1) // total
-        finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
-        if finishes:
-            tl.store(arrived + tile, 0)
-            parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
-            acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
-        return finishes, acc
 
-    @triton.jit
-    def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
-               M, N, ranks, bound1, bound2, lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
-        """Write a tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
-        n = n0 + tl.arange(0, acc.shape[0])
-        m = m0 + tl.arange(0, acc.shape[1])
-        scale = tl.load(out_scale + n)[:, None]
-        shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
-        if RANK > 0:
-            r = tl.arange(0, RANK)
-            piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
-            B = tl.load(lora_B + n[:, None] * RANK + r[None])
-            while tl.atomic_add(ready, 0) < lora_tiles:      # an atomic read
-                pass
-            there = m[:, None] < M
-            at_h = h + m[:, None] * ranks + piece * RANK + r[None]
-            H = tl.load(at_h, mask=there, other=0.0, cache_modifier=".cg")
-            acc = product(B, H.T, acc)
-        out = acc * scale + shift
+@triton.jit
+def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
+              NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+              STAGES: tl.constexpr, WGMMA: tl.constexpr):
+    """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
 
-        if BY_TMA:                                           # which leaves out the rows from M on
-            if residual is not None:
-                out += residual.load([m0, n0]).T
-            y.store([m0, n0], out.to(y.dtype).T)
+    row: the number of its first tile of W; m0: of its first row of x.
+
+    Columns of W are (C, t, word, step, column half, i), and t has to go to where the product
+    expects it. To wgmma a thread gives two neighbours, i, at a time, as in untile_kernel. To
+    mma.sync Triton has it give eight, so that W's columns become (C, word, t, step, column half,
+    i), and those of x, which come in wgmma's order, are permuted alike.
+    """
+    SCALES: tl.constexpr = 64 if NF4 else 256
+    acc = tl.zeros([64 * R, ROWS], tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        at = row + step * C
+        w = decode_tiles(words + at * 512, scales + at * SCALES, table, column_tiles, R, C, NF4)
+        if WGMMA:
+            w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
         else:
-            at_y = m[None].to(tl.int64) * N + n[:, None]
-            if residual is not None:
-                out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
-            tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+            w = w.permute(0, 2, 5, 3, 1, 6, 4, 7, 8, 9)
+        w = w.reshape(64 * R, 64 * C)
+        if x_tma is not None:
+            b = x_tma.load([m0, step * C * 64])
+        else:
+            m = m0 + tl.arange(0, ROWS)
+            k = step * C * 64 + tl.arange(0, 64 * C)
+            there = m[:, None] < M
+            b = tl.load(x + m[:, None] * (column_tiles * 64) + k[None], mask=there, other=0.0)
+        if not WGMMA:
+            b = b.reshape(ROWS, C, 2, 2, 2, 4, 2)
+            b = b.permute(0, 1, 2, 5, 3, 4, 6)
+            b = b.reshape(ROWS, 64 * C)
+        acc = product(w, b.T, acc)
+    return acc
 
-        if RANK > 0:
-            tl.debug_barrier()
-            if tl.atomic_add(finished, 1) == tiles - 1:      # the last tile: no program still waits
-                tl.store(finished, 0)
-                tl.store(ready, 0)
 
-    @triton.jit
-    def linear_kernel(x_tma, x, words, scales, out_scale, table,
-                      bias, residual, lora_A, lora_B, h, y,
-                      partial, lora_partial, counters,
-                      M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
-                      RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
-                      LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                      WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
-                      WGMMA: tl.constexpr):
-        """y [M, N], where W has `column_tiles` tiles along the input; LinearPlan explains the other
-        numbers.
+@triton.jit
+def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
+               R: tl.constexpr, WARP_GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
 
-        If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
-        """
-        ready = counters                                     # how many tiles of h are done
-        finished = counters + 1                              # how many tiles of y
-        lora_arrived = counters + 2                          # how many parts of each tile of h
-        arrived = counters + 1024                            # how many parts of each tile of y
-        p = tl.program_id(0) - lora_programs                 # p < 0: a program of h = x Aᵀ
-        P = tl.num_programs(0) - lora_programs
-        steps = column_tiles // C                            # of a tile of y
-        m_tiles = tl.cdiv(M, ROWS)
-        tiles = N // (64 * R) * m_tiles
-        total = tiles * steps
-        at = p * total // P                                  # this program's share of the line:
-        end = (p + 1) * total // P                           # the steps from `at` to end - 1
+    If it is the last, the returned acc has the sums of the whole tile. A program has part of at
+    most two tiles: one whose start other programs have, for which slot 2p of `partial` is, and
+    one whose start it has itself (`starts`), for which slot 2p + 1 is.
+    """
+    LINE: tl.constexpr = 512 * WARP_GROUPS
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
+    tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, WARP_GROUPS))
+    tl.debug_barrier()                                   # all threads store before one counts
 
-        if ROWS > 64:                                        # with fewer rows, after the last product
+    # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
+    # tile's first and last.
+    p0 = ((tile * steps + 1) * P - 1) // total
+    p1 = ((tile + 1) * steps * P - 1) // total
+    finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
+    if finishes:
+        tl.store(arrived + tile, 0)
+        parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+        acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
+    return finishes, acc
+
+
+@triton.jit
+def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+           M, N, ranks, bound1, bound2, lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
+    """Write a tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
+    n = n0 + tl.arange(0, acc.shape[0])
+    m = m0 + tl.arange(0, acc.shape[1])
+    scale = tl.load(out_scale + n)[:, None]
+    shift = 0.0 if bias is None else tl.load(bias + n)[:, None]
+    if RANK > 0:
+        r = tl.arange(0, RANK)
+        piece = (n0 >= bound1).to(tl.int32) + (n0 >= bound2).to(tl.int32)
+        B = tl.load(lora_B + n[:, None] * RANK + r[None])
+        while tl.atomic_add(ready, 0) < lora_tiles:      # an atomic read
+            pass
+        there = m[:, None] < M
+        at_h = h + m[:, None] * ranks + piece * RANK + r[None]
+        H = tl.load(at_h, mask=there, other=0.0, cache_modifier=".cg")
+        acc = product(B, H.T, acc)
+    out = acc * scale + shift
+
+    if BY_TMA:                                           # which leaves out the rows from M on
+        if residual is not None:
+            out += residual.load([m0, n0]).T
+        y.store([m0, n0], out.to(y.dtype).T)
+    else:
+        at_y = m[None].to(tl.int64) * N + n[:, None]
+        if residual is not None:
+            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
+        tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
+
+    if RANK > 0:
+        tl.debug_barrier()
+        if tl.atomic_add(finished, 1) == tiles - 1:      # the last tile: no program still waits
+            tl.store(finished, 0)
+            tl.store(ready, 0)
+
+
+@triton.jit
+def linear_kernel(x_tma, x, words, scales, out_scale, table,
+                  bias, residual, lora_A, lora_B, h, y,
+                  partial, lora_partial, counters,
+                  M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
+                  RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
+                  LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                  WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
+                  WGMMA: tl.constexpr):
+    """y [M, N], where W has `column_tiles` tiles along the input; LinearPlan explains the other
+    numbers.
+
+    If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
+    """
+    ready = counters                                     # how many tiles of h are done
+    finished = counters + 1                              # how many tiles of y
+    lora_arrived = counters + 2                          # how many parts of each tile of h
+    arrived = counters + 1024                            # how many parts of each tile of y
+    p = tl.program_id(0) - lora_programs                 # p < 0: a program of h = x Aᵀ
+    P = tl.num_programs(0) - lora_programs
+    steps = column_tiles // C                            # of a tile of y
+    m_tiles = tl.cdiv(M, ROWS)
+    tiles = N // (64 * R) * m_tiles
+    total = tiles * steps
+    at = p * total // P                                  # this program's share of the line:
+    end = (p + 1) * total // P                           # the steps from `at` to end - 1
+
+    if ROWS > 64:                                        # with fewer rows, after the last product
+        let_next_start()
+    if p >= 0:
+        prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C, NF4)
+    wait_for_previous()
+    if RANK > 0:
+        if p < 0:
+            done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
+                             ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
+            tl.atomic_add(ready, done)
+            at = end
+
+    while at < end:
+        tile = at // steps
+        first = at % steps
+        last = tl.minimum(steps, first + end - at)
+        at += last - first
+        m0 = tile % m_tiles * ROWS
+        row = (tile // m_tiles * R * column_tiles).to(tl.int64)
+        acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
+                        NF4, ROWS, R, C, STAGES, WGMMA)
+
+        # If the next kernel were let start sooner, its few short programs would lie unevenly on
+        # the SMs.
+        if ROWS <= 64 and at == end:
             let_next_start()
-        if p >= 0:
-            prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C, NF4)
-        wait_for_previous()
-        if RANK > 0:
-            if p < 0:
-                done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
-                                 ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
-                tl.atomic_add(ready, done)
-                at = end
 
-        while at < end:
-            tile = at // steps
-            first = at % steps
-            last = tl.minimum(steps, first + end - at)
-            at += last - first
-            m0 = tile % m_tiles * ROWS
-            row = (tile // m_tiles * R * column_tiles).to(tl.int64)
-            acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-                            NF4, ROWS, R, C, STAGES, WGMMA)
-
-            # If the next kernel were let start sooner, its few short programs would lie unevenly on
-            # the SMs.
-            if ROWS <= 64 and at == end:
-                let_next_start()
-
-            finishes = last - first == steps
-            if not finishes:
-                finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
-                                           total, R, WARP_GROUPS, AT_ONCE)
-            if finishes:
-                n0 = tile // m_tiles * (64 * R)
-                finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
-                       M, N, ranks, bound1, bound2, lora_programs // lora_parts,
-                       RANK, x_tma is not None)
+        finishes = last - first == steps
+        if not finishes:
+            finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
+                                       total, R, WARP_GROUPS, AT_ONCE)
+        if finishes:
+            n0 = tile // m_tiles * (64 * R)
+            finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+                   M, N, ranks, bound1, bound2, lora_programs // lora_parts,
+                   RANK, x_tma is not None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1137,11 +1085,11 @@ if triton is not None:
 # interleaved=True has the columns written in the order of the tiles, in which the next layer's
 # TiledWeight takes them. It is for decoding, without gradient.
 
-if triton is not None:
-    @triton.jit
-    def tile_place(k):
-        """Where column k goes in the order of the tiles; see interleave."""
-        return k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
+
+@triton.jit
+def tile_place(k):
+    """Where column k goes in the order of the tiles; see interleave."""
+    return k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
 
 
 # RMSNorm: y = w ⊙ x r, where r = 1 / √(mean(x²) + ε). With g = dL/dy:
@@ -1151,24 +1099,14 @@ if triton is not None:
 # In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
 # all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
-def rms_norm_torch(x, weight, eps, interleaved=False):
-    y = F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
-    return interleave(y) if interleaved else y
-
-
 def rms_norm(x, weight, eps, interleaved=False):
     """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    if not use_triton(x):
-        return rms_norm_torch(x, weight, eps, interleaved)
     return FusedRMSNorm.apply(x.contiguous(), None, weight, eps, interleaved)[1]
 
 
 def norm_branch(x, added, weight, eps):
     """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
-    if use_triton(x):
-        return FusedRMSNorm.apply(x, added, weight, eps, False)
-    x = x if added is None else x + added
-    return x, rms_norm_torch(x, weight, eps)
+    return FusedRMSNorm.apply(x, added, weight, eps, False)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -1211,36 +1149,36 @@ class FusedRMSNorm(torch.autograd.Function):
         return grad_x, grad_x if ctx.adds else None, grad_weight, None, None
 
 
-if triton is not None:
-    @triton.jit
-    def rms_norm_kernel(x, added, weight, s, y, d, eps,
-                        INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
-        let_next_start()
-        wait_for_previous()
-        row = tl.program_id(0).to(tl.int64)
-        k = tl.arange(0, SIZE)
-        v = tl.load(x + row * d + k, mask=k < d, other=0.0)
-        if added is not None:
-            v += tl.load(added + row * d + k, mask=k < d, other=0.0)
-            tl.store(s + row * d + k, v, mask=k < d)
-        v = v.to(tl.float32)
-        v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
-        at = y + row * d
-        at += tile_place(k) if INTERLEAVED else k
-        tl.store(at, v.to(y.dtype.element_ty), mask=k < d)
+@triton.jit
+def rms_norm_kernel(x, added, weight, s, y, d, eps,
+                    INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, SIZE)
+    v = tl.load(x + row * d + k, mask=k < d, other=0.0)
+    if added is not None:
+        v += tl.load(added + row * d + k, mask=k < d, other=0.0)
+        tl.store(s + row * d + k, v, mask=k < d)
+    v = v.to(tl.float32)
+    v = v * tl.rsqrt(tl.sum(v * v) / d + eps) * tl.load(weight + k, mask=k < d, other=0.0)
+    at = y + row * d
+    at += tile_place(k) if INTERLEAVED else k
+    tl.store(at, v.to(y.dtype.element_ty), mask=k < d)
 
-    @triton.jit
-    def rms_norm_gradient_kernel(x, weight, grad, grad_s, grad_x, d, eps, SIZE: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64)
-        k = tl.arange(0, SIZE)
-        v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * d + k, mask=k < d, other=0.0).to(tl.float32)
-        g = g * tl.load(weight + k, mask=k < d, other=0.0)
-        r = tl.rsqrt(tl.sum(v * v) / d + eps)
-        g = r * (g - v * (r * r * tl.sum(v * g) / d))
-        if grad_s is not None:
-            g += tl.load(grad_s + row * d + k, mask=k < d, other=0.0).to(tl.float32)
-        tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
+
+@triton.jit
+def rms_norm_gradient_kernel(x, weight, grad, grad_s, grad_x, d, eps, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, SIZE)
+    v = tl.load(x + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+    g = g * tl.load(weight + k, mask=k < d, other=0.0)
+    r = tl.rsqrt(tl.sum(v * v) / d + eps)
+    g = r * (g - v * (r * r * tl.sum(v * g) / d))
+    if grad_s is not None:
+        g += tl.load(grad_s + row * d + k, mask=k < d, other=0.0).to(tl.float32)
+    tl.store(grad_x + row * d + k, g.to(grad_x.dtype.element_ty), mask=k < d)
 
 
 # SiLU: y = u · a s, where s = 1 / (1 + e^-a), a is the gate and u what is gated ("up"). With
@@ -1248,16 +1186,8 @@ if triton is not None:
 #
 #     dL/da = g u s (1 + a (1 - s))              dL/du = g a s
 
-def silu_mul_torch(gate_up, interleaved=False):
-    gate, up = gate_up.chunk(2, -1)
-    y = F.silu(gate) * up
-    return interleave(y) if interleaved else y
-
-
 def silu_mul(gate_up, interleaved=False):
     """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
-    if not use_triton(gate_up):
-        return silu_mul_torch(gate_up, interleaved)
     return FusedSiluMul.apply(gate_up.contiguous(), interleaved)
 
 
@@ -1288,51 +1218,43 @@ class FusedSiluMul(torch.autograd.Function):
         return grad_gate_up, None
 
 
-if triton is not None:
-    @triton.jit
-    def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
-        let_next_start()
-        wait_for_previous()
-        pieces = tl.cdiv(n, SIZE)
-        row = (tl.program_id(0) // pieces).to(tl.int64)
-        k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
-        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
-        silu = gate / (1 + tl.exp(-gate))
-        silu = silu.to(y.dtype.element_ty).to(tl.float32)             # rounded, as the twin's is
-        at = y + row * n
-        at += tile_place(k) if INTERLEAVED else k
-        tl.store(at, (silu * up).to(y.dtype.element_ty), mask=k < n)
+@triton.jit
+def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    pieces = tl.cdiv(n, SIZE)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+    gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+    silu = gate / (1 + tl.exp(-gate))
+    silu = silu.to(y.dtype.element_ty).to(tl.float32)             # rounded, as PyTorch's is
+    at = y + row * n
+    at += tile_place(k) if INTERLEAVED else k
+    tl.store(at, (silu * up).to(y.dtype.element_ty), mask=k < n)
 
-    @triton.jit
-    def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
-        pieces = tl.cdiv(n, SIZE)
-        row = (tl.program_id(0) // pieces).to(tl.int64)
-        k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
-        gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32)
-        s = 1 / (1 + tl.exp(-gate))
-        at = grad_gate_up + row * 2 * n + k
-        grad_gate = g * up * s * (1 + gate * (1 - s))
-        tl.store(at, grad_gate.to(grad.dtype.element_ty), mask=k < n)
-        grad_up = g * gate * s
-        tl.store(at + n, grad_up.to(grad.dtype.element_ty), mask=k < n)
+
+@triton.jit
+def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
+    pieces = tl.cdiv(n, SIZE)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
+    gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32)
+    s = 1 / (1 + tl.exp(-gate))
+    at = grad_gate_up + row * 2 * n + k
+    grad_gate = g * up * s * (1 + gate * (1 - s))
+    tl.store(at, grad_gate.to(grad.dtype.element_ty), mask=k < n)
+    grad_up = g * gate * s
+    tl.store(at + n, grad_up.to(grad.dtype.element_ty), mask=k < n)
 
 
 # Rotary embedding: y = R(position) x, which turns each pair (x[i], x[i + D/2]) of a head by an
 # angle of its own. It is a rotation, so the gradient is turned back: dL/dx = R(-position) dL/dy.
 
-def rotate(x, cos, sin):
-    """Rotary embedding of x [..., D]; cos, sin broadcast to it. The twin."""
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
-
-
 def rotary(x, cos, sin):
     """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
-    if not use_triton(x):
-        return rotate(x, cos[:, None], sin[:, None])
     return FusedRotary.apply(x, cos.contiguous(), sin.contiguous())
 
 
@@ -1359,25 +1281,24 @@ class FusedRotary(torch.autograd.Function):
         return y
 
 
-if triton is not None:
-    # T is not specialised, else the kernel would be compiled again where T is divisible by 16.
-    @triton.jit(do_not_specialize=["T"])
-    def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr,
-                      HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64)
-        h = tl.arange(0, HEADS)[:, None]
-        d = tl.arange(0, HALF_PAD)[None]
-        inside = (h < heads) & (d < HALF)
-        t = row % T
-        # The second half of a head has the same angles as the first.
-        c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
-        s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
-        at = x + row // T * stride_b + t * stride_t + h * stride_h + d
-        left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-        at = y + (row * heads + h) * 2 * HALF + d
-        tl.store(at, (left * c - right * s).to(y.dtype.element_ty), mask=inside)
-        tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
+# T is not specialised, else the kernel would be compiled again where T is divisible by 16.
+@triton.jit(do_not_specialize=["T"])
+def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr,
+                  HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, HALF_PAD)[None]
+    inside = (h < heads) & (d < HALF)
+    t = row % T
+    # The second half of a head has the same angles as the first.
+    c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
+    at = x + row // T * stride_b + t * stride_t + h * stride_h + d
+    left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    at = y + (row * heads + h) * 2 * HALF + d
+    tl.store(at, (left * c - right * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
 # Attention in a line of tokens (qerl.pack): a prompt attends to itself, and a completion to its
@@ -1389,29 +1310,9 @@ if triton is not None:
 # of a prompt to the prompt. Nothing is copied or padded. Of the softmax its backward takes only y and
 # l. If these are the whole's, the gradients of both places add up to the whole's.
 
-def packed_attention_torch(q, k, v, packing):
-    sizes, owner = packing.sizes, packing.owner
-    P = len(sizes) - len(owner)
-    T = max(sizes[p] + sizes[P + i] for i, p in enumerate(owner))
-
-    def rows(x):
-        """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
-        parts = x.split(sizes)
-        joined = (torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner))
-        padded = [F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]
-        return torch.stack(padded).transpose(1, 2)
-
-    y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
-    y = y.transpose(1, 2).unbind()
-    prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
-    completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
-    return torch.cat(prompts + completions)
-
-
 def packed_attention(q, k, v, packing):
     """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
-    flash = q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
-    return (FlashPacked.apply if flash else packed_attention_torch)(q, k, v, packing)
+    return FlashPacked.apply(q, k, v, packing)
 
 
 class FlashPacked(torch.autograd.Function):
@@ -1467,46 +1368,21 @@ class FlashPacked(torch.autograd.Function):
 # The cache grows while a recorded CUDA graph replays this kernel: it lies in pieces, whose addresses
 # the kernel reads from a table.
 
-CACHE_PIECE = 512          # positions of a piece
 PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
 MOST_PARTS = 64            # of a row
 
 
-def decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved=False):
-    _, B, kv_heads, _, D = pieces[0].shape
-    heads = qkv.shape[1] // D - 2 * kv_heads
-    q, k, v = qkv.view(B, -1, D).split([heads, kv_heads, kv_heads], 1)           # (B, heads, D)
-    q = rotate(q, cos[:, None], sin[:, None])
-    k = rotate(k, cos[:, None], sin[:, None])
-
-    for i, piece in enumerate(pieces):
-        rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
-        place = filled[rows] - i * CACHE_PIECE
-        piece[0, rows, :, place] = k[rows]
-        piece[1, rows, :, place] = v[rows]
-
-    longest = filled.max() + 1
-    k, v = torch.cat(pieces, 3)[:, :, :, :longest]
-    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
-    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=there, enable_gqa=True)
-    y = y.reshape(B, -1)
-    return interleave(y) if interleaved else y
-
-
-def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interleaved=False,
+def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, interleaved=False,
                      split=None, parts=None):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
-    `filled`; the caller then adds 1 to it. The cache has max_len places, CACHE_PIECE in each of
-    `pieces` [2 (k, v), B, kv_heads, CACHE_PIECE, D], the rest in the last. Pieces that no row has
-    reached need not exist yet. addresses int64: where each piece lies. For tests: a program has
-    `split` tokens of the cache, divisible by 64, or more where `parts` programs a row would not be
-    enough.
+    `filled`; the caller then adds 1 to it. The cache has max_len places, `piece` in each of `pieces`
+    [2 (k, v), B, kv_heads, piece, D], the rest in the last. Pieces that no row has reached need not
+    exist yet. addresses int64: where each piece lies. For tests: a program has `split` tokens of the
+    cache, divisible by 64, or more where `parts` programs a row would not be enough.
     """
-    if not use_triton(qkv):
-        return decode_attention_torch(qkv, cos, sin, pieces, filled, interleaved)
     _, B, kv_heads, _, D = pieces[0].shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
@@ -1525,7 +1401,7 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, interlea
         qkv, cos, sin, addresses, filled, y, out, stats, arrived,
         kv_heads, max_len, D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=64, SPLIT=split, PIECE=CACHE_PIECE,
+        BLOCK=64, SPLIT=split, PIECE=piece,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
     return y
 
@@ -1546,157 +1422,162 @@ def attention_scratch(b_heads, parts, heads, D, device):
 # comes, total and out shrink by exp(old m - new m). The same rule puts parts together. At the end
 # y = out / total.
 
-if triton is not None:
-    @triton.jit
-    def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
-        """The rotary embedding of the head that begins at x + at."""
-        half = tl.where(d < D // 2, d + D // 2, d - D // 2)
-        v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
-        return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
-    @triton.jit
-    def attend(Q, m, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
-               D: tl.constexpr, BLOCK: tl.constexpr):
-        """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
+@triton.jit
+def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
+    """The rotary embedding of the head that begins at x + at."""
+    half = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+    return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
-        The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
-        """
-        for start in range(first, last, BLOCK):
-            t = start + tl.arange(0, BLOCK)
-            there = (t[:, None] < n) & (d[None] < D)
-            K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
-            V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
-            if PLAIN:
-                score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
-            else:
-                score = tl.dot(Q, tl.trans(K), input_precision="ieee")
-            score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))    # (HEADS, BLOCK)
-            new_m = tl.maximum(m, tl.max(score, 1))
-            w = tl.exp2(score - new_m[:, None])
-            shrink = tl.exp2(m - new_m)
-            total = total * shrink + tl.sum(w, 1)
-            V = V.to(tl.float32) if PLAIN else V
-            out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
-            m = new_m
-        return m, total, out
 
-    @triton.jit
-    def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """(total, out) of all parts of a row and kv head, from the pointers to the first part's out and m.
+@triton.jit
+def attend(Q, m, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
+           D: tl.constexpr, BLOCK: tl.constexpr):
+    """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
-        They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
-        """
+    The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
+    """
+    for start in range(first, last, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        there = (t[:, None] < n) & (d[None] < D)
+        K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+        V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+        if PLAIN:
+            score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
+        else:
+            score = tl.dot(Q, tl.trans(K), input_precision="ieee")
+        score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))    # (HEADS, BLOCK)
+        new_m = tl.maximum(m, tl.max(score, 1))
+        w = tl.exp2(score - new_m[:, None])
+        shrink = tl.exp2(m - new_m)
+        total = total * shrink + tl.sum(w, 1)
+        V = V.to(tl.float32) if PLAIN else V
+        out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
+        m = new_m
+    return m, total, out
+
+
+@triton.jit
+def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
+    """(total, out) of all parts of a row and kv head, from the pointers to the first part's out and m.
+
+    They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
+    """
+    m = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, D_PAD], tl.float32)
+    for q in range(0, parts):
+        part_m = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
+        part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
+        part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
+        new_m = tl.maximum(m, part_m)
+        old = tl.exp2(m - new_m)
+        new = tl.exp2(part_m - new_m)
+        total = total * old + part_total * new
+        out = out * old[:, None] + part_out * new[:, None]
+        m = new_m
+    return total, out
+
+
+@triton.jit
+def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, head, d,
+                    HEADS: tl.constexpr, D_PAD: tl.constexpr):
+    """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
+
+    If it is the last, the returned total and out are those of all parts.
+    """
+    slot = b_head.to(tl.int64) * tl.num_programs(0)
+    i = head[:, None] * D_PAD + d[None]
+    tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
+    tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
+    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
+    tl.debug_barrier()                                     # all threads store before one counts
+    done = tl.atomic_add(arrived + b_head, 1) == parts - 1
+    if done:
+        tl.store(arrived + b_head, 0)
+        total, out = combined(outs + slot * (HEADS * D_PAD) + i,
+                              stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
+    return done, total, out
+
+
+@triton.jit
+def piece_of(addresses, piece, b_head, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
+    """(k, v, offset): token t of b_head is at k + offset + t * D, if it lies in this piece.
+
+    An address becomes a pointer of y's type. In a piece all keys come before all values; the
+    grid's second dimension counts the rows and kv heads that have some.
+    """
+    places = tl.minimum(PIECE, max_len - piece * PIECE)
+    # PyTorch aligns what it allocates for loads of 16 bytes.
+    k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
+    v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
+    return k_cache, v_cache, (b_head.to(tl.int64) * places - piece * PIECE) * D
+
+
+# Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
+@triton.jit(do_not_specialize=["max_len"])
+def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
+                            kv_heads, max_len, scale_log2e,
+                            INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
+                            HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+                            BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
+    """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
+
+    SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
+    """
+    let_next_start()
+    wait_for_previous()
+    part = tl.program_id(0)
+    b_head = tl.program_id(1)
+    b = (b_head // kv_heads).to(tl.int64)
+    g = b_head % kv_heads
+    n = tl.load(filled + b).to(tl.int32)
+    size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
+    first = part * size
+    if first <= n:
+        head = tl.arange(0, HEADS)
+        d = tl.arange(0, D_PAD)
+        inside = (head[:, None] < SHARE) & (d[None] < D)
+        c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
+        s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
+        at = b * (kv_heads * (SHARE + 2)) * D
+        at_q = at + (g * SHARE + head[:, None]) * D
+        Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
         m = tl.full([HEADS], -float("inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         out = tl.zeros([HEADS, D_PAD], tl.float32)
-        for q in range(0, parts):
-            part_m = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
-            part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
-            part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
-            new_m = tl.maximum(m, part_m)
-            old = tl.exp2(m - new_m)
-            new = tl.exp2(part_m - new_m)
-            total = total * old + part_total * new
-            out = out * old[:, None] + part_out * new[:, None]
-            m = new_m
-        return total, out
 
-    @triton.jit
-    def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, head, d,
-                        HEADS: tl.constexpr, D_PAD: tl.constexpr):
-        """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
+        # The new token is this part's: append it, and begin the softmax with it.
+        if n < first + size:
+            k_cache, v_cache, cached = piece_of(addresses, n // PIECE, b_head, max_len, y, D, PIECE)
+            k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
+            v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
+            tl.store(k_cache + cached + n * D + d, k, mask=d < D)
+            tl.store(v_cache + cached + n * D + d, v, mask=d < D)
+            m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
+            total += 1.0
+            out += v.to(tl.float32)[None]
+        last = tl.minimum(n, first + size)
+        for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
+            k_cache, v_cache, cached = piece_of(addresses, piece, b_head, max_len, y, D, PIECE)
+            begin = tl.maximum(first, piece * PIECE)
+            end = tl.minimum(last, (piece + 1) * PIECE)
+            m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, n, d,
+                                   scale_log2e, D, BLOCK)
 
-        If it is the last, the returned total and out are those of all parts.
-        """
-        slot = b_head.to(tl.int64) * tl.num_programs(0)
-        i = head[:, None] * D_PAD + d[None]
-        tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
-        tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
-        tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
-        tl.debug_barrier()                                     # all threads store before one counts
-        done = tl.atomic_add(arrived + b_head, 1) == parts - 1
+        parts = n // size + 1
+        done = n < size
+        if not done:
+            done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
+                                               parts, b_head, head, d, HEADS, D_PAD)
         if done:
-            tl.store(arrived + b_head, 0)
-            total, out = combined(outs + slot * (HEADS * D_PAD) + i,
-                                  stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
-        return done, total, out
-
-    @triton.jit
-    def piece_of(addresses, piece, b_head, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
-        """(k, v, offset): token t of b_head is at k + offset + t * D, if it lies in this piece.
-
-        An address becomes a pointer of y's type. In a piece all keys come before all values; the
-        grid's second dimension counts the rows and kv heads that have some.
-        """
-        places = tl.minimum(PIECE, max_len - piece * PIECE)
-        # PyTorch aligns what it allocates for loads of 16 bytes.
-        k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
-        v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
-        return k_cache, v_cache, (b_head.to(tl.int64) * places - piece * PIECE) * D
-
-    # Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
-    @triton.jit(do_not_specialize=["max_len"])
-    def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
-                                kv_heads, max_len, scale_log2e,
-                                INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
-                                HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                                BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
-        """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
-
-        SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
-        """
-        let_next_start()
-        wait_for_previous()
-        part = tl.program_id(0)
-        b_head = tl.program_id(1)
-        b = (b_head // kv_heads).to(tl.int64)
-        g = b_head % kv_heads
-        n = tl.load(filled + b).to(tl.int32)
-        size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
-        first = part * size
-        if first <= n:
-            head = tl.arange(0, HEADS)
-            d = tl.arange(0, D_PAD)
-            inside = (head[:, None] < SHARE) & (d[None] < D)
-            c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
-            s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
-            at = b * (kv_heads * (SHARE + 2)) * D
-            at_q = at + (g * SHARE + head[:, None]) * D
-            Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
-            m = tl.full([HEADS], -float("inf"), tl.float32)
-            total = tl.zeros([HEADS], tl.float32)
-            out = tl.zeros([HEADS, D_PAD], tl.float32)
-
-            # The new token is this part's: append it, and begin the softmax with it.
-            if n < first + size:
-                k_cache, v_cache, cached = piece_of(addresses, n // PIECE, b_head, max_len, y, D, PIECE)
-                k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
-                v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
-                tl.store(k_cache + cached + n * D + d, k, mask=d < D)
-                tl.store(v_cache + cached + n * D + d, v, mask=d < D)
-                m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
-                total += 1.0
-                out += v.to(tl.float32)[None]
-            last = tl.minimum(n, first + size)
-            for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
-                k_cache, v_cache, cached = piece_of(addresses, piece, b_head, max_len, y, D, PIECE)
-                begin = tl.maximum(first, piece * PIECE)
-                end = tl.minimum(last, (piece + 1) * PIECE)
-                m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, n, d,
-                                       scale_log2e, D, BLOCK)
-
-            parts = n // size + 1
-            done = n < size
-            if not done:
-                done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
-                                                   parts, b_head, head, d, HEADS, D_PAD)
-            if done:
-                place = (g * SHARE + head[:, None]) * D + d[None]
-                place = tile_place(place) if INTERLEAVED else place
-                at_y = y + (b * (kv_heads * SHARE * D) + place)
-                result = (out / total[:, None]).to(y.dtype.element_ty)
-                tl.store(at_y, result, mask=inside)
+            place = (g * SHARE + head[:, None]) * D + d[None]
+            place = tile_place(place) if INTERLEAVED else place
+            at_y = y + (b * (kv_heads * SHARE * D) + place)
+            result = (out / total[:, None]).to(y.dtype.element_ty)
+            tl.store(at_y, result, mask=inside)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1709,25 +1590,12 @@ if triton is not None:
 # A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). Its gradient:
 #
 #     dlogprob/dlogits = 1[token] - softmax(logits)
-#     dlogprob/dhidden = dlogprob/dlogits · lm_head
-#
-# The output layer is frozen, so that only hidden needs a gradient. Forward computes it while the
-# logits are there: they are not kept, and not computed again in backward.
-
-def token_logprob_torch(logits, tokens, gradient=False):
-    logprobs = logits.float().log_softmax(-1)
-    if gradient:
-        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
-    return logprobs.gather(-1, tokens[:, None])[:, 0]
-
 
 def token_logprob(logits, tokens, gradient=False):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     gradient: put its gradient [n, V] in the place of the logits.
     """
-    if not use_triton(logits):
-        return token_logprob_torch(logits, tokens, gradient)
     n, V = logits.shape
     logprob = torch.empty(n, device=logits.device)
     log_Z = torch.empty(n, device=logits.device)
@@ -1738,68 +1606,39 @@ def token_logprob(logits, tokens, gradient=False):
     return logprob
 
 
-def output_logprobs(hidden, lm_head, tokens, chunk):
-    """hidden [n, d], lm_head [V, d], tokens int64 [n] -> log π(token) float32 [n], in chunks."""
-    return OutputLogprobs.apply(hidden, lm_head, tokens, chunk)
-
-
-class OutputLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, chunk):
-        logprobs = []
-        gradients = []
-        for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
-            logits = F.linear(h, lm_head)
-            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
-            if ctx.needs_input_grad[0]:
-                gradients.append(logits @ lm_head)
-        ctx.save_for_backward(*gradients)
-        return torch.cat(logprobs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gradient = torch.cat(ctx.saved_tensors)
-        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
-
-
-if triton is not None:
-    @triton.jit
-    def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
-        """A program has a row of logits and goes through it SIZE at a time."""
-        row = tl.program_id(0).to(tl.int64)
-        m = -float("inf")                                              # the largest logit so far
-        total = 0.0                                                    # Σ exp(logits - m)
-        for first in range(0, V, SIZE):
-            i = first + tl.arange(0, SIZE)
-            z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-            new_m = tl.maximum(m, tl.max(z))
-            total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
-            m = new_m
-        m += tl.log(total)
-        tl.store(log_Z + row, m)
-        chosen = tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32)
-        tl.store(logprob + row, chosen - m)
-
-    @triton.jit
-    def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
-        """A program has SIZE logits of a row, and overwrites them."""
-        blocks = tl.cdiv(V, SIZE)
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+@triton.jit
+def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
+    """A program has a row of logits and goes through it SIZE at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    m = -float("inf")                                              # the largest logit so far
+    total = 0.0                                                    # Σ exp(logits - m)
+    for first in range(0, V, SIZE):
+        i = first + tl.arange(0, SIZE)
         z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        p = tl.exp(z - tl.load(log_Z + row))
-        g = (i == tl.load(tokens + row)).to(tl.float32) - p
-        tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
+        new_m = tl.maximum(m, tl.max(z))
+        total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
+        m = new_m
+    m += tl.log(total)
+    tl.store(log_Z + row, m)
+    chosen = tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32)
+    tl.store(logprob + row, chosen - m)
+
+
+@triton.jit
+def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
+    """A program has SIZE logits of a row, and overwrites them."""
+    blocks = tl.cdiv(V, SIZE)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    p = tl.exp(z - tl.load(log_Z + row))
+    g = (i == tl.load(tokens + row)).to(tl.float32) - p
+    tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
 
 
 # Sampling: token = argmax(z - log E), where z = logits/temperature and each E is drawn from Exp(1).
-# That is a draw from softmax(z) (the Gumbel-max trick), for which Z need not be known. The twin is
-# qerl.sample, which draws other numbers from the same distribution. Its lines in PyTorch:
-#
-#     logprobs = (logits.float() / temperature).log_softmax(-1)
-#     token = (logprobs.exp() / torch.empty_like(logprobs).exponential_()).argmax(-1)
-#     logprob = logprobs.gather(-1, token[:, None])[:, 0]
-#     entropy = -(logprobs.exp() * logprobs).sum(-1)
+# That is a draw from softmax(z) (the Gumbel-max trick), for which Z need not be known. qerl.sample
+# draws other numbers from the same distribution.
 #
 # The kernel has no need of log-probabilities of all tokens: that of the token is z[token] - log Z,
 # and the entropy is log Z - Σ softmax(z) z. A row's logits are shared by many programs; a second
@@ -1825,55 +1664,55 @@ def sample(logits, temperature, seed):
     return token, logprob, entropy
 
 
-if triton is not None:
-    @triton.jit
-    def sample_parts_kernel(logits, seed, parts, index, V, scale,
-                            PARTS: tl.constexpr, SIZE: tl.constexpr):
-        """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
+@triton.jit
+def sample_parts_kernel(logits, seed, parts, index, V, scale,
+                        PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
 
-        With the best comes its z and which token it is.
-        """
-        block = tl.program_id(0)
-        b = tl.program_id(1).to(tl.int64)
-        i = block * SIZE + tl.arange(0, SIZE)
-        z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * scale
-        m = tl.max(z)
-        e = tl.exp(z - m)
+    With the best comes its z and which token it is.
+    """
+    block = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    i = block * SIZE + tl.arange(0, SIZE)
+    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * scale
+    m = tl.max(z)
+    e = tl.exp(z - m)
 
-        # The random generator (Philox) gives four numbers at a time.
-        draw = (b * tl.num_programs(0) + block) * (SIZE // 4) + tl.arange(0, SIZE // 4)
-        u0, u1, u2, u3 = tl.rand4x(tl.load(seed), draw)
-        E = -tl.log(tl.join(tl.join(u0, u2), tl.join(u1, u3)).reshape(SIZE))     # draws from Exp(1)
-        best, where = tl.max(z - tl.log(E), 0, return_indices=True)
+    # The random generator (Philox) gives four numbers at a time.
+    draw = (b * tl.num_programs(0) + block) * (SIZE // 4) + tl.arange(0, SIZE // 4)
+    u0, u1, u2, u3 = tl.rand4x(tl.load(seed), draw)
+    E = -tl.log(tl.join(tl.join(u0, u2), tl.join(u1, u3)).reshape(SIZE))     # draws from Exp(1)
+    best, where = tl.max(z - tl.log(E), 0, return_indices=True)
 
-        here = parts + b * (5 * PARTS) + block
-        tl.store(here, m)
-        tl.store(here + PARTS, tl.sum(e))
-        tl.store(here + 2 * PARTS, tl.sum(tl.where(i < V, z * e, 0.0)))
-        tl.store(here + 3 * PARTS, best)
-        tl.store(here + 4 * PARTS, tl.max(tl.where(i == block * SIZE + where, z, -float("inf"))))
-        tl.store(index + b * PARTS + block, block * SIZE + where)
+    here = parts + b * (5 * PARTS) + block
+    tl.store(here, m)
+    tl.store(here + PARTS, tl.sum(e))
+    tl.store(here + 2 * PARTS, tl.sum(tl.where(i < V, z * e, 0.0)))
+    tl.store(here + 3 * PARTS, best)
+    tl.store(here + 4 * PARTS, tl.max(tl.where(i == block * SIZE + where, z, -float("inf"))))
+    tl.store(index + b * PARTS + block, block * SIZE + where)
 
-    @triton.jit
-    def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
-        """Put a row's parts together."""
-        b = tl.program_id(0)
-        i = tl.arange(0, PARTS)
-        here = parts + b * (5 * PARTS) + i
-        m = tl.load(here, mask=i < blocks, other=-float("inf"))
-        total = tl.load(here + PARTS, mask=i < blocks, other=0.0)
-        weighted = tl.load(here + 2 * PARTS, mask=i < blocks, other=0.0)
-        noisy = tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf"))
-        _, where = tl.max(noisy, 0, return_indices=True)
 
-        largest = tl.max(m)
-        e = tl.exp(m - largest)
-        Z = tl.sum(total * e)
-        log_Z = largest + tl.log(Z)
-        tl.store(token + b, tl.load(index + b * PARTS + where))
-        best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
-        tl.store(logprob + b, best_z - log_Z)
-        tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)
+@triton.jit
+def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
+    """Put a row's parts together."""
+    b = tl.program_id(0)
+    i = tl.arange(0, PARTS)
+    here = parts + b * (5 * PARTS) + i
+    m = tl.load(here, mask=i < blocks, other=-float("inf"))
+    total = tl.load(here + PARTS, mask=i < blocks, other=0.0)
+    weighted = tl.load(here + 2 * PARTS, mask=i < blocks, other=0.0)
+    noisy = tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf"))
+    _, where = tl.max(noisy, 0, return_indices=True)
+
+    largest = tl.max(m)
+    e = tl.exp(m - largest)
+    Z = tl.sum(total * e)
+    log_Z = largest + tl.log(Z)
+    tl.store(token + b, tl.load(index + b * PARTS + where))
+    best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
+    tl.store(logprob + b, best_z - log_Z)
+    tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)
 
 
 # --------------------------------------------------------------------------------------------------

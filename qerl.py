@@ -39,8 +39,19 @@ from torch.utils.checkpoint import checkpoint as recompute        # gradient che
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import fp4_kernels
-from fp4_kernels import CACHE_PIECE
+try:
+    import fp4_kernels as kernels
+except ImportError:            # the file is not there, or Triton is not, or the GPU is not NVIDIA's
+    kernels = None
+
+
+def use_kernels(x):
+    """Whether this tensor is for a Triton kernel; if not, PyTorch computes the same.
+
+    A function that has a kernel asks this in its first line. What follows is its PyTorch.
+    """
+    return kernels is not None and kernels.runs_on(x.device, x.dtype)
+
 
 # --------------------------------------------------------------------------------------------------
 # 1. Formats                                     Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)
@@ -74,13 +85,19 @@ def pack_nibbles(codes):
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
+@functools.lru_cache
+def table_on(table, device):
+    """A constant table on a device, copied there once."""
+    return table.to(device)
+
+
 def dequantize_blocks(packed, table, scale, dtype):
     """Bytes uint8 [out, in/2] -> weight [out, in]: the table's value of each code, times its scale.
 
     table: float32 [16]; scale: float32 [out, in/block].
     """
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                # [out, in/2, 2]
-    values = fp4_kernels.table_on(table, packed.device)[codes]               # kept on the device
+    values = table_on(table, packed.device)[codes]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
 
 
@@ -89,8 +106,8 @@ def encode_e2m1(weight, scale):
 
     To the nearest magnitude, ties to the even code; what is beyond 6 becomes 6.
     """
-    if fp4_kernels.use_triton(weight):
-        return fp4_kernels.encode_e2m1(weight, scale)
+    if use_kernels(weight):
+        return kernels.encode_e2m1(weight, scale)
     blocks = weight.unflatten(1, (scale.shape[1], -1)).float()
     x = (blocks / scale[..., None]).flatten(1)
     magnitude = torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device))
@@ -185,16 +202,16 @@ def read_16_bit(weight, _block_scale, _global_scale, dtype):
 # NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
 
 def tile_nvfp4(packed, block_scale, global_scale):
-    return fp4_kernels.tile(packed, block_scale.float(), 1 / global_scale, E2M1)
+    return kernels.tile(packed, block_scale.float(), 1 / global_scale, E2M1)
 
 
 def tile_mxfp4(packed, block_scale, global_scale):
     scale = powers_of_two(block_scale).repeat_interleave(2, 1)        # one for each 16
-    return fp4_kernels.tile(packed, scale, global_scale, E2M1)
+    return kernels.tile(packed, scale, global_scale, E2M1)
 
 
 def tile_nf4(packed, block_scale, global_scale):
-    return fp4_kernels.tile(packed, block_scale, global_scale, NF4, nf4=True)
+    return kernels.tile(packed, block_scale, global_scale, NF4, nf4=True)
 
 
 @dataclass(frozen=True)
@@ -222,15 +239,26 @@ FORMATS = {
 # are stacked into one: one product with one packed weight instead of three, each piece with its
 # own A, B and global scale.
 
+def linear(x, weight, bias=None, residual=None, h=None, B=None):
+    """x [n, in], weight [out, in] -> x weightᵀ + bias + residual + h Bᵀ, [n, out], where h = x Aᵀ."""
+    if residual is None:
+        y = F.linear(x, weight, bias)
+    else:
+        y = torch.addmm(residual, x, weight.T)
+        if bias is not None:
+            y += bias
+    return y if h is None else y.addmm_(h, B.T)
+
+
 class PackedWeight:
     """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole.
 
     On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
     tiles: it multiplies the codes without that detour.
     """
-    # Of TiledWeight alone this is True: it stores its columns in the order in which the GPU's threads
-    # take them. What it is multiplied with must have its columns in that order, too, so in decoding
-    # norm, attention and silu_mul write x "interleaved" for it.
+    # TiledWeight alone has True here. It stores its columns in the order in which the GPU's threads
+    # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
+    # attention and silu_mul write x "interleaved" for it.
     interleaved = False
 
     def __init__(self, format, *parts):
@@ -241,28 +269,14 @@ class PackedWeight:
         """The whole weight [out, in], a temporary."""
         return self.format.dequantize(*self.parts, dtype)
 
-    def prepare_lora(self, A, B, sizes, scaling, dtype):
-        """LoRA of stacked layers as multiply takes it: (A, B'), for one product x Aᵀ B'ᵀ.
-
-        A [layers * r, in] stays; of B [out, r] each layer's piece becomes a block on the diagonal of
-        B' [out, layers * r], times α/r. sizes: the layers' out_features.
-        """
-        B = scaling * torch.block_diag(*B.split(sizes))
-        return A.to(dtype), B.to(dtype)
-
     def multiply(self, x, bias=None, residual=None, lora=None):
-        """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient."""
-        weight = self.dequantize(x.dtype)
-        if residual is None:
-            y = F.linear(x, weight, bias)
-        else:
-            y = torch.addmm(residual, x, weight.T)
-            if bias is not None:
-                y += bias
-        if lora is None:
-            return y
-        A, B = lora
-        return y.addmm_(F.linear(x, A), B.T)
+        """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient.
+
+        lora: (A, B'), see QuantLinear.lora.
+        """
+        A, B = lora or (None, None)
+        h = None if A is None else x @ A.T
+        return linear(x, self.dequantize(x.dtype), bias, residual, h, B)
 
 
 class FrozenLinear(torch.autograd.Function):
@@ -288,11 +302,9 @@ class FrozenLinear(torch.autograd.Function):
         # result is not needed again: its backward starts from the result's gradient.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
-        if h is None:
-            return F.linear(x, weight, layer.bias)
-        if widens(weight):
-            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
-        return F.linear(x, weight, layer.bias).addmm_(h, B.T)
+        if h is not None and widens(weight):
+            return linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
+        return linear(x, weight, layer.bias, h=h, B=B)
 
     @staticmethod
     def backward(ctx, grad):
@@ -364,8 +376,8 @@ class QuantLinear(nn.Module):
 
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the form in which `decode` takes it."""
-        self.decode_lora = None
-        if self.use_adapter:
+        self.decode_lora = self.lora(dtype) if self.use_adapter else None
+        if self.use_adapter and self.weight.interleaved:
             self.decode_lora = self.weight.prepare_lora(
                 self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
 
@@ -409,12 +421,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x, reader=None):
         """reader: in decoding, the QuantLinear that reads the result, for its weight.interleaved."""
-        interleaved = reader is not None and reader.weight.interleaved
-        return fp4_kernels.rms_norm(x, self.scale, self.eps, interleaved)
+        if use_kernels(x):
+            interleaved = reader is not None and reader.weight.interleaved
+            return kernels.rms_norm(x, self.scale, self.eps, interleaved)
+        return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
 
     def branch(self, x, added=None):
         """(x + added, its norm)."""
-        return fp4_kernels.norm_branch(x, added, self.scale, self.eps)
+        if use_kernels(x):
+            return kernels.norm_branch(x, added, self.scale, self.eps)
+        x = x if added is None else x + added
+        return x, self(x)
 
 
 @contextlib.contextmanager
@@ -487,6 +504,57 @@ def rope_frequencies(config, head_dim):
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
+def rotate(x, cos, sin):
+    """Turn each pair (x[i], x[i + D/2]) of x [..., D] by an angle of its own; cos, sin broadcast to x."""
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def rotary(x, cos, sin):
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
+    if use_kernels(x):
+        return kernels.rotary(x, cos, sin)
+    return rotate(x, cos[:, None], sin[:, None])
+
+
+def silu_mul(gate_up, interleaved=False):
+    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
+    if use_kernels(gate_up):
+        return kernels.silu_mul(gate_up, interleaved)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
+    """Put one token of each slot into a layer's cache and attend to all that are there.
+
+    qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
+    Returns [slots, heads * D].
+    """
+    pieces = cache.pieces[layer]
+    filled = cache.filled
+    if use_kernels(qkv):
+        return kernels.decode_attention(
+            qkv, cos, sin, pieces, cache.addresses[layer], cache.max_len, filled, CACHE_PIECE,
+            interleaved)
+    _, slots, kv_heads, _, D = pieces[0].shape
+    heads = qkv.shape[1] // D - 2 * kv_heads
+    q, k, v = qkv.view(slots, -1, D).split([heads, kv_heads, kv_heads], 1)       # [slots, heads, D]
+    q = rotate(q, cos[:, None], sin[:, None])
+    k = rotate(k, cos[:, None], sin[:, None])
+    for i, piece in enumerate(pieces):
+        rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
+        place = filled[rows] - i * CACHE_PIECE
+        piece[0, rows, :, place] = k[rows]
+        piece[1, rows, :, place] = v[rows]
+
+    longest = filled.max() + 1
+    k, v = torch.cat(pieces, 3)[:, :, :, :longest]
+    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
+    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=there, enable_gqa=True)
+    return y.reshape(slots, -1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention: several heads of q share one of k and v."""
 
@@ -516,10 +584,10 @@ class Attention(nn.Module):
         cache and into_slots: see Transformer.hidden. With a packing (see pack), in training, B is 1.
         """
         q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, head_dim]
-        q = fp4_kernels.rotary(self.q_norm(q), *rope)
-        k = fp4_kernels.rotary(self.k_norm(k), *rope)
+        q = rotary(self.q_norm(q), *rope)
+        k = rotary(self.k_norm(k), *rope)
         if packing is not None:
-            y = fp4_kernels.packed_attention(q[0], k[0], v[0], packing)[None]
+            y = packed_attention(q[0], k[0], v[0], packing)[None]
             return self.o(y.flatten(2))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))                 # [B, heads, T, head_dim]
         if cache is not None:              # before decoding: these are prompts
@@ -535,8 +603,7 @@ class Attention(nn.Module):
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
         cos, sin = rope
-        y = fp4_kernels.decode_attention(
-            qkv, cos, sin, *cache.layer(self.index), interleaved=self.o.weight.interleaved)
+        y = decode_attention(qkv, cos, sin, cache, self.index, self.o.weight.interleaved)
         return self.o.decode(y, residual)
 
 
@@ -552,12 +619,12 @@ class MLP(nn.Module):
         self.down = checkpoint.linear(name, ["down_proj"], [d], inner, bias)
 
     def forward(self, x):
-        return self.down(fp4_kernels.silu_mul(self.gate_up(x)))
+        return self.down(silu_mul(self.gate_up(x)))
 
     def decode(self, x, residual):
         """forward(x) + residual for one new token of each slot, [slots, d]."""
         gate_up = self.gate_up.decode(x)
-        y = fp4_kernels.silu_mul(gate_up, interleaved=self.down.weight.interleaved)
+        y = silu_mul(gate_up, self.down.weight.interleaved)
         return self.down.decode(y, residual)
 
 
@@ -693,6 +760,7 @@ def trainable(model):
 # looks at the slots only every 8 tokens.
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
+CACHE_PIECE = 512          # positions of a piece of the cache
 PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
 
 
@@ -711,10 +779,6 @@ class KVCache:
         self.pieces = [[] for _ in model.blocks]
         self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
         self.addresses = self.filled.new_zeros(len(self.pieces), math.ceil(max_len / CACHE_PIECE))
-
-    def layer(self, index):
-        """What fp4_kernels.decode_attention takes of a layer: pieces, addresses, max_len, filled."""
-        return self.pieces[index], self.addresses[index], self.max_len, self.filled
 
     def reserve(self, length):
         """Make the pieces of the first `length` positions."""
@@ -784,9 +848,9 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     logarithms this is the Gumbel-max trick). Unlike torch.multinomial it does not make the host wait
     for the GPU. The kernel draws so, too, from a random stream of its own.
     """
-    if logits.is_cuda and temperature > 0 and top_p == 1 and fp4_kernels.use_triton(logits):
+    if logits.is_cuda and temperature > 0 and top_p == 1 and use_kernels(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
-        return fp4_kernels.sample(logits, temperature, seed)
+        return kernels.sample(logits, temperature, seed)
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum(-1)
@@ -847,9 +911,9 @@ class Sampler:
         """
         self.cache.reserve(int(self.cache.filled.max()) + 1)          # the warm-up is a step
         self.replay = None
-        if self.model.device.type == "cuda" and fp4_kernels.use_triton(self.model.embedding):
+        if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
             recorded = self.step if self.top_p == 1 else self.forward
-            self.replay = fp4_kernels.record_graph(recorded, self.generator)
+            self.replay = kernels.record_graph(recorded, self.generator)
 
     def admit(self, prompts, slots, completions):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -1164,6 +1228,69 @@ def pack(prompts, length):
     return Packing(sizes.tolist(), owner, position, before, ends.int(), group_ends.int())
 
 
+def packed_attention(q, k, v, packing):
+    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D].
+
+    A prompt attends to itself, and a completion to its prompt and to itself.
+    """
+    if kernels is not None and kernels.flash_runs_on(q):
+        return kernels.packed_attention(q, k, v, packing)
+    sizes, owner = packing.sizes, packing.owner
+    P = len(sizes) - len(owner)
+    T = max(sizes[p] + sizes[P + i] for i, p in enumerate(owner))
+
+    def rows(x):
+        """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
+        parts = x.split(sizes)
+        joined = (torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner))
+        padded = [F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]
+        return torch.stack(padded).transpose(1, 2)
+
+    y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
+    y = y.transpose(1, 2).unbind()
+    prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
+    completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
+    return torch.cat(prompts + completions)
+
+
+def token_logprob(logits, tokens, gradient=False):
+    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
+
+    gradient: put its gradient [n, V], 1[token] - softmax(logits), in the place of the logits.
+    """
+    if use_kernels(logits):
+        return kernels.token_logprob(logits, tokens, gradient)
+    logprobs = logits.float().log_softmax(-1)
+    if gradient:
+        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
+    return logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+class OutputLogprobs(torch.autograd.Function):
+    """hidden [n, d], lm_head [V, d], tokens int64 [n] -> log π(token) float32 [n], `chunk` at a time.
+
+    The output layer is frozen, so that hidden alone needs a gradient. Forward computes it while the
+    logits are there: they are not kept, and not computed again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, lm_head, tokens, chunk):
+        logprobs = []
+        gradients = []
+        for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
+            logits = F.linear(h, lm_head)
+            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
+            if ctx.needs_input_grad[0]:
+                gradients.append(logits @ lm_head)
+        ctx.save_for_backward(*gradients)
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = torch.cat(ctx.saved_tensors)
+        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
+
+
 def gather_rows(x, index):
     """x [S, d] and index int64 [...] -> x[index], [..., d].
 
@@ -1187,7 +1314,7 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]
     hidden = gather_rows(hidden, packing.before)           # the token before predicts a token
-    logprobs = fp4_kernels.output_logprobs(hidden, model.lm_head, tokens, chunk)
+    logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
 
 
@@ -1331,7 +1458,7 @@ class Checkpoint:
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        if format.tile and fp4_kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        if format.tile and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 
@@ -1385,6 +1512,13 @@ def check_config(config):
             f"weights quantised as {format}{rotated} are not supported; use 16 bit or NVFP4A16")
 
 
+def default_dtype(device):
+    """bfloat16 on a GPU that can compute in it (from 2020 on), float16 on others, float32 on a CPU."""
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
                train_norms=False, checkpoint_class=Checkpoint):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
@@ -1398,7 +1532,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
-    dtype = dtype or fp4_kernels.default_dtype(torch.device(device))
+    dtype = dtype or default_dtype(torch.device(device))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         files = open_tensors(folder, device)

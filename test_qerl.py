@@ -18,7 +18,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import fp4_kernels
 import qerl
 from harness import checks
 from harness.batches import Batch
@@ -29,7 +28,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
-runs_kernels = pytest.mark.skipif(not (CUDA or fp4_kernels.INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
+runs_kernels = pytest.mark.skipif(qerl.kernels is None or not (CUDA or qerl.kernels.INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
 
 SIZES = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=262, max_position_embeddings=512, eos_token_id=256, bos_token_id=257, pad_token_id=256)

@@ -10,7 +10,7 @@ from dataclasses import field, fields
 
 import torch
 
-import fp4_kernels
+import qerl
 from qerl import UserError
 
 
@@ -119,7 +119,7 @@ def dtype_name(given, device):
     """--dtype as it was given or, if that is auto, the name of the dtype that suits the device."""
     if given != "auto":
         return given
-    return str(fp4_kernels.default_dtype(torch.device(device))).removeprefix("torch.")
+    return str(qerl.default_dtype(torch.device(device))).removeprefix("torch.")
 
 
 def full_name(model):

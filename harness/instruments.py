@@ -73,7 +73,7 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": getattr(qerl.fp4_kernels.triton, "__version__", None),
+        "triton": qerl.kernels and qerl.kernels.triton.__version__,
     }
 
 

@@ -29,7 +29,6 @@ if the log's mismatch_kl stays small beside that of the noise.
 import torch
 
 import qerl
-from fp4_kernels import TiledWeight
 from harness.memory import free_memory
 from methods import Method
 
@@ -53,7 +52,7 @@ class MergingSampler(qerl.Sampler):
     def record(self):
         self.restore()
         layers = [layer for layer in self.model.quantized_layers()
-                  if isinstance(layer.weight, TiledWeight)]
+                  if layer.weight.interleaved]            # fp4_kernels.TiledWeight
         words = sum(layer.weight.words.numel() for layer in layers)
         size = words * 8 * 2                           # bytes: 8 weights a word, 16 bits a weight
         if len(self.completion) > MERGED_ABOVE and size < free_memory(self.model.device) / 2:

@@ -115,7 +115,7 @@ def compile_for(target, launch):
 def pretend(target):
     """Have fp4_kernels choose as on the GPU, though tensors are on the CPU."""
     fp4_kernels.capability = lambda device: divmod(target, 10)
-    fp4_kernels.use_triton = lambda x: True
+    fp4_kernels.runs_on = lambda device, dtype: True
     scratch = fp4_kernels.Scratch(
         sms=SMS,
         partial=torch.empty(2 ** 25),
@@ -141,7 +141,7 @@ def launch_others(dtype):
     pieces = [empty(2, 2, 4, 512, 128).detach()]
     addresses = torch.tensor([pieces[0].data_ptr()])
     filled = torch.zeros(2, dtype=torch.long)
-    fp4_kernels.decode_attention(qkv, qkv[:, :128], qkv[:, :128], pieces, addresses, 512, filled)
+    fp4_kernels.decode_attention(qkv, qkv[:, :128], qkv[:, :128], pieces, addresses, 512, filled, 512)
     fp4_kernels.sample(empty(16, 152064).detach(), 1.0, torch.zeros(1, dtype=torch.long))
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import fp4_kernels
 import qerl
 from harness.batches import Batch
 from harness.instruments import Clock, peak_memory_gb
@@ -82,7 +81,8 @@ def memory_now(device):
 def release_memory(device):
     """Give back what the step before has left, so that the next starts from the same memory."""
     gc.collect()
-    fp4_kernels.attention_scratch.cache_clear()
+    if qerl.kernels:
+        qerl.kernels.attention_scratch.cache_clear()
     if device == "cuda":
         torch.cuda.empty_cache()
 

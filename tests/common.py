@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
@@ -267,10 +266,6 @@ def finished_run(command, **_):
     write_jsonl(f"{folder}/metrics.jsonl", [{"step": 1, **step}, {"step": 2, **step}])
     return 0
 
-
-def have_capability(monkeypatch, *version):
-    """Kernels are chosen as on a GPU of this compute capability; the one that is here runs them."""
-    monkeypatch.setattr(fp4_kernels, "capability", lambda device: version)
 
 # Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import fp4_kernels
 import qerl
 from common import NUMBER, columns
 from harness.small_policy import warm_start
@@ -180,9 +179,9 @@ COURSE_CLAIMS = {4: claims_of_exercise_4, 6: claims_of_exercise_6, 7: claims_of_
 @pytest.mark.parametrize("number", range(1, 9))
 def test_course_exercise(tmp_path, number):
     if number == 8:
-        if fp4_kernels.triton is None:
+        if qerl.kernels is None:
             pytest.skip("there is no Triton")
-        if fp4_kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        if qerl.kernels.triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
             pytest.skip("Triton 3.6's interpreter fails with numpy from 2.4 on")
     _, blocks = course_exercises()[number - 1]
     differences, outputs = run_exercise(blocks, tmp_path)

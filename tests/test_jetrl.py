@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import bench
-import fp4_kernels
 import qerl
 import train_gsm8k
-from common import QUICK, all_trained, fp8_neighbour, have_capability, neighbour, refused
+from common import QUICK, all_trained, fp8_neighbour, neighbour, refused
 from common import sample_step, stopped_and_resumed
 from harness.batches import Batch
 from harness.full_weights import train_all_weights
@@ -201,7 +200,7 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     for matrix, block in itertools.product((x, x.T),
             (fp8_blocks.ROW, fp8_blocks.SQUARE, fp8_blocks.WHOLE_ROW)):
         with monkeypatch.context() as patch:
-            patch.setattr(fp4_kernels, "use_triton", lambda x: False)
+            patch.setattr(qerl, "use_kernels", lambda x: False)
             # a GPU's PyTorch divides by 448 less exactly
             twin = fp8_blocks.quantize(matrix.cpu(), block)
         fused = fp8_blocks.quantize(matrix, block)
@@ -223,7 +222,7 @@ def test_fp8_kernels_compile_for(target):
     """Compiled, not run: the FP8 conversion is the hardware's, loads and stores are of 16 bytes,
     nothing is spilled.
     """
-    if fp4_kernels.triton is None:
+    if qerl.kernels is None:
         pytest.skip("needs Triton")
     try:
         cross_compile.ptxas_path(target)
@@ -380,10 +379,10 @@ def test_jetrl_trains_and_resumes(qwen, data, tmp_path, monkeypatch, options):
 
 def test_jetrl_wants_fp8_products(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    have_capability(monkeypatch, 8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(qerl.UserError, match="this GPU has no FP8 products"):
         neighbour("jetrl", device="cuda")
-    have_capability(monkeypatch, 9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert neighbour("jetrl:training", device="cuda").variant == "training"
 
 
@@ -402,13 +401,13 @@ def test_gpu_fp8_blocks_equal_the_cpus(tmp_path):
     """The tensor cores' three products, of one row and of many; a rollout recorded as a CUDA graph;
     training on NVFP4.
     """
-    if fp4_kernels.capability(torch.device("cuda")) < (8, 9):
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs FP8 products")
     torch.manual_seed(0)
     either = [fp8_blocks.BLOCKS, fp8_blocks.ROWS]
     chosen = [fp8_blocks.choose_recipe(torch.device("cuda"), torch.bfloat16, recipes)
         for recipes in (either, either[::-1])]
-    assert chosen == either or not fp4_kernels.is_hopper(torch.device("cuda"))
+    assert chosen == either or not qerl.kernels.is_hopper(torch.device("cuda"))
     for recipe, n in itertools.product(chosen, (1, 17, 300)):
         x, weight, grad = UNEVEN(n, 896).bfloat16(), UNEVEN(384, 896), UNEVEN(n, 384).bfloat16()
         results = []

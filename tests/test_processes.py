@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import bench
-import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
@@ -387,21 +386,16 @@ def alone(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("weights,tiled",
-    [("nvfp4", False), ("nvfp4", True), ("nf4", True), ("bf16", False)])
-def test_gathered_weights_compute_the_same(deep, alone, monkeypatch, weights, tiled):
-    """Logits, a rollout and gradients, bit for bit, in both forms of a weight; no layer keeps its
-    own between passes.
-    """
-    monkeypatch.setattr(fp4_kernels, "tiles_fit", lambda *_: tiled)
+@pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
+def test_gathered_weights_compute_the_same(deep, alone, weights):
+    """Logits, a rollout and gradients, bit for bit; no layer keeps its own between passes."""
     whole = with_lora(deep, weights=weights)
     whole.recompute_in_backward()
     cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
     assert all(t.numel() == 0
         for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
     passes = sharded.SharedPasses(cut, Ranks())
-    storages = {layer.weight.words.untyped_storage().data_ptr()
-        if tiled else layer.weight.parts[0].untyped_storage().data_ptr()
+    storages = {layer.weight.parts[0].untyped_storage().data_ptr()
                 for layer in cut.quantized_layers()}
     # buffers, for three blocks
     assert len(storages) == 2

@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import fp4_kernels
 import methods
 import qerl
 import train_gsm8k
@@ -818,7 +817,7 @@ def test_the_dtype_that_suits_the_device(monkeypatch):
     def chosen(*argv):
         return train_gsm8k.arguments([*argv, "--device", "cpu"]).dtype
     assert chosen() == "float32" and chosen("--dtype", "bfloat16") == "bfloat16"
-    monkeypatch.setattr(fp4_kernels, "default_dtype", lambda device: torch.float16)
+    monkeypatch.setattr(qerl, "default_dtype", lambda device: torch.float16)
     assert chosen() == "float16"
 
 

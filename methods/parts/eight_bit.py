@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fp4_kernels
 import qerl
 from harness.full_weights import TrainedLinear, replace_layers
 
@@ -100,6 +99,6 @@ def require_fp8_products(device, method, remedy):
     """Refuse a --method that multiplies in FP8 on a GPU that does not."""
     device = torch.device(device)
     able = device.type != "cuda" or (
-        not torch.version.hip and fp4_kernels.capability(device) >= (8, 9))
+        not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
     qerl.require(able, f"--method {method}: this GPU has no FP8 products, NVIDIA's have them from "
                        f"Ada and Hopper on; {remedy}")

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-import fp4_kernels
 import qerl
 from qerl import UserError
 
-if fp4_kernels.triton is not None:
+if qerl.kernels is not None:
     import triton
     import triton.language as tl
 
@@ -71,7 +70,7 @@ def quantize(x, block):
     height, width = block
     padded_rows = rows + -rows % (16 if height == 1 else 128)
     padded_columns = columns + -columns % 128
-    if fp4_kernels.use_triton(x) and block != WHOLE:
+    if qerl.use_kernels(x) and block != WHOLE:
         return quantize_fused(x, padded_rows, padded_columns, block)
     padded = F.pad(x.float(), (0, padded_columns - columns, 0, padded_rows - rows))
     blocks = padded.unflatten(0, (-1, height or padded_rows))
@@ -164,7 +163,7 @@ def quantize_fused(x, padded_rows, padded_columns, block, dtype=torch.float8_e4m
 
 def transpose_bytes(codes):
     """codes.T.contiguous(), of sizes divisible by 128."""
-    if not fp4_kernels.use_triton(codes):
+    if not qerl.use_kernels(codes):
         return codes.T.contiguous()
     rows, columns = codes.shape
     result = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
@@ -173,7 +172,7 @@ def transpose_bytes(codes):
     return result
 
 
-if fp4_kernels.triton is not None:
+if qerl.kernels is not None:
     @triton.jit
     def quantize_kernel(x, codes, scale, rows, columns, padded_rows, padded_columns,
                         x_row, x_column, scale_row, scale_column,
