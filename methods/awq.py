@@ -33,7 +33,6 @@ import qerl
 from harness.packed_folder import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
-from methods.parts.quantizers import pieces
 
 
 def channel_scale(mean, a):
@@ -66,24 +65,23 @@ def fold(block, scales):
     scales: {layer: s [in]}; a layer that is not in it keeps its input.
     """
     found = {}
-    qkv = block.attention.qkv
-    o = block.attention.o
-    gate_up = block.mlp.gate_up
-    down = block.mlp.down
-    outputs = {layer: torch.ones(sum(layer.sizes), device=block.attention_norm.weight.device)
-               for layer in (qkv, o, gate_up, down)}
-    if o in scales:
-        outputs[qkv][-qkv.sizes[2]:] /= scales[o]                # v's rows
-    if down in scales:
-        outputs[gate_up][-gate_up.sizes[1]:] /= scales[down]     # up's rows
-    for layer, norm in ((qkv, block.attention_norm), (gate_up, block.mlp_norm)):
+    attention = block.attention
+    mlp = block.mlp
+    for layer, norm in ((attention.qkv, block.attention_norm), (mlp.gate_up, block.mlp_norm)):
         found[f"{norm.name}.weight"] = norm.weight.detach() / scales.get(layer, 1)
-    for layer, output in outputs.items():
-        weight = output[:, None] * layer.weight.dequantize(torch.float32) * scales.get(layer, 1)
-        found.update((f"{name}.weight", rows) for name, rows in pieces(layer, weight))
-        if layer.bias is not None:
-            bias = output * layer.bias
-            found.update((f"{name}.bias", part) for name, part in pieces(layer, bias))
+    for layer, reader in ((attention.qkv, attention.o), (attention.o, None),
+                          (mlp.gate_up, mlp.down), (mlp.down, None)):
+        weight = layer.weight.dequantize(torch.float32) * scales.get(layer, 1)
+        bias = None if layer.bias is None else layer.bias.clone()
+        if reader in scales:                   # the last of the stacked layers, v or up, feeds it
+            last = slice(-layer.sizes[-1], None)
+            weight[last] /= scales[reader][:, None]
+            if bias is not None:
+                bias[last] /= scales[reader]
+        for kind, rows in (("weight", weight), ("bias", bias)):
+            if rows is not None:
+                found |= {f"{name}.{kind}": part
+                          for name, part in zip(layer.names, rows.split(layer.sizes))}
     return found
 
 

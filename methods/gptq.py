@@ -37,15 +37,14 @@ from methods.parts.quantizers import round_e2m1
 def inverse_factor(gram, order, damping):
     """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹; H is the gram in another order.
 
-    With rows and columns reversed H is L Lᵀ, L lower triangular. Reversed again L is upper
-    triangular, and U its inverse. In float64; a few such matrices of a large model's widest layer
+    With rows and columns reversed, H has a Cholesky factor; reversed again, this factor is upper
+    triangular, and U is its inverse. In float64; a few such matrices of a large model's widest layer
     take most of the memory.
     """
     H = gram[order][:, order].double()
     H.diagonal().add_(damping * H.diag().mean() + 1e-12)
-    L = torch.linalg.cholesky(H.flip(0, 1))
-    identity = torch.eye(len(L), dtype=L.dtype, device=L.device)
-    return torch.linalg.solve_triangular(L, identity, upper=False).flip(0, 1).float()
+    L = torch.linalg.cholesky(H.flip(0, 1)).flip(0, 1)
+    return torch.linalg.solve_triangular(L, torch.eye(len(L)).to(L), upper=True).float()
 
 
 def quantize_gptq(weight, gram, damping=0.01, group=128):
@@ -60,9 +59,8 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
     column_scale = scale.repeat_interleave(16, 1)[:, order]
     U = inverse_factor(gram, order, damping)
     rounded = torch.empty_like(W)
-    columns = W.shape[1]
-    for start in range(0, columns, group):
-        stop = min(start + group, columns)
+    for start in range(0, len(order), group):
+        stop = min(start + group, len(order))
         losses = torch.empty_like(W[:, start:stop])
         for j in range(start, stop):
             rounded[:, j] = round_e2m1(W[:, j] / column_scale[:, j]) * column_scale[:, j]
@@ -70,9 +68,8 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
             W[:, j:stop] -= loss[:, None] * U[j, j:stop]
             losses[:, j - start] = loss
         W[:, stop:] -= losses @ U[start:stop, stop:]
-    in_place = torch.empty_like(W)
-    in_place[:, order] = rounded
-    return qerl.encode_e2m1(in_place, scale), block_scale, global_scale
+    codes = qerl.encode_e2m1(rounded[:, order.argsort()], scale)
+    return codes, block_scale, global_scale
 
 
 def choose_codes(model, sequences):

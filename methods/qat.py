@@ -41,12 +41,13 @@ import random
 
 import torch
 import torch.nn.functional as F
+from transformers import get_cosine_schedule_with_warmup
 
 import qerl
-from harness.packed_folder import cached_folder, require_16_bit, write_packed_folder
+from harness.full_weights import TrainedLinear, replace_layers
+from harness.packed_folder import cached_folder, named_parts, require_16_bit, write_packed_folder
 from methods import Method
 from methods.parts.quantizers import round_e2m1
-from methods.parts.trained_codes import ScaledLinear, packed_tensors, trained_codes_model
 from methods.parts.worked import answer_logits, rows_of, worked_sequences
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
@@ -54,30 +55,57 @@ RECIPE = dict(lr=1e-5, steps=500, batch=16)
 SMALL_RECIPE = dict(lr=3e-5, steps=60, batch=16)       # for the built-in policy
 
 
-class RoundStraightThrough(torch.autograd.Function):
-    """W [out, in] and block scales [out, in/16], both float32 -> Ŵ; the gradient of Ŵ is W's."""
+class WithScales(qerl.Checkpoint):
+    """Hands out 16-bit weights with an attribute nvfp4: each layer's weight in NVFP4, or its own."""
 
-    @staticmethod
-    def forward(ctx, weight, scale):
-        blocks = weight.unflatten(1, (-1, 16))
-        return (round_e2m1(blocks / scale[..., None]) * scale[..., None]).flatten(1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    def stacked(self, names, sizes, in_features):
+        weight = super().stacked(names, sizes, in_features)
+        weight.nvfp4 = [self.quantized(name, size, in_features, "nvfp4")
+                        for name, size in zip(names, sizes)]
+        return weight
 
 
-class FakeQuantLinear(ScaledLinear):
-    """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass."""
+class FakeQuantLinear(TrainedLinear):
+    """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass.
+
+    block_scales, global_scales: of each layer; both stay. scale: float32 [out, in/16], of all.
+    """
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        _, self.block_scales, self.global_scales = zip(*layer.weight.nvfp4)
+        self.scale = torch.cat([b.float() / g for _, b, g in layer.weight.nvfp4])
 
     def cast(self, dtype):
         _, bias = super().cast(dtype)
-        return RoundStraightThrough.apply(self.master, self.scale).to(dtype), bias
+        W = self.master.detach()
+        scale = self.scale[..., None]
+        rounded = (round_e2m1(W.unflatten(1, (-1, 16)) / scale) * scale).flatten(1)
+        return (rounded + (self.master - W)).to(dtype), bias       # the gradient of W is Ŵ's
+
+    def packed_tensors(self):
+        """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
+        packed = qerl.encode_e2m1(self.master.detach(), self.scale).split(self.sizes)
+        found = {}
+        for name, *parts, one in zip(self.names, packed, self.block_scales, self.global_scales):
+            found |= named_parts(name, *parts, one[:1, 0])
+        if self.bias is not None:
+            biases = self.bias.detach().split(self.sizes)
+            found |= {f"{name}.bias": bias for name, bias in zip(self.names, biases)}
+        return found
 
 
 def fake_quantised(folder, device="cpu"):
     """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
-    return trained_codes_model(folder, FakeQuantLinear, device)
+    model = qerl.load_model(folder, "bf16", device=device, checkpoint_class=WithScales)
+    replace_layers(model, FakeQuantLinear)
+    return model
+
+
+def packed_tensors(model):
+    """{tensor name: tensor} of all layers that fake_quantised made."""
+    return {name: tensor for layer in model.quantized_layers()
+            for name, tensor in layer.packed_tensors().items()}
 
 
 def answer_loss(student, teacher, rows):
@@ -93,10 +121,7 @@ def answer_loss(student, teacher, rows):
 def cold_start(student, teacher, sequences, lr, steps, batch, seed=0):
     """Train the student's weights; returns the losses. teacher None: supervised fine-tuning."""
     optimizer = torch.optim.AdamW(qerl.trainable(student).values(), lr, weight_decay=0.0)
-    warm_up = max(1, round(0.05 * steps))
-    rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up)
-    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up))
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
+    schedule = get_cosine_schedule_with_warmup(optimizer, round(0.05 * steps), steps)
     rng = random.Random(seed)
     losses = []
     for _ in range(steps):

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import qerl
 from harness.packed_folder import require_16_bit
 from methods import Method
-from methods.parts.worked import Worked, answer_logits, rows_of, worked_sequences
+from methods.parts.worked import Worked, answer_logits, batches_of, rows_of, worked_sequences
 
 TEXTS = 320
 LONGEST = 512                      # tokens of a text
@@ -86,7 +86,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     """
     device = model.device
     count = max(1, len(sequences) // 5)
-    held_out = [rows_of(sequences[i:min(i + BATCH, count)], device) for i in range(0, count, BATCH)]
+    held_out = batches_of(sequences[:count], BATCH, device)
     training = sequences[count:] or sequences
     optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
     rng = random.Random(seed)

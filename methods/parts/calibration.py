@@ -1,9 +1,8 @@
 """What the linear layers of a 16-bit model get to read, block by block.
 
-Its weights may stay in their files (LeftInFiles): a block's are on the device while it is its turn,
-so that a GPU calibrates models that it could not hold.
+Its weights stay in their files (LeftInFiles): a block's are on the device while it is its turn, so
+that a GPU calibrates models that it could not hold.
 """
-import contextlib
 from functools import partial
 
 import torch
@@ -39,31 +38,6 @@ class LeftInFiles(qerl.Checkpoint):
         return Unread(read)
 
 
-@contextlib.contextmanager
-def in_memory(layers):
-    """Inside, the weights of these layers are on the device; afterwards they are what they were."""
-    before = [layer.weight for layer in layers]
-    for layer in layers:
-        if isinstance(layer.weight, Unread):
-            layer.weight = layer.weight.read()
-    try:
-        yield
-    finally:
-        for layer, weight in zip(layers, before):
-            layer.weight = weight
-
-
-@contextlib.contextmanager
-def tensor_cores():
-    """Inside, a GPU multiplies float32 in TF32, whose ten bits hold 16-bit values without loss."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class Inputs:
     """Sums over all tokens x [in] that a layer reads."""
 
@@ -86,14 +60,17 @@ class Inputs:
 def inputs_of(layers, block, batches, hidden, ropes):
     """{layer: Inputs} of a block's layers, from all that the block reads; lists with one of each batch.
 
-    batches: Rows; hidden [B, T, d]; ropes: (cos, sin).
+    batches: Rows; hidden [B, T, d]; ropes: (cos, sin). A GPU multiplies in TF32, whose ten bits
+    hold 16-bit values without loss.
     """
     inputs = {layer: Inputs(layer) for layer in layers}
-    with tensor_cores():
-        for rows, x, rope in zip(batches, hidden, ropes):
-            for seen in inputs.values():
-                seen.mask = rows.mask
-            block(x, rope)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    for rows, x, rope in zip(batches, hidden, ropes):
+        for seen in inputs.values():
+            seen.mask = rows.mask
+        block(x, rope)
+    torch.set_float32_matmul_precision(precision)
     for layer, seen in inputs.items():
         seen.hook.remove()
         qerl.require(torch.isfinite(seen.gram).all(),
@@ -104,17 +81,21 @@ def inputs_of(layers, block, batches, hidden, ropes):
 
 @torch.no_grad()
 def calibrate(model, sequences, visit, batch=8):
-    """Call visit(block, {layer: Inputs}) for each block in turn; sequences: of methods.parts.worked.
+    """Call visit(block, {layer: Inputs}) for each block in turn.
 
-    A block reads what the blocks before it give as `visit` left them; in the end all have the
-    weights that they came with. What takes longer than two seconds shows a bar on stderr.
+    model: of LeftInFiles; sequences: of methods.parts.worked. A block reads what the blocks before
+    it give as `visit` left them. What takes longer than two seconds shows a bar on stderr.
     """
     batches = batches_of(sequences, batch, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
         layers = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
-        with in_memory(layers):
-            visit(block, inputs_of(layers, block, batches, hidden, ropes))
-            for i, rope in enumerate(ropes):           # in place: there is never a second copy
-                hidden[i] = block(hidden[i], rope)
+        unread = [layer.weight for layer in layers]
+        for layer in layers:
+            layer.weight = layer.weight.read()
+        visit(block, inputs_of(layers, block, batches, hidden, ropes))
+        for i, rope in enumerate(ropes):               # in place: there is never a second copy
+            hidden[i] = block(hidden[i], rope)
+        for layer, weight in zip(layers, unread):
+            layer.weight = weight

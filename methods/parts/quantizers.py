@@ -34,11 +34,6 @@ def round_e2m1(x):
     return qerl.E2M1_MAGNITUDES.to(x.device)[magnitude].copysign(x)
 
 
-def pieces(layer, weight):
-    """(a layer's name in the folder, its rows of the stacked weight [out, in]), in order."""
-    return zip(layer.names, weight.split(layer.sizes))
-
-
 @torch.no_grad()
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.

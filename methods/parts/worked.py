@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 class Worked(NamedTuple):
@@ -20,20 +21,13 @@ def worked_sequences(questions, tokenizer, tokens, seed=0):
     order = random.Random(seed).sample(questions, len(questions))
     sequences = []
     for question in order:
-        work, final = steps_and_result(question["answer"])
+        work, _, final = question["answer"].rpartition("####")     # other data's has no steps
         answer = tokenizer.worked_answer(f"{work.strip()}\n#### {final.strip()}")
         sequences.append(Worked(tokenizer.prompt(question["question"]), answer))
         tokens -= len(sequences[-1].prompt) + len(answer)
         if tokens <= 0:
             break
     return sequences
-
-
-def steps_and_result(answer):
-    """The two sides of GSM8K's "####"; other data's answers are a result without steps."""
-    if "####" not in answer:
-        return "", answer
-    return answer.split("####")[:2]
 
 
 class Rows(NamedTuple):
@@ -45,13 +39,12 @@ class Rows(NamedTuple):
 
 def rows_of(sequences, device):
     """Rows of B sequences."""
-    longest = max(len(s.prompt) + len(s.answer) for s in sequences)
-    padded = [s.prompt + s.answer for s in sequences]
-    padded = [row + [0] * (longest - len(row)) for row in padded]
+    lines = [torch.tensor(s.prompt + s.answer) for s in sequences]
+    tokens = nn.utils.rnn.pad_sequence(lines, batch_first=True).to(device)
     prompt = torch.tensor([[len(s.prompt)] for s in sequences], device=device)          # [B, 1]
-    end = prompt + torch.tensor([[len(s.answer)] for s in sequences], device=device)
-    t = torch.arange(longest, device=device)
-    return Rows(torch.tensor(padded, device=device), t < end, (t >= prompt - 1) & (t < end - 1))
+    end = torch.tensor([[len(line)] for line in lines], device=device)
+    t = torch.arange(tokens.shape[1], device=device)
+    return Rows(tokens, t < end, (t >= prompt - 1) & (t < end - 1))
 
 
 def batches_of(sequences, size, device):
