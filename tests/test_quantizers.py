@@ -166,25 +166,18 @@ def test_folded_scales_change_no_logit(tmp_path, monkeypatch, kv_heads):
     assert relative(theirs(tokens).logits, before) < 1e-5
 
 
-@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
-def test_quantised_folder_is_one_of_compressed_tensors(qwen, data, cache, quantizer):
-    """transformers computes our logits from it; calibrated codes are nearer to the 16-bit model."""
+@pytest.mark.parametrize("quantizer", ["awq", "gptq"])
+def test_calibrated_codes_are_nearer_to_the_16_bit_model(qwen, data, cache, quantizer):
+    """Of the text that they were calibrated on."""
     folder, theirs = qwen
     questions = read_questions(data, "train*.jsonl")[:20]
     text = train_gsm8k.ChatText(folder, "")
     path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
     with torch.no_grad():
-        loaded(tokens[:, :1])              # the library decodes its weights at their first use
-        for tensor in [*loaded.parameters(), *loaded.buffers()]:
-            tensor.data = tensor.data.float()
-        ours = qerl.load_model(path)(tokens)
-        rounding = qerl.load_model(folder)(tokens)
-        assert relative(ours, loaded(tokens).logits) < 0.01        # decoded in 16 bit
         exact = theirs(tokens).logits
-    if quantizer != "four-over-six":
-        assert relative(ours, exact) < relative(rounding, exact)
+        rounding = relative(qerl.load_model(folder)(tokens), exact)
+        assert relative(qerl.load_model(path)(tokens), exact) < rounding
 
 
 def test_quantizer_goes_with_a_run_and_is_found_once(qwen, data, tmp_path, cache, monkeypatch,
