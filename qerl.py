@@ -1003,18 +1003,11 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
     model.device. max_new_tokens and group_size are at least 1. temperature 0 is greedy; top_p 1
-    keeps all tokens. Raises a ValueError that names an argument that is out of range.
+    keeps all tokens.
     """
-    possible = {
-        "prompts": len(prompts) and all(map(len, prompts)),
-        "max_new_tokens": max_new_tokens >= 1,
-        "group_size": group_size >= 1,
-        "temperature": temperature >= 0,
-        "top_p": top_p > 0,
-    }
-    for name, ok in possible.items():
-        if not ok:
-            raise ValueError(f"generate: {name} is out of range")
+    assert len(prompts) and all(map(len, prompts)), "generate: prompts are empty"
+    assert max_new_tokens >= 1 and group_size >= 1 and temperature >= 0 and top_p > 0, (
+        f"generate: out of range: {max_new_tokens=}, {group_size=}, {temperature=} or {top_p=}")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
@@ -1176,20 +1169,7 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 #
 # The completions of a group share their prompt. So a batch goes through the layers as one line of
 # tokens, in which a shared prompt stands once and padding never (as in Prefix Grouper, arXiv
-# 2506.05433). token_logprobs does so; token_logprobs_one_by_one says in few lines what it gives.
-
-def token_logprobs_one_by_one(model, prompts, completions, length):
-    """What token_logprobs gives, a completion at a time: slower, to read and to test against."""
-    rows = []
-    for prompt, completion, n in zip(prompts, completions, length.tolist()):
-        tokens = torch.cat([to_device(prompt, completion.device), completion[:n]])
-        logits = model(tokens[None])[0]                                  # [prompt + n, V]
-        # The logits at a token are of the next one: the prompt's last gives the completion's first.
-        logprobs = logits[len(prompt) - 1:-1].float().log_softmax(-1)    # [n, V]
-        chosen = logprobs.gather(1, completion[:n, None])[:, 0]          # [n]
-        rows.append(F.pad(chosen, (0, len(completion) - n)))
-    return torch.stack(rows)
-
+# 2506.05433). test_qerl.py says in few lines what token_logprobs gives: one_by_one.
 
 class Packing(NamedTuple):
     """A line of S tokens: P prompts, then B completions. See pack."""
@@ -1346,8 +1326,8 @@ def reason(error):
 def open_tensors(folder, device):
     """{tensor name: the open safetensors file that holds it} of a Hugging Face folder.
 
-    Of model.safetensors or, where there is an index, of the files that this names: each tensor
-    from the file that it has there, whatever else lies in the folder.
+    The files are model.safetensors or, where there is an index, those that it names. A tensor then
+    comes from the file that it has there, whatever else lies in the folder.
     """
     path = f"{folder}/model.safetensors.index.json"
     files = {}
@@ -1357,20 +1337,15 @@ def open_tensors(folder, device):
             with open(path, "rb") as f:
                 place = json.load(f)["weight_map"]
         for name in sorted(set(place.values())) or ["model.safetensors"]:
-            require(name == os.path.basename(name), f"{path}: names {name}, which is no file of this folder; "
-                                                    "fetch the model again")
-            path = f"{folder}/{name}"
+            path = f"{folder}/{os.path.basename(name)}"                # never one of another folder
             file = safe_open(path, "pt", str(device))
             files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
-    except UserError:
-        raise
     except Exception as e:
         raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
                         "pickled, .bin or .pt, are never loaded)")
     return files
 
 
-LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 # Names of tensors that a model may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
 UNUSED = (".inv_freq", ".input_global_scale", ".k_scale", ".v_scale")
@@ -1393,28 +1368,22 @@ class Checkpoint:
 
     def __post_init__(self):
         self.unread = set(self.files)
-
-    @functools.cached_property
-    def is_packed(self):
-        """Whether the folder has layers in 4 bits."""
-        return any(name.endswith(".weight_packed") for name in self.files)
+        # Whether the folder has layers in 4 bits.
+        self.is_packed = any(name.endswith(".weight_packed") for name in self.files)
 
     def has(self, name):
         return name in self.files
 
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
-        """The stored tensor `name`, checked to exist, to be of `shape` and a dtype, and undamaged."""
+        """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
         require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
         tensor = self.files[name].get_tensor(name)
-        require(tensor.shape == shape,
-                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}; use the "
-                "config that belongs to the weights")
-        require(tensor.dtype in dtypes, f"tensor {name} is {tensor.dtype}; use a 16-bit or NVFP4 model")
+        require(tensor.shape == shape and tensor.dtype in dtypes,
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not of the shape {list(shape)} in "
+                "16 bit or NVFP4; use the config.json that belongs to the weights")
         largest = tensor.float().abs().max()                         # NaN if one number is
-        empty = largest == 0 and not name.endswith(".bias")
-        require(largest < LARGEST and not empty,
-                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
-                "the model again")
+        require(largest < math.inf and (largest > 0 or name.endswith(".bias")),
+                f"tensor {name} holds NaN, infinity or zeros alone; fetch the model again")
         self.unread.discard(name)
         return tensor
 
@@ -1439,9 +1408,6 @@ class Checkpoint:
                           [torch.float8_e4m3fn]),
                 self.read(f"{name}.weight_global_scale", (1,)),
             )
-            require(parts[1].float().min() >= 0 and parts[2] > 1 / LARGEST,
-                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
-                    "these are not; quantise it again")
             if weights != "nvfp4":
                 parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
         return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)
@@ -1449,10 +1415,7 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        packed = {self.has(f"{name}.weight_packed") for name in names}
-        require(len(packed) == 1, f"layers {', '.join(names)}: some are in 4 bits and some are not; "
-                                  "quantise all of them or none")
-        if self.is_packed and packed == {False}:
+        if self.is_packed and not any(self.has(f"{name}.weight_packed") for name in names):
             weights = "bf16"                           # the folder leaves these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]
@@ -1496,20 +1459,20 @@ def model_folder(name):
 
 def check_config(config):
     """Refuse, with the reason, what this transformer does not compute."""
-    require(config.model_type in ("qwen2", "qwen3", "llama"),
-            f"architecture {config.model_type} is not supported; use Qwen2/Qwen2.5, Qwen3 or Llama 3")
     rope_type = config.rope_parameters["rope_type"]
-    require(rope_type in ("default", "linear", "llama3", "yarn"),
-            f"rope scaling {rope_type} is not supported; use default, linear, llama3 or yarn")
-    require(not getattr(config, "use_sliding_window", False),
-            "sliding-window attention is not supported; set use_sliding_window to false in config.json")
-    require(config.hidden_act == "silu",
-            f"activation {config.hidden_act} is not supported; use a model with silu")
-    stored = getattr(config, "quantization_config", None) or {"format": "nvfp4-pack-quantized"}
+    stored = getattr(config, "quantization_config", None) or {}
     format = stored.get("format") or stored.get("quant_method")
-    rotated = ", rotated by transform_config," if stored.get("transform_config") else ""
-    require(format == "nvfp4-pack-quantized" and not rotated,
-            f"weights quantised as {format}{rotated} are not supported; use 16 bit or NVFP4A16")
+    supported = {
+        f"architecture {config.model_type}": config.model_type in ("qwen2", "qwen3", "llama"),
+        f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
+        "sliding-window attention": not getattr(config, "use_sliding_window", False),
+        f"activation {config.hidden_act}": config.hidden_act == "silu",
+        f"quantisation {format}": format in (None, "nvfp4-pack-quantized"),
+        "a transform_config (rotated weights)": not stored.get("transform_config"),
+    }
+    for what, computed in supported.items():
+        require(computed, f"config.json asks for {what}, which is not supported; use a Qwen2, Qwen2.5, "
+                          "Qwen3 or Llama 3 model in 16 bit or NVFP4A16")
 
 
 def default_dtype(device):
