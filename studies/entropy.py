@@ -18,7 +18,7 @@ import methods
 import qerl
 import train_gsm8k
 from harness.figures import save_figure
-from harness.flags import Parser, require_flag
+from harness.flags import Parser, require_flag, require_value
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
 from studies.study import name_in_rows, standard_error
@@ -122,6 +122,7 @@ def main(argv):
     p.add_argument("--prompts", type=int, default=64, help="questions (default 64)")
     p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
     args, args.more = p.parse_known_args(argv)
+    require_value("out", args.out)
     for name in ("draws", "prompts"):
         require_flag(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     with creating(args.out):
