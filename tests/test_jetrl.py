@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import bench
 import qerl
 import train_gsm8k
 from common import QUICK, all_trained, fp8_neighbour, neighbour, refused
@@ -20,7 +19,7 @@ from harness.full_weights import train_all_weights
 from harness.mismatch import describe_mismatch
 from methods import flashrl, jetrl
 from methods.parts import eight_bit, fp8_blocks, fp8_layers
-from studies import cross_compile
+from studies import cross_compile, step
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, PROMPTS, gpu, make_folder, relative, runs_kernels
 from test_qerl import with_lora
 
@@ -489,9 +488,9 @@ def test_jetrl_refuses_what_makes_no_sense(tmp_path, monkeypatch, capsys, option
 
 def test_bench_step_trains_in_fp8():
     """The same rollout, other log-probabilities."""
-    settings = bench.StepSettings(prompt_tokens=8, max_new_tokens=12)
-    plain, = bench.step_rows("tiny", "nvfp4", [(1, 2)], settings, "cpu")
-    fp8, = bench.step_rows("tiny", "nvfp4-fp8", [(1, 2)], settings, "cpu")
+    settings = step.settings_for("cpu")
+    plain, = step.step_rows("tiny", "nvfp4", [(1, 2)], settings)
+    fp8, = step.step_rows("tiny", "nvfp4-fp8", [(1, 2)], settings)
     assert "fp8_error" not in plain
     assert fp8["fp8_error"] > 0
     assert plain["length"] == fp8["length"]

@@ -22,7 +22,7 @@ from harness import checkpoint, sharded
 from harness.checkpoint import read_checkpoint
 from harness.ranks import Ranks
 from harness.run_folder import read_jsonl
-from studies import scaling_bench
+from studies import step as step_of
 from test_qerl import CONFIGS, HERE, SIZES, gpu, make_folder, with_lora
 
 # train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who
@@ -179,14 +179,6 @@ def test_ranks_share_each_minibatch():
         [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]]
 
 
-def scaling_row(processes, prompts, step, **figures):
-    """A row as bench.py scaling keeps it, with made-up seconds."""
-    phases = dict.fromkeys(scaling_bench.PHASES, step / 5)
-    row = {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts,
-        "group": 8, "step": step, "length": 100.0}
-    return {**row, **phases, **figures}
-
-
 def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     """Two gloo processes share the prompts."""
     here = tmp_path / "cpu" / "scaling.json"
@@ -196,23 +188,25 @@ def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     rows = json.loads(here.read_text())["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 2), (2, 2, 2)]
     for row in rows:
-        phases = [row[name] for name in ("reward", *scaling_bench.PHASES)]
+        phases = [row[name] for name in (*step_of.PHASES, "reward", "waiting", "exchange")]
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
         # parts of a mean, and the slowest's
         assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]
     assert (here.parent / "scaling.png").stat().st_size > 5000
-    assert "| 2 x 2 in all | 2 | 4 |" in capsys.readouterr().out
+    assert "| tiny | nvfp4 | 2 | 4 | all |" in capsys.readouterr().out
 
 
-def test_the_ratio_to_vllm_is_to_the_better_of_both_its_formats(monkeypatch):
-    """If one of them could not be measured there is none: the other need not be the faster."""
-    monkeypatch.setattr(bench, "decode_seconds", lambda model, batch, prompt, tokens: (0.1, 2.0))
-    def theirs(weights, rate):
-        return {"rank": 16, "batch": 4, "weights": weights, "tokens_per_s": rate}
-    for vllm, best in (([theirs("nvfp4", 10.0), theirs("bf16", 20.0)], 20.0),
-            ([theirs("nvfp4", 10.0)], None), ([], None)):
-        row, = bench.rollout_rows("m", None, "nvfp4", 16, (4,), 8, vllm)
-        assert row["tokens_per_s"] == 16.0 and row.get("vllm") == best
+def test_bench_scaling_compares_with_one_process():
+    """Two processes make 1.9 x the completions if each has as many, 1.6 x if they share them."""
+    def row(processes, prompts, step):
+        return {"model": "tiny", "weights": "nvfp4", "processes": processes, "prompts": prompts,
+                "group": 8, "step": step}
+
+    rows = [row(1, 32, 10.0), row(2, 64, 20 / 1.9), row(2, 32, 10 / 1.6)]
+    lines = step_of.speed_ups(rows)
+    assert [line["times one"] for line in lines] == pytest.approx([1, 1.9, 1.6])
+    assert [line["shared"] for line in lines] == ["each", "each", "all"]
+    assert step_of.speed_ups(rows[1:])[0]["times one"] is None      # nothing to compare with
 
 
 PRINTED_NORMS = """
@@ -244,7 +238,7 @@ def test_bench_step_cuts_the_weights(tmp_path):
         norms.append(re.findall(r"norm (\S+)", done.stdout))
     assert norms[0] == norms[1] and float(norms[0][0]) > 0
     found = json.loads((tmp_path / "cpu" / "step-2-processes-sharded.json").read_text())
-    assert found["settings"]["shard"] and [row["processes"] for row in found["rows"]] == [2]
+    assert [row["processes"] for row in found["rows"]] == [2]
     assert found["command"].startswith("torchrun --nproc_per_node=2 norms.py step --device cpu")
 
 
@@ -253,8 +247,8 @@ def test_ranks_divide_the_lengths_of_one_process():
     another.
     """
     ranks = [types.SimpleNamespace(rank=rank, count=4) for rank in range(4)]
-    parts = [bench.cut_lengths(64, 512, rank) for rank in ranks]
-    assert torch.equal(torch.cat(parts), bench.cut_lengths(256, 512, Ranks()))
+    parts = [step_of.cut_lengths(64, 512, rank) for rank in ranks]
+    assert torch.equal(torch.cat(parts), step_of.cut_lengths(256, 512, Ranks()))
     assert len({part.sum().item() for part in parts}) == 4
 
 
@@ -468,15 +462,16 @@ WHOLE_AND_CUT = """
 import sys
 from functools import partial
 import torch
-import bench, qerl, train_gsm8k
+import qerl, train_gsm8k
 from harness.ranks import Ranks
+from studies.step import CutSampler
 from torch import distributed
 
 
 def generate(model, prompts, max_new_tokens, group_size=1, *rest, **options):
     slots = max(group_size, 4 - 2 * Ranks().rank)
     lengths = torch.arange(len(prompts) * group_size) % 4 + 1 + 4 * Ranks().rank
-    sampler_class = partial(bench.CutSampler, bench.Work(), lengths)
+    sampler_class = partial(CutSampler, lengths)
     options = {**options, "slots": slots, "sampler_class": sampler_class}
     return original(model, prompts, max_new_tokens, group_size, *rest, **options)
 
@@ -535,23 +530,13 @@ def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monke
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_bench_scaling_compares_with_one_process():
-    """Two processes make 1.9 x the completions if each has as many, 1.6 x if they share them."""
-    rows = [scaling_row(1, 32, 10.0), scaling_row(2, 64, 20 / 1.9),
-            scaling_row(2, 32, 10 / 1.6, length=150.0)]
-    each, shared = scaling_bench.series_of(rows).values()
-    assert scaling_bench.speed_ups(each) == pytest.approx([1, 1.9])
-    assert scaling_bench.speed_ups(shared) == pytest.approx([1, 1.6])
-    assert scaling_bench.speed_ups(shared, "tokens") == pytest.approx([1, 2.4])
-    assert scaling_bench.speed_ups(rows[1:]) == []               # there is nothing to compare with
-
-
 @pytest.mark.parametrize("options,message", [
-    (["scaling", "--processes", "3"], "--processes 3: cannot share 2 prompts"),
-    (["step", "--processes", "2"], "--processes: step does not take it"),
+    (["scaling", "--processes", "0"], "0: must be at least 1"),
+    (["step", "--processes", "2"], "unrecognized arguments: --processes 2"),
+    (["memory", "--model", "Qwen2.5-9B"], "invalid choice: 'Qwen2.5-9B'"),
+    (["kernels"], "--device cpu: the kernels run on a GPU alone"),
     (["step", "--sizes", "4x1"], "4x1: give prompts x completions, at least 1x2"),
     (["step", "--shard"], "--nproc_per_node=2 or more"),
-    (["step", "--cap", "5"], "only a GPU's memory has a cap"),
 ])
 def test_bench_refuses(tmp_path, monkeypatch, capsys, options, message):
     arguments = ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)]

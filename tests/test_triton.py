@@ -274,7 +274,7 @@ def test_kernel_linear_decodes_first_for_many_rows():
 def test_kernel_linear_without_wgmma(monkeypatch, version):
     """As other GPUs than Hopper's multiply: by mma.sync; NF4 and many rows decode first."""
     if CUDA and torch.cuda.get_device_capability()[0] == 9:
-        monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")             # see bench.py mma
+        monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     have_capability(monkeypatch, *version)
     launches = []
     launch = kernels.launch_linear

@@ -1,0 +1,303 @@
+"""An RL step on random weights: its seconds and its memory by phase, on one GPU or several.
+
+The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
+reference policy. `step_rows` gives the rows of bench.py step, `memory_row` one of bench.py memory.
+All memory is in 10^9 bytes; on a CPU it is the process's highest so far, which says nothing.
+"""
+import contextlib
+import gc
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import qerl
+from harness.batches import Batch
+from harness.instruments import Clock, peak_memory_gb
+from harness.memory import cache_bytes
+from harness.ranks import Ranks
+from harness.sharded import SharedPasses
+from methods import Method, jetrl
+from studies.plots import plot_bars, plot_lines
+from studies.random_models import RandomWeights, ShardedRandomWeights, random_model, random_prompts
+from train_gsm8k import Settings
+
+# The most that a model may take in bench.py memory.
+CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
+PHASES = ("rollout", "logprobs", "update")
+
+
+class Phases(Clock):
+    """A clock that also notes the most memory of each phase."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.peak = {}
+        self.reserved = 0.0             # in all phases, with what PyTorch keeps for later tensors
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        with super().__call__(phase):
+            yield
+        self.peak[phase] = max(self.peak.get(phase, 0.0), peak_memory_gb(self.device))
+        if cuda:
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / 1e9)
+
+
+def release_memory(device):
+    """Give back what was used before, so that the next measurement starts from the same memory."""
+    gc.collect()
+    if qerl.kernels:
+        qerl.kernels.attention_scratch.cache_clear()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def limit_memory(cap, device):
+    """Let PyTorch take `cap` 10^9 bytes of the GPU at most; None: all there is."""
+    if device == "cuda" and cap is not None:
+        torch.cuda.init()
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 1e9 / whole))
+
+
+# --------------------------------------------------------------------------------------------------
+# A step
+
+def cut_lengths(count, max_new_tokens, ranks):
+    """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
+
+    All ranks draw those of all and take their own, so that one rank has longer ones than another,
+    and as many processes as one likes have the same lengths in all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(count * ranks.count, generator=generator).chunk(ranks.count)[ranks.rank]
+    lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)
+    return (lengths * max_new_tokens / 512).long()
+
+
+class CutSampler(qerl.Sampler):
+    """Cuts completions at these lengths, as random weights never end one."""
+
+    def __init__(self, lengths, model, *args):
+        super().__init__(model, *args)
+        self.limit[:len(lengths)] = lengths.to(self.limit.device)
+
+
+def take_step(model, optimizer, asked, lengths, settings, method, ranks):
+    """One step -> {phase: seconds, "step": their sum, ...}, and the Phases.
+
+    asked: prompts of this process; lengths: int64, of its completions. Of several processes the
+    figures are means, and the step's seconds are those of the slowest.
+    """
+    phases = Phases(model.device)
+    ranks.barrier(model.device)
+    with phases("rollout"), method.noise(model, settings.sigma_start, None):
+        rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
+                                slots=settings.slots, sampler_class=partial(CutSampler, lengths))
+    with phases("reward"):
+        rewards = torch.rand(len(asked), settings.group, device=model.device)
+        advantages = qerl.group_advantages(rewards).flatten()
+        repeated = [prompt for prompt in asked for _ in range(settings.group)]
+        batch = Batch(repeated, rollout.tokens, rollout.length, rollout.logprobs, advantages,
+                      rollout.mask)
+    with phases("logprobs"):
+        batch.old_logprobs = method.old_logprobs(model, batch)
+    with phases("update"):
+        measured = method.before_updates(batch)
+        batch.weights = method.token_weights(batch) / ranks.count
+        for micro_batch in batch.micro_batches(settings.micro_tokens):
+            logprobs = qerl.token_logprobs(
+                model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
+            loss, _ = method.loss(logprobs, micro_batch)
+            loss.backward()
+    trained = qerl.trainable(model).values()
+    with phases("waiting"):             # for the slowest process
+        ranks.barrier(model.device)
+    with phases("exchange"):            # of gradients
+        ranks.add_gradients(trained)
+    with phases("update"):
+        norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
+        assert math.isfinite(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        method.after_updates()
+    return ranks.join({
+        **phases.seconds,
+        "step": sum(phases.seconds.values()),
+        "length": rollout.length.float().mean().item(),
+        "peak_memory_gb": max(phases.peak.values()),
+        **measured,
+    }), phases
+
+
+def prompt_tokens(device):
+    return 128 if device == "cuda" else 8
+
+
+def settings_for(device, **changed):
+    """The Settings of the steps that are measured; small ones for a CPU."""
+    if device != "cuda":
+        changed["max_new_tokens"] = 12
+    return Settings(**{"slots": 256, "micro_tokens": 16384, "device": device, **changed})
+
+
+def step_rows(name, weights, sizes, settings, repeats=1, shard=False):
+    """A row for each size (prompts of all processes, completions of each).
+
+    weights: a format, or nvfp4-fp8, which is --method jetrl:training. repeats: the step is timed so
+    often, and the median one counts. shard: cut the weights over the processes.
+    """
+    device = settings.device
+    ranks = Ranks()                    # this model's own: with --shard it holds on to the model
+    stored = ShardedRandomWeights if shard else RandomWeights
+    model = random_model(name, weights.removesuffix("-fp8"), settings.lora_rank, device, stored)
+    if shard:
+        ranks.serve = SharedPasses(model, ranks).serve
+    if device == "cuda":
+        model.recompute_in_backward()
+    method = jetrl.Neighbour(settings, "training") if weights.endswith("-fp8") else Method(settings)
+    method.prepare(model, None, None, None)
+    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
+    for prompts, group in sizes:
+        own = replace(settings, group=group)
+        torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
+        asked = random_prompts(
+            model.config.vocab_size, prompts // ranks.count, prompt_tokens(device))
+        lengths = cut_lengths(len(asked) * group, settings.max_new_tokens, ranks)
+        step = partial(take_step, model, optimizer, asked, lengths, own, method, ranks)
+        if device == "cuda":
+            step()                                 # the first step of a size compiles its kernels
+        steps = sorted((step()[0] for _ in range(repeats)), key=lambda figures: figures["step"])
+        yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
+               "group": group, **steps[repeats // 2]}
+
+
+def plot_step(result, plt):
+    """Seconds by phase of the two largest sizes, a bar a model and format."""
+    phases = (*PHASES, "waiting", "exchange")
+    sizes = list(dict.fromkeys((r["prompts"], r["group"]) for r in result["rows"]))[-2:]
+    contents = {}
+    for prompts, group in sizes:
+        bars = contents[f"one RL step: {prompts * group} completions"] = {}
+        for row in sorted(result["rows"], key=lambda r: len(r["model"])):
+            if (row["prompts"], row["group"]) == (prompts, group):
+                name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
+                bars[name] = {phase: row[phase] for phase in phases if row.get(phase, 0.0) > 1e-3}
+    return plot_bars(plt, contents, "seconds")
+
+
+# --------------------------------------------------------------------------------------------------
+# Several processes
+
+def speed_ups(rows):
+    """A line a row: completions a second, and how many times those of one process.
+
+    Sizes are "each", as many prompts for every process, or "all", as many for all together.
+    """
+    lines = []
+    for row in rows:
+        same = [r for r in rows if (r["model"], r["weights"]) == (row["model"], row["weights"])]
+        fewest = min(r["prompts"] for r in same)
+        alone = [r["prompts"] / r["step"] for r in same if r["processes"] == 1]
+        speed = row["prompts"] / row["step"]
+        each = row["prompts"] == fewest * row["processes"]
+        lines.append({
+            "model": row["model"],
+            "weights": row["weights"],
+            "processes": row["processes"],
+            "completions": row["prompts"] * row["group"],
+            "shared": "each" if each else "all",
+            "seconds": row["step"],
+            "completions/s": speed * row["group"],
+            "times one": speed / alone[0] if alone else None,
+        })
+    return lines
+
+
+def plot_scaling(result, plt):
+    contents = {}
+    for line in speed_ups(result["rows"]):
+        lines = contents.setdefault(f"{line['model']}, {line['weights']}: an RL step", {})
+        point = line["processes"], line["times one"] or math.nan
+        lines.setdefault("ideal", []).append((line["processes"], line["processes"]))
+        for shared in ("each", "all"):
+            if shared == line["shared"] or line["processes"] == 1:
+                lines.setdefault(f"as many completions for {shared}", []).append(point)
+    return plot_lines(plt, contents, "GPUs", "completions per second, over one GPU's")
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+def total_gb(tensors):
+    return sum(t.nbytes for t in tensors) / 1e9
+
+
+def memory_row(name, settings):
+    """What a step takes on one prompt, whose completions all have their full length.
+
+    The optimiser makes its state first; a step of few tokens then compiles the kernels. rest_gb:
+    activations and temporary tensors.
+    """
+    device = settings.device
+    limit_memory(CAPS.get(name), device)
+    model = random_model(name, settings.weights, settings.lora_rank, device)
+    model.recompute_in_backward()
+    release_memory(device)
+    taken = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else peak_memory_gb(device)
+    trained = list(qerl.trainable(model).values())
+    optimizer = torch.optim.AdamW(trained, 1e-6, weight_decay=0.0)
+    for p in trained:                   # gradients of zero change nothing
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    tokens = prompt_tokens(device) + settings.max_new_tokens
+    row = {
+        "model": name,
+        "cap_gb": CAPS.get(name),
+        "weights_gb": taken - total_gb(trained),
+        "embeddings_gb": total_gb([model.embedding, model.lm_head]),       # part of the weights
+        "lora_gb": total_gb(trained),
+        "optimizer_gb": total_gb(moments),
+        "gradients_gb": total_gb(trained),
+        "cache_gb": settings.group * tokens * cache_bytes(model) / 1e9,
+    }
+    for length in (8, settings.max_new_tokens):
+        release_memory(device)
+        asked = random_prompts(model.config.vocab_size, 1, prompt_tokens(device))
+        lengths = torch.full((settings.group,), length)
+        step, phases = take_step(
+            model, optimizer, asked, lengths, settings, Method(settings), Ranks())
+    row["peak_gb"] = {phase: phases.peak[phase] for phase in PHASES}
+    row["rest_gb"] = {phase: peak - sum(parts_of(row, phase).values())
+                      for phase, peak in row["peak_gb"].items()}
+    return {**row, "reserved_gb": phases.reserved, "seconds": step["step"]}
+
+
+def parts_of(row, phase):
+    """{what: 10^9 bytes} of what is known to lie in memory in a phase."""
+    return {
+        "4-bit weights": row["weights_gb"] - row["embeddings_gb"],
+        "embeddings and output layer, BF16": row["embeddings_gb"],
+        "LoRA": row["lora_gb"],
+        "optimiser": row["optimizer_gb"],
+        "gradients": row["gradients_gb"] if phase == "update" else 0.0,
+        "KV cache": row["cache_gb"] if phase == "rollout" else 0.0,
+    }
+
+
+def plot_memory(result, plt):
+    """Three bars a model, a phase each."""
+    bars = {}
+    for row in sorted(result["rows"], key=lambda row: row["weights_gb"]):
+        model = f"{row['model'].split('-')[-1]}\ncap {row['cap_gb']:g}" if row["cap_gb"] else row["model"]
+        for phase in PHASES:
+            rest = {"activations and the rest": max(0.0, row["rest_gb"][phase])}
+            bars[f"{model}\n{phase}"] = parts_of(row, phase) | rest
+    return plot_bars(plt, {"peak of a GRPO step, by phase": bars}, "GB (10⁹ bytes)")
