@@ -17,6 +17,45 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # (name, file, old text, new text, file of the tests, pytest's -k)
 FAULTS = [
+    ("ties", "qerl.py", "torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))", "E2M1_BOUNDS[1::2]",
+     "test_qerl", "nearest_even"),
+    ("nibbles", "qerl.py", "codes[:, ::2] | codes[:, 1::2] << 4", "codes[:, 1::2] | codes[:, ::2] << 4",
+     "test_qerl", "even_indices"),
+    ("empty blocks", "qerl.py", "torch.finfo(torch.float8_e4m3fn).eps, scale)", "1.0, scale)",
+     "test_qerl", "bytes_equal"),
+    ("alpha", "qerl.py", "A = self.alpha / self.rank * self.lora_A", "A = self.lora_A", "test_qerl",
+     "linear_and"),
+    ("narrow gradient", "qerl.py", "torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])",
+     "grad @ weight", "test_qerl", "linear_and"),
+    ("wide gradient", "qerl.py", "(grad @ weight).addmm_(grad_h, A)", "grad @ weight", "test_qerl",
+     "linear_and"),
+    ("noise", "qerl.py", "norm.weight.detach() + sigma * z", "norm.weight.detach() * (1 + sigma * z)",
+     "test_qerl", "normal_around"),
+    ("noise stays", "qerl.py", "            norm.noisy_weight = None", "            pass", "test_qerl",
+     "ends_with"),
+    ("last stage", "qerl.py", "(stage - 1) / max(stages - 2, 1)", "(stage - 1) / (stages - 1)",
+     "test_qerl", "schedules"),
+    ("nucleus", "qerl.py", "of_likelier >= top_p", "of_likelier > top_p", "test_qerl", "nucleus"),
+    ("odd slots", "qerl.py", "busy <= len(idle)", "busy <= len(idle) + 1", "test_qerl", "odd_number"),
+    ("cache piece", "qerl.py", "place = filled[rows] - i * CACHE_PIECE", "place = filled[rows] % 8",
+     "test_qerl", "training_logprobs or in_pieces"),
+    ("signal", "qerl.py", "torch.where(has_signal(rewards)[:, None], advantages, 0)", "advantages",
+     "test_qerl", "group_relative"),
+    ("clip", "qerl.py", "ratio.clamp(1 - clip_low, 1 + clip_high)",
+     "ratio.clamp(1 - clip_high, 1 + clip_low)", "test_qerl", "clipped_gain"),
+    ("pessimism", "qerl.py", "torch.minimum(ratio", "torch.maximum(ratio", "test_qerl", "clipped_gain"),
+    ("bounds", "qerl.py", "return log_ratio.clamp(-20, 20)", "return log_ratio", "test_qerl",
+     "whatever_the_ratio"),
+    ("reference", "qerl.py", "return self.weight if self.use_adapter else self.reference_weight",
+     "return self.weight", "test_qerl", "reference_policy"),
+    ("token before", "qerl.py", "ends[1:][owner] - 1", "ends[1:][owner] - 2", "test_qerl",
+     "holds_each_prompt or training_logprobs"),
+    ("chunks", "qerl.py", "zip(hidden.split(chunk), tokens.split(chunk))", "[(hidden, tokens)]",
+     "test_qerl", "in_chunks"),
+    ("other files", "qerl.py", "if place.get(tensor, name) == name}", "}", "test_qerl",
+     "index_says"),
+    ("no kernels", "qerl.py", "except ImportError:", "except ZeroDivisionError:", "test_qerl",
+     "works_alone"),
     ("overwrite", "harness/run_folder.py", "if found and not resume:", "if False:", "test_bad_input",
      "overwritten or advice"),
     ("two runs", "harness/run_folder.py", "lock.acquire(blocking=False)", "pass", "test_bad_input",
@@ -112,7 +151,8 @@ def outcome(folder, file, old, new, tests, expression):
         sound = f.read()
     if sound.count(old) != 1:
         return f"its text stands {sound.count(old)} times in {file}"
-    files = [f"tests/{name}.py" for name in tests.split(" or ")]
+    files = [f"tests/{name}.py" if name != "test_qerl" else f"{name}.py"
+             for name in tests.split(" or ")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *files, "-k", expression]
     with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
         f.write(sound.replace(old, new))
