@@ -54,25 +54,34 @@ from methods.parts.fp8_layers import fp8, put_block_layers, switch_fp8
 from qerl import require
 
 
-class TrainedProduct(torch.autograd.Function):
-    """x [n, in], master float32 [out, in] -> x masterᵀ [n, out]: all three products in FP8."""
+class Product(torch.autograd.Function):
+    """x [n, in] and a weight [out, in] -> x weightᵀ [n, out]: all three products in FP8.
+
+    master: the weight in float32, for its gradient; None if it is frozen. weight: its Codes.
+    """
 
     @staticmethod
-    def forward(ctx, x, master, recipe):
+    def forward(ctx, x, master, weight, recipe, unread=False):
         ctx.block = recipe.activation                          # 1 x 128
-        ctx.x = quantize(x, ctx.block)
-        ctx.weight = quantize(master, recipe.weight)           # 128 x 128
-        return multiply(ctx.x, ctx.weight, x.dtype)            # Y = X Wᵀ
+        ctx.weight = weight                                    # 128 x 128
+        ctx.x = None
+        if unread and master is None and ctx.needs_input_grad[0]:      # see qerl.FrozenLinear
+            return x.new_zeros(len(x), weight.shape[0])
+        rounded = quantize(x, ctx.block)
+        if ctx.needs_input_grad[1]:
+            ctx.x = rounded
+        y = multiply(rounded, weight, x.dtype)                 # Y = X Wᵀ
+        return y.data                                          # no view: LoRA is added in place
 
     @staticmethod
     def backward(ctx, grad):
         grad_x = grad_master = None
         if ctx.needs_input_grad[0]:                            # dX = dY W
             grad_x = multiply(quantize(grad, ctx.block), transposed(ctx.weight), grad.dtype)
-        if ctx.needs_input_grad[1]:                            # dW = dYᵀ X
+        if ctx.x is not None:                                  # dW = dYᵀ X
             x = quantize(ctx.x.dequantize().T, ctx.block)
             grad_master = multiply(quantize(grad.T, ctx.block), x, grad.dtype).float()
-        return grad_x, grad_master, None
+        return grad_x, grad_master, None, None, None
 
 
 class Neighbour(Method):
@@ -104,7 +113,7 @@ class Neighbour(Method):
     def prepare(self, model, folder, questions, tokenizer):
         self.model = model
         recipes = [ROWS, BLOCKS] if self.variant == "training" else [BLOCKS, ROWS]
-        put_block_layers(model, TrainedProduct.apply, recipes)
+        put_block_layers(model, Product.apply, recipes)
         self.after_updates()
 
     @contextlib.contextmanager

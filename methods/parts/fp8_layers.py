@@ -7,15 +7,14 @@ step (an estimate from bytes and bandwidth). Trained weights are rounded anew in
 import contextlib
 
 import torch
-import torch.nn.functional as F
 
 import qerl
 from harness.full_weights import TrainedLinear, replace_layers
-from methods.parts.fp8_blocks import choose_recipe, multiply, quantize, transposed
+from methods.parts.fp8_blocks import choose_recipe, multiply, quantize
 
 
 class CodedWeight(qerl.PackedWeight):
-    """A weight [out, in] in FP8 that multiplies FP8 activations, in decoding and in training."""
+    """A weight [out, in] in FP8 that multiplies FP8 activations in decoding."""
 
     def __init__(self, weight, recipe):
         self.codes = quantize(weight, recipe.weight)
@@ -24,64 +23,44 @@ class CodedWeight(qerl.PackedWeight):
     def dequantize(self, dtype):
         return self.codes.dequantize().to(dtype)
 
-    def forward(self, x, bias=None):
-        """Y = X Wᵀ + bias, without gradient: x [n, in] -> [n, out]."""
-        return multiply(quantize(x, self.recipe.activation), self.codes, x.dtype, bias)
-
-    def gradient(self, grad):
-        """dX = dY W: grad [n, out] -> [n, in]."""
-        rounded = quantize(grad, self.recipe.activation)
-        return multiply(rounded, transposed(self.codes), grad.dtype)
-
     def multiply(self, x, bias=None, residual=None, lora=None):
-        y = self.forward(x, bias)
-        if residual is not None:
-            y = y + residual
-        if lora is None:
-            return y
-        A, B = lora
-        return torch.addmm(y, F.linear(x, A), B.T)
+        y = multiply(quantize(x, self.recipe.activation), self.codes, x.dtype)
+        for added in (bias, residual):
+            y = y if added is None else y + added
+        return y if lora is None else y.addmm_(x @ lora[0].T, lora[1].T)
 
 
-class FrozenProduct(torch.autograd.Function):
-    """As qerl.FrozenLinear, of a layer whose weight is a CodedWeight: Y and dX in FP8, LoRA not."""
+class BlockLinear:
+    """What a frozen and a trained layer that can compute in FP8 share; `fp8` says whether it does.
 
-    @staticmethod
-    def forward(ctx, x, A, B, layer):
-        h = None if A is None else x @ A.T
-        ctx.save_for_backward(x, h, A, B)
-        ctx.weight = layer.weight
-        if layer.output_unread and ctx.needs_input_grad[0]:        # see qerl.FrozenLinear
-            return x.new_zeros(len(x), sum(layer.sizes))
-        y = layer.weight.forward(x, layer.bias)
-        return y if h is None else y.addmm_(h, B.T)
+    product(x [n, in], master float32 [out, in] or None, its Codes, recipe, unread) -> [n, out], with
+    gradients; unread: see QuantLinear.output_unread.
+    """
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, h, A, B = ctx.saved_tensors
-        grad_x = ctx.weight.gradient(grad)
-        if h is None:
-            return grad_x, None, None, None
-        grad_h = grad @ B
-        return grad_x.addmm_(grad_h, A), grad_h.T @ x, grad.T @ h, None
+    def __init__(self, layer, recipe, product):
+        vars(self).update(vars(layer))             # the same names, LoRA, hooks ...
+        self.recipe = recipe
+        self.product = product
+
+    def forward(self, x):
+        if not self.fp8:
+            return super().forward(x)
+        rows = x.flatten(0, -2)
+        y = self.product(rows, *self.master_and_codes(), self.recipe, self.output_unread)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        A, B = self.lora(x.dtype)
+        y = y if A is None else y.addmm_(rows @ A.T, B.T)
+        return y.unflatten(0, x.shape[:-1])
 
 
-class FrozenBlockLinear(qerl.QuantLinear):
-    """A QuantLinear whose frozen weight is used in FP8 or as it was: see switch_fp8."""
+class FrozenBlockLinear(BlockLinear, qerl.QuantLinear):
+    """A QuantLinear that has its frozen weight in FP8, too."""
 
-    def __init__(self, layer, recipe, dtype):
-        weight = layer.weight.dequantize(dtype)
-        super().__init__(layer.names, layer.sizes, weight.shape[1], layer.weight, layer.bias)
-        self.rank = layer.rank
-        self.alpha = layer.alpha
-        self.use_adapter = layer.use_adapter
-        self.keep_dequantized = layer.keep_dequantized
-        self.output_unread = layer.output_unread
-        if layer.rank:
-            self.lora_A = layer.lora_A
-            self.lora_B = layer.lora_B
+    def __init__(self, layer, recipe, product):
+        super().__init__(layer, recipe, product)
         self.usual = layer.weight
-        self.coded = CodedWeight(weight, recipe)
+        self.coded = CodedWeight(layer.weight.dequantize(torch.float32), recipe)
 
     @property
     def fp8(self):
@@ -91,29 +70,16 @@ class FrozenBlockLinear(qerl.QuantLinear):
     def fp8(self, on):
         self.weight = self.coded if on else self.usual
 
-    def forward(self, x):
-        if not self.fp8:
-            return super().forward(x)
-        rows = x.flatten(0, -2)
-        return FrozenProduct.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
+    def master_and_codes(self):
+        return None, self.coded.codes
 
 
-class TrainedBlockLinear(TrainedLinear):
-    """A TrainedLinear that computes in FP8 or as it did: see switch_fp8."""
+class TrainedBlockLinear(BlockLinear, TrainedLinear):
+    """A TrainedLinear whose weight is rounded to FP8 in each pass."""
     fp8 = False
 
-    def __init__(self, layer, recipe, product):
-        super().__init__(layer)
-        self.recipe = recipe
-        self.product = product
-
-    def forward(self, x):
-        if not self.fp8:
-            return super().forward(x)
-        y = self.product(x.flatten(0, -2), self.master, self.recipe)
-        if self.bias is not None:
-            y = y + self.bias.to(x.dtype)
-        return y.unflatten(0, x.shape[:-1])
+    def master_and_codes(self):
+        return self.master, quantize(self.master.detach(), self.recipe.weight)
 
     def prepare_decoding(self, dtype):
         super().prepare_decoding(dtype)
@@ -122,18 +88,15 @@ class TrainedBlockLinear(TrainedLinear):
 
 
 def put_block_layers(model, product, recipes):
-    """Replace each QuantLinear by a layer that can compute in FP8, and does not yet.
+    """Replace each QuantLinear by a BlockLinear that can compute in FP8, and does not yet.
 
-    product(x [n, in], master float32 [out, in], recipe) -> [n, out]: of layers whose weights are
-    trained, with its gradients. recipes: the first that the device multiplies is taken.
+    recipes: the first that the device multiplies is taken.
     """
-    dtype = model.embedding.dtype
-    recipe = choose_recipe(model.device, dtype, recipes)
+    recipe = choose_recipe(model.device, model.embedding.dtype, recipes)
 
     def make(layer):
-        if isinstance(layer, TrainedLinear):
-            return TrainedBlockLinear(layer, recipe, product)
-        return FrozenBlockLinear(layer, recipe, dtype)
+        trained = isinstance(layer, TrainedLinear)
+        return (TrainedBlockLinear if trained else FrozenBlockLinear)(layer, recipe, product)
     replace_layers(model, make)
 
 
