@@ -204,13 +204,13 @@ def test_cublas_is_given_blocks_as_it_wants_them(monkeypatch, n, k, m):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows,columns", [(3, 128), (40, 300), (150, 4224)])
+@pytest.mark.parametrize("rows,columns", [(3, 128), (40, 300), (2, 4224)])
 def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     """Scales and bytes as the twin's. The interpreter would round wrongly; there PyTorch rounds."""
     torch.manual_seed(0)
-    x = uneven(rows, columns).to(dtype).to(KERNEL_DEVICE)
-    x[0] = 0
-    for matrix, block in itertools.product((x, x.T), (fp8_blocks.ROW, fp8_blocks.WHOLE_ROW)):
+    matrix = uneven(columns, rows).to(dtype).to(KERNEL_DEVICE).T
+    matrix[0] = 0
+    for block in (fp8_blocks.ROW, fp8_blocks.WHOLE_ROW):
         with monkeypatch.context() as patch:       # a GPU's PyTorch divides by 448 less exactly
             patch.setattr(qerl, "use_kernels", lambda x: False)
             twin = fp8_blocks.quantize(matrix.cpu(), block)
@@ -223,7 +223,7 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
             exact = fp8_blocks.quantize_fused(matrix, *codes.shape, width, dtype=torch.float32)
             codes = exact.codes.to(torch.float8_e4m3fn)
         assert torch.equal(codes.view(torch.uint8).cpu(), twin.codes.view(torch.uint8))
-    whole = fp8_blocks.quantize(x, fp8_blocks.SQUARE).codes
+    whole = fp8_blocks.quantize(matrix, fp8_blocks.SQUARE).codes
     assert torch.equal(fp8_blocks.transpose_bytes(whole).view(torch.uint8),
                        whole.view(torch.uint8).T)
 
