@@ -58,7 +58,7 @@ from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
 from studies.step import CAPS, limit_memory, memory_row, plot_memory, plot_scaling, plot_step
 from studies.step import release_memory, settings_for, speed_ups, step_rows
-from studies.study import table
+from studies.study import positive, table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -510,12 +510,6 @@ def size(text):
     if not (prompts.isdecimal() and group.isdecimal() and int(prompts) >= 1 and int(group) >= 2):
         raise argparse.ArgumentTypeError(f"{text}: give prompts x completions, at least 1x2")
     return int(prompts), int(group)
-
-
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return int(text)
 
 
 def arguments():

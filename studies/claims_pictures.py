@@ -1,5 +1,8 @@
 """The pictures of the claims study: curves over the steps, and differences by seed."""
+from itertools import product
 from statistics import fmean as mean
+
+import numpy as np
 
 from studies.factorial import QUESTIONS, at_rate, by_model, differences, rates_of, with_gains
 from studies.study import rate_text, standard_error
@@ -25,23 +28,6 @@ def short_name(model):
     return SMALL.get(model, model.removesuffix("-Instruct"))
 
 
-def running_mean(values, width=5):
-    """The mean of each value and those before it, `width` in all."""
-    return [mean(values[max(0, i + 1 - width):i + 1]) for i in range(len(values))]
-
-
-def plot_band(axis, curves, label, color, linestyle):
-    """The mean of curves of several seeds (lists of numbers), in a band of its standard error."""
-    columns = list(zip(*map(running_mean, curves)))
-    steps = range(1, len(columns) + 1)
-    middle = [mean(column) for column in columns]
-    errors = [standard_error(column) or 0 for column in columns]
-    axis.plot(steps, middle, label=label, linewidth=1.2, color=color, linestyle=linestyle)
-    low = [m - e for m, e in zip(middle, errors)]
-    high = [m + e for m, e in zip(middle, errors)]
-    axis.fill_between(steps, low, high, color=color, alpha=0.1, linewidth=0)
-
-
 def shown_rate(rows):
     """Of the learning rates of which a model has most runs, the best in training."""
     reached = {}
@@ -53,27 +39,36 @@ def shown_rate(rows):
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model at its shown_rate, a line an arm of LINES.
 
-    runs: pairs of a row and its steps, of LINES alone. A curve is a running mean of five steps.
+    runs: pairs of a row and its steps, of LINES alone. A curve is the mean of the seeds, and of a
+    step and the four before it; its band is a standard error to either side.
     """
     models = sorted({row["model"] for row, _ in runs})
     figure, axes = plt.subplots(len(CURVES), len(models), figsize=(1 + 3.3 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
     for column, model in zip(axes.T, models):
         lr = shown_rate([row for row, _ in runs if row["model"] == model])
-        for axis, measure in zip(column, CURVES):
-            for arm, style in LINES.items():
-                curves = [[step[measure] for step in metrics] for row, metrics in runs
-                          if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
-                if curves:
-                    plot_band(axis, curves, *style)
-            axis.grid(alpha=0.3)
-        seeds = {row["seed"] for row, _ in runs if (row["model"], row["lr"]) == (model, lr)}
-        column[0].set_title(f"{short_name(model)}\n{rate_text(lr)}, seeds: {len(seeds)}")
+        for (axis, measure), arm in product(zip(column, CURVES), LINES):
+            curves = [[step[measure] for step in metrics] for row, metrics in runs
+                      if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
+            if curves:
+                plot_band(axis, np.array(curves), *LINES[arm])
+        column[0].set_title(f"{short_name(model)}, {rate_text(lr)}")
         column[-1].set(xlabel="step", yscale="log")
     for axis, label in zip(axes[:, 0], CURVES.values()):
         axis.set_ylabel(label)
     axes[0, 0].legend(frameon=False)
     return figure
+
+
+def plot_band(axis, curves, label, color, linestyle):
+    """One line of plot_curves. curves: float [seeds, steps]."""
+    steps = range(1, curves.shape[1] + 1)
+    smooth = np.stack([curves[:, max(0, i - 5):i].mean(1) for i in steps], axis=1)
+    middle = smooth.mean(0)
+    error = smooth.std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0
+    axis.plot(steps, middle, label=label, linewidth=1.2, color=color, linestyle=linestyle)
+    axis.fill_between(steps, middle - error, middle + error, color=color, alpha=0.1, linewidth=0)
+    axis.grid(alpha=0.3)
 
 
 # What differences.png asks: a question of QUESTIONS, and its title.

@@ -2,19 +2,18 @@
 
     python bench.py methods                                     the small policy, on this machine
     python bench.py methods --model FOLDER --data FOLDER        a real model, one run a GPU
-    python bench.py methods --tables                            only the table and the picture
+    python bench.py methods --tables                            only the table
 
-How runs are made, stopped and resumed: studies/study.py. Beside the runs stand table.md and
-accuracy.png made of them; flags that are not named here go to train_gsm8k.py.
+How runs are made, stopped and resumed: studies/study.py. Beside the runs stands table.md,
+made of them; flags that are not named here go to train_gsm8k.py.
 """
+from itertools import product
 from statistics import fmean as mean
 from typing import NamedTuple
 
-from harness.figures import save_figure
 from harness.flags import require_flag
 from methods.parts.quantizers import QUANTIZERS
-from studies.study import NO_NOISE, arguments, finished_runs, name_in_rows, run_study
-from studies.study import standard_error, table, with_error, write_lines
+from studies.study import NO_NOISE, arguments, run_study, table, with_error, write_lines
 
 
 class Row(NamedTuple):
@@ -75,26 +74,19 @@ TITLES = ["model", "method", "sampled with", "trained", "memory, GB", "seconds a
           "pass@1 before", "after", "gain over qerl, points", "greedy after", "seeds"]
 
 
-def by_model_and_arm(rows):
-    """{(model, arm): its rows}, models by name, arms in the order of ROWS."""
-    found = {}
-    for model in sorted({r["model"] for r in rows}):
-        for arm in ROWS:
-            same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
-            if same:
-                found[model, arm] = same
-    return found
-
-
 def methods_table(rows):
     """A line for each model and method: means and standard errors over the seeds.
 
     The gain is over QeRL's run of the same seed, in brackets how many seeds both have.
     """
     lines = []
-    found = by_model_and_arm(rows)
-    for (model, arm), same in found.items():
-        qerl = {r["seed"]: r["accuracy_after"] for r in found.get((model, "qerl"), [])}
+    models = sorted({r["model"] for r in rows})
+    for model, arm in product(models, ROWS):
+        same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+        if not same:
+            continue
+        qerl = {r["seed"]: r["accuracy_after"] for r in rows
+                if (r["model"], r["arm"]) == (model, "qerl")}
         before = [r["accuracy_before"] for r in same if "accuracy_before" in r]
         gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
         lines.append([
@@ -114,55 +106,18 @@ def methods_table(rows):
     return table(TITLES, lines)
 
 
-def plot_accuracy(rows, plt):
-    """A panel a model, a line a method: pass@1 before the training and after it."""
-    models = sorted({r["model"] for r in rows})
-    arms = [arm for arm in ROWS if any(r["arm"] == arm for r in rows)]
-    figure, axes = plt.subplots(1, len(models), figsize=(2 + 4 * len(models), 6.5), squeeze=False,
-                                layout="constrained", sharey=True)
-    for (model, arm), same in by_model_and_arm(rows).items():
-        axis = axes[0, models.index(model)]
-        place = arms.index(arm)
-        reached = [100 * r["accuracy_after"] for r in same]
-        before = [100 * r["accuracy_before"] for r in same if "accuracy_before" in r]
-        axis.plot(before, [place] * len(before), "|", color="gray", markersize=9)
-        axis.errorbar(mean(reached), place, xerr=standard_error(reached), fmt="o", capsize=3,
-                      color="tab:orange" if arm in WITHOUT_FILE else "tab:blue")
-    for axis, model in zip(axes[0], models):
-        axis.set(title=model, xlabel="held-out pass@1, %: | before, o after")
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_yticks(range(len(arms)), arms)
-    axes[0, 0].invert_yaxis()
-    return figure
-
-
 def make_tables(out, rows, steps):
-    """table.md and accuracy.png from the rows of a study; steps: not read here."""
+    """table.md from the rows of a study; steps: not read here."""
     lines = ["Made by `bench.py methods` or `bench.py tables`: means ± standard errors of seeds, in "
              "percent.", "", *methods_table(rows)]
-    save_figure(f"{out}/accuracy.png", plot_accuracy, rows)
     write_lines(f"{out}/table.md", lines)
     print("\n".join(lines))
-
-
-def require_one_rate(flags, args):
-    """Refuse to compare methods at several learning rates: table.md has a line a method.
-
-    flags: flags_of; a method that has an --lr there keeps that.
-    """
-    require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
-                 "each an --out of its own")
-    names = [name_in_rows(model, args.own_starts) for model in args.model]
-    for row in finished_runs(args.out):
-        if row["model"] in names and "--lr" not in flags.get(row["arm"], ["--lr"]):
-            require_flag(row["lr"] == args.lrs[0], "lrs", args.lrs[0],
-                         f"{args.out} has {row['name']}; give another --out")
 
 
 def main(argv):
     """The exit status: 1 if a run failed."""
     args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="runs/methods")
+    require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
+                 "each an --out of its own")
     flags = flags_of(small=args.model == [None])
-    if not args.tables:
-        require_one_rate(flags, args)
-    return run_study(flags, args, make_tables)
+    return run_study(flags, args, make_tables, same=["--lr", str(args.lrs[0])])

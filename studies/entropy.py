@@ -21,14 +21,14 @@ from harness.figures import save_figure
 from harness.flags import Parser, require_flag, require_value
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating
-from studies.study import name_in_rows, standard_error
+from studies.plots import plot_lines
+from studies.study import name_in_rows, positive, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
-COLORS = {"nvfp4": "tab:green", "mxfp4": "tab:red", "nf4": "tab:orange", "bf16": "tab:blue"}
 PANELS = {
-    "entropy": "entropy, nats a token",
-    "accuracy": "accuracy (temperature 1)",
-    "mismatch_kl": "KL of the noisy policy to the clean one,\nnats a token",
+    "entropy": "entropy, nats",
+    "accuracy": "accuracy, temperature 1",
+    "mismatch_kl": "KL to the clean policy",
 }
 
 
@@ -82,49 +82,24 @@ def measure_format(weights, args):
 
 
 def plot_entropy(result, plt):
-    """PANELS against sigma, a row of them a model, a line a format; no noise at the left edge.
-
-    result: what entropy.json holds. A point is the mean of the draws, and a dash each of them.
-    """
-    models = list(dict.fromkeys(r["model"] for r in result["rows"]))
-    figure, axes = plt.subplots(len(models), 3, figsize=(13, 4 * len(models)), layout="constrained",
-                                squeeze=False)
-    for line, model in zip(axes, models):
-        own = [r for r in result["rows"] if r["model"] == model]
-        smallest = min((r["sigma"] for r in own if r["sigma"]), default=1e-3)
-        ticks = {r["sigma"] or smallest / 2: f"{r['sigma']:g}" if r["sigma"] else "none" for r in own}
-        for axis, (key, label) in zip(line, PANELS.items()):
-            for weights, color in COLORS.items():
-                draws = {}                              # {sigma: values}
-                for r in own:
-                    if r["weights"] == weights:
-                        draws.setdefault(r["sigma"] or smallest / 2, []).append(r[key])
-                places = sorted(draws)
-                axis.plot(places, [mean(draws[place]) for place in places], "o-", markersize=3,
-                          color=color, label=weights)
-                for place in places:
-                    axis.plot([place] * len(draws[place]), draws[place], "_", color=color, alpha=0.5)
-            axis.set(xscale="log", xlabel="sigma", ylabel=label)
-            axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-        line[1].set_title(model)
-        line[2].set_yscale("symlog", linthresh=1e-7)
-    axes[0, 0].legend(frameon=False)
-    return figure
+    """PANELS of each model against sigma, a line a format through the means of the draws (dashes)."""
+    contents = {}
+    for row in result["rows"]:
+        for key, label in PANELS.items():
+            lines = contents.setdefault(f"{row['model']}: {label}", {})
+            lines.setdefault(row["weights"], []).append((row["sigma"], row[key]))
+    return plot_lines(plt, contents, "sigma", "")
 
 
 def main(argv):
     p = Parser(__doc__)
-    p.add_argument("--weights", nargs="+", choices=sorted(qerl.FORMATS), default=list(COLORS))
+    p.add_argument("--weights", nargs="+", choices=list(qerl.FORMATS), default=list(qerl.FORMATS))
     p.add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
-    p.add_argument("--draws", type=int, default=3, help="rollouts, each with its noise (default 3)")
-    p.add_argument("--prompts", type=int, default=64, help="questions (default 64)")
+    p.add_argument("--draws", type=positive, default=3, help="rollouts, each with its noise (default 3)")
+    p.add_argument("--prompts", type=positive, default=64, help="questions (default 64)")
     p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
     args, args.more = p.parse_known_args(argv)
     require_value("out", args.out)
-    for name in ("draws", "prompts"):
-        require_flag(getattr(args, name) >= 1, name, getattr(args, name), "must be at least 1")
     with creating(args.out):
         os.makedirs(args.out, exist_ok=True)
     settings = train_gsm8k.read_settings(args.more)

@@ -50,18 +50,18 @@ QUESTIONS = {
     "4 bits without noise": [("nvfp4", "bf16")],
     "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
     "both": [("nvfp4+aqn", "bf16")],
-    "noise in NVFP4 by GPTQ": [("gptq+aqn", "gptq")],
-    "4 bits by GPTQ": [("gptq+aqn", "bf16+aqn"), ("gptq", "bf16")],
-    "4 bits by GPTQ, without noise": [("gptq", "bf16")],
-    "4 bits by GPTQ, under noise": [("gptq+aqn", "bf16+aqn")],
-    "both, 4 bits by GPTQ": [("gptq+aqn", "bf16")],
-    "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
-    "noise in NVFP4 by AWQ": [("awq+aqn", "awq")],
-    "4 bits by AWQ": [("awq+aqn", "bf16+aqn"), ("awq", "bf16")],
-    "4 bits by AWQ, without noise": [("awq", "bf16")],
-    "4 bits by AWQ, under noise": [("awq+aqn", "bf16+aqn")],
-    "both, 4 bits by AWQ": [("awq+aqn", "bf16")],
-    "AWQ for rounding": [("awq+aqn", "nvfp4+aqn"), ("awq", "nvfp4")],
+}
+for codes, name in (("gptq", "GPTQ"), ("awq", "AWQ")):
+    noisy = f"{codes}+aqn"
+    QUESTIONS |= {
+        f"noise in NVFP4 by {name}": [(noisy, codes)],
+        f"4 bits by {name}": [(noisy, "bf16+aqn"), (codes, "bf16")],
+        f"4 bits by {name}, without noise": [(codes, "bf16")],
+        f"4 bits by {name}, under noise": [(noisy, "bf16+aqn")],
+        f"both, 4 bits by {name}": [(noisy, "bf16")],
+        f"{name} for rounding": [(noisy, "nvfp4+aqn"), (codes, "nvfp4")],
+    }
+QUESTIONS |= {
     "AWQ for rounding, under noise": [("awq+aqn", "nvfp4+aqn")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],

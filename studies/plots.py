@@ -1,41 +1,53 @@
-"""The two kinds of pictures that measurements of speed and memory have: lines and stacked bars."""
+"""The two kinds of pictures that measurements have: lines and stacked bars."""
+import math
+from statistics import fmean as mean
 
 
-def panels(plt, count, width, **options):
-    """A figure and its axes, side by side."""
-    figure, axes = plt.subplots(1, count, figsize=(width * count, 4.4), layout="constrained",
-                                squeeze=False, **options)
-    return figure, axes[0]
+def panels(plt, titles, width):
+    """(figure, {title: its axis}), three side by side."""
+    columns = min(3, len(titles))
+    rows = math.ceil(len(titles) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, 4.4 * rows),
+                                layout="constrained", squeeze=False)
+    for axis, title in zip(axes.flat, titles):
+        axis.set_title(title)
+    return figure, dict(zip(titles, axes.flat))
 
 
 def plot_lines(plt, contents, xlabel, ylabel, **axes_options):
-    """contents: {title of a panel: {label of a line: its points (x, y)}}; x is logarithmic."""
-    figure, axes = panels(plt, len(contents), 4.8, sharey=True)
-    for axis, (title, lines) in zip(axes, contents.items()):
-        for label, points in lines.items():
-            if points:
-                axis.plot(*zip(*sorted(points)), "o-", label=label)
+    """contents: {title of a panel: {label of a line: its points (x, y)}}.
+
+    The x of a panel stand equally far apart. Where a line has several points of an x it goes through
+    their mean.
+    """
+    figure, axes = panels(plt, contents, 4.8)
+    for title, axis in axes.items():
+        lines = contents[title]
         places = sorted({x for points in lines.values() for x, _ in points})
-        axis.set(title=title, xlabel=xlabel, xscale="log", **axes_options)
-        axis.set_xticks(places, places, fontsize=8)
-        axis.minorticks_off()
+        for label, points in lines.items():
+            own = sorted({x for x, _ in points})
+            middle = [mean(y for at, y in points if at == x) for x in own]
+            line, = axis.plot([places.index(x) for x in own], middle, "o-", label=label)
+            axis.plot([places.index(x) for x, _ in points], [y for _, y in points], "_",
+                      color=line.get_color(), alpha=0.5)
+        axis.set(xlabel=xlabel, ylabel=ylabel, **axes_options)
+        axis.set_xticks(range(len(places)), places, fontsize=8)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(ylabel)
-    axes[0].legend(frameon=False)
+        axis.legend(frameon=False, fontsize=8)
     return figure
 
 
 def plot_bars(plt, contents, ylabel):
     """contents: {title of a panel: {name of a bar: {part: its height}}}, the first part at the bottom."""
-    figure, axes = panels(plt, len(contents), 6.5)
-    for axis, (title, bars) in zip(axes, contents.items()):
-        parts = dict.fromkeys(part for bar in bars.values() for part in bar)
+    figure, axes = panels(plt, contents, 6.5)
+    for title, axis in axes.items():
+        bars = contents[title]
         bottom = [0.0] * len(bars)
-        for part in parts:
+        for part in dict.fromkeys(part for bar in bars.values() for part in bar):
             heights = [bar.get(part, 0.0) for bar in bars.values()]
             axis.bar(range(len(bars)), heights, bottom=bottom, label=part)
             bottom = [b + height for b, height in zip(bottom, heights)]
         axis.set_xticks(range(len(bars)), list(bars), fontsize=8)
-        axis.set(title=title, ylabel=ylabel)
+        axis.set_ylabel(ylabel)
         axis.legend(frameon=False, fontsize=8)
     return figure

@@ -11,6 +11,7 @@ import os
 import queue
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from statistics import fmean as mean
@@ -68,6 +69,13 @@ def table(titles, rows):
     """The lines of a Markdown table. rows: lists of cells."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (titles, *rows)]
     return [lines[0], "|" + "---|" * len(titles), *lines[1:]]
+
+
+def positive(text):
+    """A flag's whole number, at least 1."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
 
 
 def write_lines(path, lines):
@@ -198,12 +206,12 @@ def missing_runs(args):
     return missing
 
 
-def require_same_settings(args):
+def require_same_settings(args, same=()):
     """Refuse to add to a study whose runs of a model had other settings than these flags give."""
     for model in args.model:
         path = f"{args.out}/{name_in_rows(model, args.own_starts)}.json"
         given = ["--model", model] if model else []
-        settings = lasting(read_settings([*given, *args.more]))
+        settings = lasting(read_settings([*given, *same, *args.more]))
         if os.path.exists(path):
             with open(path, encoding="utf-8") as f:
                 theirs = json.load(f)
@@ -281,7 +289,7 @@ def arguments(argv, description, arms, default_arms, seeds, out):
                    help=f"default 0 to {seeds[1] - 1}; small policy 0 to {seeds[0] - 1}")
     p.add_argument("--own-starts", action="store_true",
                    help="small policy: each seed begins with a policy of its own making")
-    p.add_argument("--jobs", type=int, default=1,
+    p.add_argument("--jobs", type=positive, default=1,
                    help="processes on each GPU, or on the CPU (default 1)")
     p.add_argument("--out", default=out, help=f"folder of the runs, tables and pictures (default {out})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
@@ -292,7 +300,6 @@ def arguments(argv, description, arms, default_arms, seeds, out):
         if flag.partition("=")[0] in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; use --arms, --lrs, --seeds")
     args.settings = read_settings(args.more)
-    require_flag(args.jobs >= 1, "jobs", args.jobs, "must be at least 1")
     small = args.model == [None]
     require_flag(small or not args.own_starts, "own-starts", "", "is for the small policy")
     args.lrs = args.lrs or [3e-3 if small else 5e-5]
@@ -306,11 +313,11 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     return args
 
 
-def run_study(flags, args, make_tables):
+def run_study(flags, args, make_tables, same=()):
     """Run what is missing, unless --tables is given -> exit status.
 
     flags: {arm: flags of train_gsm8k.py}. Then make_tables(folder, rows, steps) of finished_runs and
-    steps_of, if there are any.
+    steps_of, if there are any. same: what else all runs of a model share, as flags.
     """
     failed = False
     if not args.tables:
@@ -318,7 +325,7 @@ def run_study(flags, args, make_tables):
             os.makedirs(args.out, exist_ok=True)
         try:
             with FileLock(f"{args.out}/lock", timeout=0):
-                require_same_settings(args)
+                require_same_settings(args, same)
                 missing = missing_runs(args)
                 if missing:
                     prepare(missing, args)

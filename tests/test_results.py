@@ -8,7 +8,7 @@ import bench
 import qerl
 from common import made_up_rows, note_run
 from harness.run_folder import write_jsonl
-from studies import claims, compare, results
+from studies import claims, results
 from test_qerl import HERE
 
 
@@ -21,7 +21,7 @@ def files_below(folder, ending):
 def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path, monkeypatch):
     """Every picture, too; these are not drawn here, as another matplotlib draws other pixels."""
     drawn = set()
-    for module in (claims, compare, results):
+    for module in (claims, results):
         monkeypatch.setattr(module, "save_figure",
                             lambda path, *_: drawn.add(os.path.relpath(path, tmp_path)))
     left_out = shutil.ignore_patterns("table*.md", "phases.md", "*.png")

@@ -161,9 +161,10 @@ def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch):
     assert compare.main([*options, "--arms", *arms]) == 0
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert list(cells(lines[2:], first=1)) == arms and "NVFP4 + LoRA, noise" in lines[-1]
-    assert (tmp_path / "out" / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(qerl.UserError, match="lrs .*: methods are compared at one learning rate"):
         compare.main([*options, "--lrs", "1e-3", "2e-3"])
+    with pytest.raises(qerl.UserError, match="--lr 0.002: the runs in .* have 0.001"):
+        compare.main([*options, "--lrs", "2e-3"])
 
 
 @pytest.mark.parametrize("flags", [
