@@ -31,19 +31,18 @@ import torch
 import qerl
 from harness.memory import free_memory
 from methods import Method
+from methods.parts.eight_bit import current_weight
 
 MERGED_ABOVE = 128             # sequences; up to here linear_kernel computes LoRA itself
 
 
 def merged_weight(layer, dtype):
     """Weight and LoRA of a layer as a PackedWeight of dtype; None if rounding could lose LoRA."""
-    weight = layer.weight.dequantize(torch.float32)
-    if torch.equal(weight[0], weight[0].to(dtype).float()):
+    row = layer.weight.dequantize(torch.float32)[0]
+    if torch.equal(row, row.to(dtype).float()):
         return None
-    A, B = layer.lora(torch.float32)
-    if A is not None:
-        weight.addmm_(B, A)
-    return qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight.to(dtype)))
+    weight = current_weight(layer).to(dtype)
+    return qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
 
 
 class MergingSampler(qerl.Sampler):

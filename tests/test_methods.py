@@ -1,5 +1,6 @@
 """The neighbouring methods."""
 import copy
+import functools
 import importlib
 import math
 import re
@@ -128,13 +129,19 @@ def test_mismatch_by_hand():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
-    """At our scale.
+def compressed_tensors_scheme(format):
+    """The library's 8-bit scheme, a scale per output channel and per token, and its compressor."""
+    from compressed_tensors.compressors.naive_quantized import base
+    from compressed_tensors.quantization import preset_name_to_scheme
+    if format == "int8":
+        return preset_name_to_scheme("INT8", ["Linear"]), base.IntQuantizationCompressor
+    return preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]), base.FloatQuantizationCompressor
 
-    For FP8 that is the library's own; for INT8 it has amax / 127.5, we FlashRL's amax / 127.
-    """
+
+@pytest.mark.parametrize("format,factor", [("int8", 127 / 127.5), ("fp8", 1)])
+@pytest.mark.parametrize("kind", ["odd rows", "zero blocks", "ties", "wide range"])
+def test_eight_bit_bytes_equal_compressed_tensors(kind, format, factor):
+    """At our scale: for FP8 the library's own; for INT8 it has amax / 127.5, FlashRL amax / 127."""
     from compressed_tensors.quantization.utils import calculate_qparams
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
@@ -143,76 +150,66 @@ def test_eight_bit_bytes_equal_compressed_tensors(kind, format):
     state = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     assert codes.dtype == state["weight"].dtype
     assert torch.equal(codes.view(torch.uint8), state["weight"].view(torch.uint8))
-    torch.testing.assert_close(codes.float() * scale, compressor.decompress(state, scheme)["weight"])
-    theirs, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True),
-        scheme.weights)
-    # an empty or tiny row has any scale
-    full = scale > 1e-29
-    torch.testing.assert_close(scale[full] * (127 / 127.5 if format == "int8" else 1), theirs[full],
-        rtol=1e-6, atol=0)
+    ends = [end(1, keepdim=True) for end in (weight.amin, weight.amax)]
+    theirs, _ = calculate_qparams(*ends, scheme.weights)
+    full = scale > 1e-29                           # an empty row has any scale
+    torch.testing.assert_close(scale[full] * factor, theirs[full], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_eight_bit_product_equals_the_librarys_operands(format):
-    """Stacked layers with bias: F.linear of what compressed-tensors makes of input (a scale per
-    token) and weight.
-    """
+@pytest.mark.parametrize("format,largest", [("int8", 0.02), ("fp8", 0.06)])
+def test_eight_bit_product_equals_the_librarys_operands(format, largest):
+    """Stacked layers with bias and LoRA."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     torch.manual_seed(0)
-    layer = stacked_layer("bf16", [torch.randn(48, 128), torch.randn(16, 128)], torch.randn(64),
-        lora_rank=4, lora_alpha=8)
+    weights = [torch.randn(48, 128), torch.randn(16, 128)]
+    layer = stacked_layer("bf16", weights, torch.randn(64), lora_rank=4, lora_alpha=8)
     layer.lora_B.data.normal_()
-    x, residual = torch.randn(3, 5, 128) * torch.rand(3, 5, 1), torch.randn(15, 64)
+    x = torch.randn(15, 128) * torch.rand(15, 1)
+    residual = torch.randn(15, 64)
     quantised = eight_bit.EightBitLinear(layer, format)
     merged = eight_bit.current_weight(layer)
     torch.testing.assert_close(F.linear(x, merged, layer.bias), layer(x), rtol=1e-4, atol=1e-4)
     scheme, _ = compressed_tensors_scheme(format)
-    rows, none = x.flatten(0, 1), torch.zeros(1)
-    w = fake_quantize(merged, eight_bit.quantize_rows(merged, format)[1], none, scheme.weights)
-    z = fake_quantize(rows, eight_bit.quantize_rows(rows, format)[1], none, scheme.input_activations)
+    w, z = (fake_quantize(t, eight_bit.quantize_rows(t, format)[1], torch.zeros(1), args)
+            for t, args in ((merged, scheme.weights), (x, scheme.input_activations)))
     expected = F.linear(z, w, layer.bias)
-    torch.testing.assert_close(quantised(x).flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(quantised.decode(rows, residual), expected + residual, rtol=1e-4,
-        atol=1e-4)
-    error = relative(expected, layer(x).flatten(0, 1))
-    assert 1e-3 < error < (0.02 if format == "int8" else 0.06)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    close(quantised(x.view(3, 5, 128)).flatten(0, 1), expected)
+    close(quantised.decode(x, residual), expected + residual)
+    assert 1e-3 < relative(expected, layer(x)) < largest
 
 
 def test_int8_product_is_exact():
-    """Sums of up to 127 * 127 * 8192, beyond float32's integers, equal PyTorch's int8 x int8 ->
-    int32.
-    """
+    """Sums of up to 127 * 127 * 8192, beyond float32's integers, equal PyTorch's int8 product."""
     torch.manual_seed(0)
     x, w = (torch.randint(-127, 128, (n, 8192)).to(torch.int8) for n in (3, 16))
-    x[0], w[0] = 127, 127
+    x[0] = w[0] = 127
     ours = eight_bit.multiply_codes(x, torch.ones(3, 1), w, torch.ones(16, 1))
     assert torch.equal(ours, torch._int_mm(x, w.T).float()) and ours.max() == 127 * 127 * 8192
-    x_scale, w_scale = torch.rand(3, 1), torch.rand(16, 1)
-    torch.testing.assert_close(eight_bit.multiply_codes(x, x_scale, w, w_scale),
-        ours * x_scale * w_scale.T)
+    scales = torch.rand(3, 1), torch.rand(16, 1)
+    scaled = eight_bit.multiply_codes(x, scales[0], w, scales[1])
+    torch.testing.assert_close(scaled, ours * scales[0] * scales[1].T)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, format):
-    """Prompts and decoding have the same 8-bit products: the rollout's log-probabilities are those
-    of the whole text.
-    """
+    """Prompts and decoding have the same 8-bit products, which training has not."""
     model = with_lora(qwen[0], weights="bf16")
     before = {name: p.clone() for name, p in model.named_parameters()}
+    rng = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def difference():
+        logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+        return qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)[0]
     prompts = [p for p in PROMPTS for _ in range(2)]
     with eight_bit.eight_bit(model, format):
-        rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20),
-            generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            same = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
-    with torch.no_grad():
-        trained = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
-    # a sum's order can tip a rounding
-    assert describe_mismatch(same, rollout.logprobs, rollout.mask)["mismatch_kl"] < 1e-5
-    assert describe_mismatch(trained, rollout.logprobs, rollout.mask)["mismatch_kl"] > 1e-5
-    assert list(before) == [name for name, _ in model.named_parameters()]
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert len(model.quantized_layers()) == 8
+        rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20), generator=rng)
+        assert difference() < 1e-5             # the order of a sum can tip a rounding
+    assert difference() > 1e-5
+    after = dict(model.named_parameters())
+    assert list(before) == list(after) and len(model.quantized_layers()) == 8
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
@@ -280,26 +277,22 @@ def test_update_aware_scaling_keeps_the_policy_its_codes_and_its_error(qwen):
 
 
 @gpu
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format):
+@pytest.mark.parametrize("format,largest", [("int8", 1e-6), ("fp8", 5e-3)])
+def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format, largest):
     """The tensor cores' products, of one row and of many, and a rollout recorded as a CUDA graph."""
     torch.manual_seed(0)
-    weight, scale = eight_bit.quantize_rows(torch.randn(96, 256), format)
+    weight = eight_bit.quantize_rows(torch.randn(96, 256), format)
     for n in (1, 17, 300):
-        x, x_scale = eight_bit.quantize_rows(torch.randn(n, 256), format)
-        ours = eight_bit.multiply_codes(x.cuda(), x_scale.cuda(), weight.cuda(),
-            scale.cuda()).cpu().float()
-        assert relative(ours,
-            eight_bit.multiply_codes(x, x_scale, weight, scale)) < (1e-6
-            if format == "int8" else 5e-3)
+        operands = *eight_bit.quantize_rows(torch.randn(n, 256), format), *weight
+        ours = eight_bit.multiply_codes(*(t.cuda() for t in operands))
+        assert relative(ours.cpu().float(), eight_bit.multiply_codes(*operands)) < largest
     model = with_lora(make_folder(tmp_path, "wide")[0], weights="bf16", device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)]
-    with eight_bit.eight_bit(model, format):
+    repeated = [p for p in prompts for _ in range(2)]
+    with eight_bit.eight_bit(model, format), torch.no_grad():
         rollout = qerl.generate(model, prompts, 40, 2, slots=70)
-        with torch.no_grad():
-            logprobs = qerl.token_logprobs(model, [p for p in prompts for _ in range(2)],
-                rollout.tokens, rollout.length)
-    # what bfloat16 adds otherwise FP8 rounds otherwise
+        logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+    # What bfloat16 adds in another order FP8 rounds otherwise.
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05
 
 
@@ -485,18 +478,6 @@ def test_maspo_weights_by_hand():
     assert w(3.0, 1e-9, 1000.0) == pytest.approx(math.exp(-4 / (2 * (10 * 10) ** 2)))
     assert w(0.1, 1.0, -1000.0) == pytest.approx(math.exp(-0.81 / (2 * 0.1 ** 2)))
     assert w(0.5, 0.9, 1.0) == w(1.5, 0.9, -1.0) == w(1.0, 0.9, 1.0) == w(2.0, 0.9, 0.0) == 1
-
-
-def compressed_tensors_scheme(format):
-    """The library's 8-bit scheme with a scale per output channel and per token, and its compressor.
-    """
-    from compressed_tensors.compressors.naive_quantized import base
-    from compressed_tensors.quantization import preset_name_to_scheme
-    name, compressor = {
-        "int8": ("INT8", base.IntQuantizationCompressor),
-        "fp8": ("FP8_DYNAMIC", base.FloatQuantizationCompressor),
-    }[format]
-    return preset_name_to_scheme(name, ["Linear"]), compressor
 
 
 @pytest.mark.parametrize("variant", ["bypass", "pg-token-tis", "pg-icepop"])

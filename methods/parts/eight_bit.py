@@ -16,16 +16,17 @@ import qerl
 from harness.full_weights import TrainedLinear, replace_layers
 
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
+PLAIN = qerl.PackedWeight(None)        # attention and MLP ask a layer's weight for `interleaved`
 
 
 def quantize_rows(x, format):
     """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1]."""
     x = x.float()
     scale = (x.abs().amax(1, keepdim=True) / LARGEST[format]).clamp_min(1e-30)
-    codes = x / scale
+    codes = (x / scale).clamp(-LARGEST[format], LARGEST[format])
     if format == "int8":
         return codes.round().to(torch.int8), scale
-    return codes.clamp(-qerl.E4M3_MAX, qerl.E4M3_MAX).to(torch.float8_e4m3fn), scale
+    return codes.to(torch.float8_e4m3fn), scale
 
 
 def multiply_codes(x, x_scale, weight, weight_scale):
@@ -48,16 +49,13 @@ def current_weight(layer):
     if isinstance(layer, TrainedLinear):
         return layer.master.detach()
     weight = layer.weight.dequantize(torch.float32)
-    if layer.use_adapter:
-        pieces = zip(layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes))
-        delta = torch.cat([B @ A for A, B in pieces]).detach()
-        weight = weight + layer.alpha / layer.rank * delta
-    return weight
+    A, B = layer.lora(torch.float32)
+    return weight if A is None else weight + (B @ A).detach()
 
 
 class EightBitLinear(nn.Module):
     """A QuantLinear's layers, quantised as they are now: x [..., in] -> [..., out], no gradient."""
-    interleaved = False                # the columns of x come as they are; see qerl.PackedWeight
+    weight = PLAIN
 
     def __init__(self, layer, format):
         super().__init__()
@@ -69,10 +67,6 @@ class EightBitLinear(nn.Module):
         qerl.require(whole or not self.codes.is_cuda,
                      f"layer {layer.names[0]}: a GPU's 8-bit products need features divisible by "
                      "16; use --method qerl with this model")
-
-    @property
-    def weight(self):
-        return self                    # attention and MLP ask a layer's weight for `interleaved`
 
     def forward(self, x):
         rows = x.flatten(0, -2)
