@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import qerl
-from harness.figures import save_figure
+from harness.report import save_figure
 from harness.flags import Parser, check_device, full_name, require_flag
 from harness.instruments import Clock, command_line, environment
 from harness.memory import is_out_of_memory

@@ -24,25 +24,24 @@ import methods
 import qerl
 from harness.answers import is_right
 from harness.batches import Batch, pick_groups
-from harness.chat_text import ChatText, check_tokens
 from harness.checkpoint import restore, stored_settings
 from harness.checks import check_settings, require_finite_policy, require_finite_rollout
 from harness.checks import require_finite_update, require_rank_fits, say_what_stays
+from harness.data import first_of_each, load_questions, next_questions, with_prompts
 from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
+from harness.folders import load_with_progress, policy_fingerprints, save_packed
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
-from harness.loading import load_with_progress
 from harness.memory import keep_activations, keep_decoded, micro_tokens_that_fit, slots_that_fit
 from harness.mismatch import describe_mismatch
-from harness.packed_folder import policy_fingerprints, save_packed
-from harness.questions import first_of_each, load_questions, next_questions, with_prompts
 from harness.ranks import Ranks
 from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
 from harness.sharded import ShardedCheckpoint, SharedPasses
 from harness.small_policy import ByteText, warm_start
 from harness.stops import one_line
+from harness.text import ChatText, check_tokens
 from qerl import UserError
 
 

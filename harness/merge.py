@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 import qerl
 from harness.flags import Parser, full_name
-from harness.shards import ShardWriter, copy_companions, new_folder, size_gb
+from harness.folders import ShardWriter, copy_companions, new_folder, size_gb
 from harness.stops import one_line
 
 PREFIX = "base_model.model."       # before the model's own names in an adapter of PEFT

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-from harness.cache import made_once
+from harness.folders import made_once
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]

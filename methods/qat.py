@@ -45,7 +45,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 import qerl
 from harness.full_weights import TrainedLinear, replace_layers
-from harness.packed_folder import cached_folder, named_parts, require_16_bit, write_packed_folder
+from harness.folders import cached_folder, named_parts, require_16_bit, write_packed_folder
 from methods import Method
 from methods.parts.quantizers import round_e2m1
 from methods.parts.worked import answer_logits, rows_of, worked_sequences

@@ -13,7 +13,7 @@ import math
 from itertools import combinations
 from statistics import fmean as mean
 
-from harness.figures import save_figure
+from harness.report import save_figure
 from studies.claims_pictures import LINES, compared, plot_curves, plot_differences
 from studies.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
 from studies.factorial import at_rate, best_rates, by_model, differences, measured_starts, rates_of

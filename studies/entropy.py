@@ -17,7 +17,7 @@ import torch
 import methods
 import qerl
 import train_gsm8k
-from harness.figures import save_figure
+from harness.report import save_figure
 from harness.flags import Parser, require_flag, require_value
 from harness.instruments import command_line, environment
 from harness.run_folder import atomic_write, creating

@@ -17,7 +17,7 @@ import io
 import json
 import os
 
-from harness.figures import learning_curve, save_figure
+from harness.report import learning_curve, save_figure
 from harness.flags import Parser, require_flag
 from harness.run_folder import atomic_write
 from studies import claims, compare

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from harness.flags import Parser, full_name, require_flag, require_value
 from harness.keeper import lasting
-from harness.questions import load_questions
+from harness.data import load_questions
 from harness.run_folder import atomic_write, creating, read_jsonl
 from harness.small_policy import warm_start
 from qerl import UserError, model_folder

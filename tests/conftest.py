@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
-from harness import cache as cache_folder, report
+from harness import folders, report
 from harness.run_folder import write_jsonl
 from harness.small_policy import made_up_problems
 
@@ -95,5 +95,5 @@ def finished(qwen, data, tmp_path_factory):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The folder in which quantised models are kept, for one test."""
-    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(folders, "CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

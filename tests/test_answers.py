@@ -14,10 +14,9 @@ import qerl
 import train_gsm8k
 from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, refused, run_main
 from common import without_times
-from harness import questions
+from harness import data as data_module
 from harness.answers import final_number, given_answer, is_right, last_box, last_number, one_number
-from harness.math_data import math_questions
-from harness.questions import read_questions
+from harness.data import math_questions, read_questions
 from harness.run_folder import write_jsonl
 from harness.small_policy import made_up_problems
 
@@ -184,11 +183,11 @@ def test_unclear_gold_answers_are_no_number(gold):
 def test_gsm8k_by_name_is_fetched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     held_out = [{"question": "test"}]
-    monkeypatch.setattr(questions, "gsm8k", lambda folder: ([{"question": str(folder)}], held_out))
-    assert questions.load_questions("gsm8k", None, None) == ([{"question": "None"}], held_out)
+    monkeypatch.setattr(data_module, "gsm8k", lambda folder: ([{"question": str(folder)}], held_out))
+    assert data_module.load_questions("gsm8k", None, None) == ([{"question": "None"}], held_out)
     (tmp_path / "gsm8k").mkdir()
     # a folder of that name
-    assert questions.load_questions("gsm8k", None, None) == ([{"question": "gsm8k"}], held_out)
+    assert data_module.load_questions("gsm8k", None, None) == ([{"question": "gsm8k"}], held_out)
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):
@@ -241,14 +240,14 @@ def test_foreign_columns_of_a_file_steer_nothing(tmp_path):
     line = {"question": "a", "answer": "#### 5", "source": ["b"], "begun": "\\boxed{5}", "right": 3}
     for name in ("train", "test"):
         write_jsonl(tmp_path / f"{name}.jsonl", [line])
-    assert questions.gsm8k(str(tmp_path)) == ([{"question": "a", "answer": "#### 5"}],) * 2
+    assert data_module.gsm8k(str(tmp_path)) == ([{"question": "a", "answer": "#### 5"}],) * 2
 
 
 def test_a_limit_of_held_out_questions_holds_for_each_set():
     both = [{"source": name, "number": number} for name in "ab" for number in range(5)]
-    assert questions.first_of_each(both, 2) == both[:2] + both[5:7]
-    assert questions.first_of_each(both, 0) == both
-    assert questions.first_of_each([{}] * 3, 2) == [{}] * 2
+    assert data_module.first_of_each(both, 2) == both[:2] + both[5:7]
+    assert data_module.first_of_each(both, 0) == both
+    assert data_module.first_of_each([{}] * 3, 2) == [{}] * 2
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
@@ -256,12 +255,12 @@ def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "exam.jsonl", rows[2:])
     data, exam = str(tmp_path / "train.jsonl"), str(tmp_path / "exam.jsonl")
-    train, held_out = questions.load_questions(data, [exam], None)
+    train, held_out = data_module.load_questions(data, [exam], None)
     assert [q["answer"] for q in train] == ["0", "1"]
     assert [q["answer"] for q in held_out] == ["2", "3"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(qerl.UserError, match="all of its questions are held out"):
-        questions.load_questions(data, [data], None)
+        data_module.load_questions(data, [data], None)
 
 
 def test_a_run_on_foreign_questions_with_two_sets_held_out(qwen, tmp_path, monkeypatch, capsys):
@@ -377,7 +376,7 @@ def test_what_the_prompt_has_opened_counts_for_the_format(opens):
 
         def decode(self, tokens):
             return "".join(tokens)
-    asked = questions.with_prompts([{"question": "2+3?", "answer": "#### 5"}], Text(), 100)
+    asked = data_module.with_prompts([{"question": "2+3?", "answer": "#### 5"}], Text(), 100)
     texts = ["x\n</think>\n<answer>\\boxed{5}</answer>",
              "<think>x\n</think>\n<answer>\\boxed{5}</answer>",
              "<think><think>x\n</think>\n<answer>\\boxed{5}</answer>"]

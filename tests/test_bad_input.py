@@ -30,11 +30,11 @@ from common import files_below, killed_at, logged_steps
 from common import refused, run_main, scored_by_letters, used_folder
 from common import without_times
 from harness import checkpoint
-from harness import keeper, packed_folder, questions
+from harness import data, folders, keeper
 from harness import run_folder
-from harness.chat_text import ChatText, check_tokens
+from harness.text import ChatText, check_tokens
 from harness.flags import parse_flags
-from harness.math_data import math_questions
+from harness.data import math_questions
 from harness.ranks import Ranks
 from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
@@ -565,12 +565,12 @@ def test_a_run_does_not_go_on_with_another_config(qwen, data, tmp_path, monkeypa
 def test_a_damaged_model_of_the_cache_is_made_again(qwen, cache, capsys):
     def make(path):
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
-    folder = packed_folder.cached_folder(qwen[0], "codes", ["key"], make)
+    folder = folders.cached_folder(qwen[0], "codes", ["key"], make)
     whole = open(f"{qwen[0]}/model.safetensors", "rb").read()
     for broken in (whole[:1000], whole[:-9000] + bytes(4000) + whole[-5000:]):
         with open(f"{folder}/model.safetensors", "wb") as f:
             f.write(broken)
-        assert packed_folder.cached_folder(qwen[0], "codes", ["key"], make) == folder
+        assert folders.cached_folder(qwen[0], "codes", ["key"], make) == folder
         assert "is made again" in capsys.readouterr().out
         assert open(f"{folder}/model.safetensors", "rb").read() == whole
 
@@ -758,7 +758,7 @@ def test_an_error_of_the_system_leaves_no_empty_folder(
 
 
 @pytest.mark.parametrize("read,right,same", [
-    (lambda folder: questions.read_questions(folder, "train.jsonl"), "so\n#### {}", "3.0"),
+    (lambda folder: data.read_questions(folder, "train.jsonl"), "so\n#### {}", "3.0"),
     (lambda folder: math_questions(f"{folder}/train.jsonl"), "{}", "3"),
 ])
 def test_questions_with_different_answers_are_left_out(tmp_path, capsys, read, right, same):
@@ -792,10 +792,10 @@ def test_held_out_files_of_one_name_and_empty_questions_are_refused(tmp_path):
         (tmp_path / folder).mkdir()
         write_jsonl(tmp_path / folder / "test.jsonl", [{"question": f"{folder}?", "answer": "5"}])
     with pytest.raises(qerl.UserError, match="two of them are called test.jsonl"):
-        questions.load_questions(None, [f"{tmp_path}/{name}/test.jsonl" for name in "ab"], None)
+        data.load_questions(None, [f"{tmp_path}/{name}/test.jsonl" for name in "ab"], None)
     write_jsonl(tmp_path / "train.jsonl", [{"question": " ", "answer": "#### 5"}])
     with pytest.raises(qerl.UserError, match="train.jsonl:1: not a line"):
-        questions.load_questions(str(tmp_path), None, None)
+        data.load_questions(str(tmp_path), None, None)
 
 
 def test_the_question_of_a_chat_is_its_users(tmp_path):

@@ -6,7 +6,7 @@ import torch
 
 import qerl
 from harness import checks
-from harness.chat_text import ChatText
+from harness.text import ChatText
 from harness.checkpoint import save_adapter
 from test_qerl import STORED, break_tensor, make_folder, packed_layer, relative, with_lora
 

@@ -17,8 +17,8 @@ import methods
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
-from harness import cache as cache_folder, packed_folder
-from harness.questions import read_questions
+from harness import folders
+from harness.data import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
@@ -254,8 +254,8 @@ def test_a_run_does_not_go_on_with_other_codes(qwen, data, tmp_path, cache, monk
     tensors = load_file(weights)
     next(t for name, t in tensors.items() if name.endswith("weight_packed"))[0, 0] ^= 1
     save_file(tensors, weights, {"format": "pt"})
-    seal = cache_folder.fingerprint(str(weights.parent))           # as made elsewhere
-    (weights.parent / cache_folder.SEAL).write_text(seal)
+    seal = folders.fingerprint(str(weights.parent))           # as made elsewhere
+    (weights.parent / folders.SEAL).write_text(seal)
     said = refused(monkeypatch, capsys, *options, "--resume", "--eval-only")
     assert "was begun with other weights" in said
 
@@ -356,7 +356,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     before = qat.answer_loss(student, teacher, rows).item()
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert qat.answer_loss(student, teacher, rows).item() < before
-    packed_folder.write_packed_folder(folder, qat.packed_tensors(student), tmp_path)
+    folders.write_packed_folder(folder, qat.packed_tensors(student), tmp_path)
     trained = qerl.load_model(str(tmp_path))
     with torch.no_grad():
         logits = trained(rows.tokens)
@@ -435,7 +435,7 @@ def test_codes_are_found_by_one_process(qwen, cache):
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
 
     def find(_):
-        return packed_folder.cached_folder(qwen[0], "slow", ["key"], make)
+        return folders.cached_folder(qwen[0], "slow", ["key"], make)
     first = find(0)
     os.rename(first, f"{first}.123.tmp")
     with ThreadPoolExecutor(3) as pool:
@@ -461,7 +461,7 @@ def test_quantizers_that_make_no_sense_are_refused(
         qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     """packed: a folder in NVFP4. narrow: a model with 200 inner features."""
     monkeypatch.chdir(tmp_path)
-    packed_folder.save_packed(qwen[0], "packed", "cpu")
+    folders.save_packed(qwen[0], "packed", "cpu")
     shutil.copytree(qwen[0], "narrow")
     break_tensor(qwen[0], tmp_path / "narrow", widened, lambda c: c.update(intermediate_size=200))
     base = ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out")

@@ -167,7 +167,7 @@ def test_report_again_and_what_is_no_run(tmp_path, monkeypatch, capsys):
 ])
 def test_a_picture_is_drawn_whatever_the_environment_says_or_is_one_warning(tmp_path, environment, setting, drawn):
     (tmp_path / "matplotlibrc").write_text("".join(f"{name}: {value}\n" for name, value in setting.items()))
-    script = ("from harness.figures import learning_curve, save_figure\n"
+    script = ("from harness.report import learning_curve, save_figure\n"
               "step = dict(step=1, accuracy=0.5, reward=0.5, entropy=1.0, length=9, sigma=0.01)\n"
               "save_figure('curve.png', learning_curve, [step], {'pass@1': (0.1, 0.2)})")
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,

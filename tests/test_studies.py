@@ -13,8 +13,7 @@ import qerl
 import train_gsm8k
 from common import finished_run, made_up_rows, note_run, quick_study, run_missing
 from common import study_arguments
-from harness import cache as cache_folder
-from harness import small_policy
+from harness import folders, small_policy
 from harness.run_folder import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from studies import claims, claims_pictures, compare, entropy, factorial, study
@@ -271,7 +270,7 @@ def test_seeds_with_starts_of_their_own():
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache_folder, "CACHE", str(tmp_path))
+    monkeypatch.setattr(folders, "CACHE", str(tmp_path))
     train_policy = small_policy.train_policy
     monkeypatch.setattr(
         small_policy, "train_policy", lambda seed: train_policy(seed, steps=1, batch=2))

@@ -12,8 +12,7 @@ import inspect
 import torch
 
 import qerl
-from harness.loading import load_with_progress
-from harness.packed_folder import cached_folder, is_packed, write_packed_folder
+from harness.folders import cached_folder, is_packed, load_with_progress, write_packed_folder
 from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences

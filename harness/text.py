@@ -4,7 +4,7 @@ import re
 import transformers
 
 import qerl
-from harness.shards import generation_config
+from harness.folders import generation_config
 from qerl import UserError
 
 

@@ -1,0 +1,334 @@
+"""The questions of a run and their order: made up, GSM8K's, or mathematics in TeX from elsewhere.
+
+A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
+"#### number"; that of other data is TeX, and "source" names its set.
+
+--data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME or NAME:CONFIG), or
+a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip install datasets.
+"""
+import functools
+import glob
+import http.client
+import json
+import math
+import os
+import random
+import re
+import urllib.request
+
+from harness.answers import final_number, last_box, right_answer
+from harness.folders import CACHE
+from harness.run_folder import atomic_write
+from harness.small_policy import made_up_problems
+from qerl import UserError, reason
+
+GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+             "grade_school_math/data/{}.jsonl")
+
+
+def load_questions(data, evaluate_on, model):
+    """(to train on, held-out) as the settings of these names say."""
+    questions = held_out = []
+    if data == "gsm8k" and not os.path.isdir(data):
+        questions, held_out = gsm8k(None)
+    elif data and not os.path.isdir(data):
+        questions = math_questions(data)
+        if not evaluate_on:
+            raise UserError(f"--data {data}: has no held-out questions; name some by --eval")
+    elif data or model:
+        questions, held_out = gsm8k(data)
+    else:
+        questions, held_out = made_up_problems()
+    if evaluate_on:
+        names = [source_name(source) for source in evaluate_on]
+        for source, name in zip(evaluate_on, names):
+            if names.count(name) > 1:
+                raise UserError(f"--eval: two of them are called {os.path.basename(source)}, and each "
+                                "has a result of its own; rename one")
+        held_out = [q for source in evaluate_on for q in math_questions(source)]
+    return not_held_out(questions, held_out, data), held_out
+
+
+def not_held_out(questions, held_out, data):
+    """The questions without those that are held out, too."""
+    tested = {q["question"].strip() for q in held_out}
+    kept = [q for q in questions if q["question"].strip() not in tested]
+    if not kept:
+        raise UserError(f"--data {data}: all of its questions are held out, too; give other --data "
+                        "or --eval")
+    if len(kept) < len(questions):
+        print(f"{len(questions) - len(kept)} of {len(questions)} training questions are held out, too, "
+              "and are left out")
+    return kept
+
+
+def gsm8k(folder):
+    """(train, test) from a folder of jsonl files, or downloaded once into the cache."""
+    if folder is None:
+        folder = os.path.join(CACHE, "gsm8k")
+        os.makedirs(folder, exist_ok=True)
+        for split in ("train", "test"):
+            download(GSM8K_URL.format(split), f"{folder}/{split}.jsonl")
+    return read_questions(folder, "train*.jsonl"), read_questions(folder, "test*.jsonl")
+
+
+def download(url, path):
+    """Fetch a file once. Several processes may do so at the same time."""
+    if os.path.exists(path):
+        return
+    own = f"{path}.{os.getpid()}"
+    try:
+        atomic_write(own, urllib.request.urlopen(url, timeout=60).read())
+        os.replace(own, path)
+    except (OSError, http.client.HTTPException) as e:
+        raise UserError(
+            f"GSM8K could not be downloaded from {url} ({e}); "
+            "pass --data FOLDER with train.jsonl and test.jsonl"
+        )
+
+
+def read_questions(folder, pattern):
+    """A list of the questions in all files of `folder` that match `pattern`."""
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl"
+        )
+    matching = sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
+    paths = [path for path in matching if "socratic" not in os.path.basename(path)]
+    if not paths:
+        raise UserError(
+            f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl "
+            "and test*.jsonl as GSM8K's repository has them"
+        )
+    questions = []
+    for path in paths:
+        with open(path, "rb") as f:
+            questions += [read_question(line, path, number) for number, line in enumerate(f, 1)]
+    if not questions:
+        raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
+    return with_one_answer(questions, f"{folder}/{pattern}")
+
+
+def with_one_answer(questions, source):
+    """The questions without those that stand there with different answers; says how many."""
+    answers = {}
+    for question in questions:
+        answers.setdefault(question["question"].strip(), set()).add(final_number(question))
+    kept = [q for q in questions if len(answers[q["question"].strip()]) == 1]
+    if not kept:
+        raise UserError(f"{source}: each question stands there with different answers; mend them")
+    if len(kept) < len(questions):
+        print(f"{source}: {len(questions) - len(kept)} of {len(questions)} questions stand there with "
+              "different answers and are left out")
+    return kept
+
+
+def read_question(line, path, number):
+    """One line of a file: worked steps with <<calculations>>, then "#### number"."""
+    try:
+        question = json.loads(line)
+        if not is_text(question["question"]):
+            raise ValueError
+        right = final_number(question)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise UserError(
+            f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+            "mend or remove it"
+        )
+    if right is None:
+        given = question["answer"].split("####")[1].strip().partition("\n")[0]
+        raise UserError(
+            f'{path}:{number}: {given[:40]!r} behind "####" is not one clear number; '
+            "mend or remove it"
+        )
+    return {"question": DEMANDS.sub("", question["question"]), "answer": question["answer"]}
+
+
+def first_of_each(questions, count):
+    """The first `count` questions of each set (--eval); 0: all."""
+    by_set = {}
+    for question in questions:
+        by_set.setdefault(question.get("source"), []).append(question)
+    return [question for one_set in by_set.values() for question in one_set[:count or None]]
+
+
+def with_prompts(questions, tokenizer, longest):
+    """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
+
+    Where the prompt opens the reasoning itself, as some chat templates do, "begun" is "<think>":
+    it counts as the beginning of each completion. Prompts of more than `longest` tokens are counted
+    and left out.
+    """
+    for question in questions:
+        question["prompt"] = tokenizer.prompt(question["question"])
+        question["right"] = right_answer(question)
+        if tokenizer.decode(question["prompt"]).rstrip().endswith("<think>"):
+            question["begun"] = "<think>"
+    kept = [q for q in questions if len(q["prompt"]) <= longest]
+    if len(kept) < len(questions):
+        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
+        print(f"{skipped} are longer than {longest} tokens and are skipped")
+    if not kept:
+        raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
+    return kept
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(count, seed, epoch):
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def next_questions(questions, drawn, count, seed):
+    """The `count` questions after the first `drawn`; each pass over all has a seeded order."""
+    total = len(questions)
+    places = [divmod(i, total) for i in range(drawn, drawn + count)]
+    return [questions[epoch_order(total, seed, epoch)[position]] for epoch, position in places]
+
+
+# --------------------------------------------------------------------------------------------------
+# Datasets, as the paper trains and evaluates on besides GSM8K (its Tables 2 and 3)
+
+# Of each: where it lies on Hugging Face, and which split.
+DATASETS = {
+    "bigmath": ("SynthLabsAI/Big-Math-RL-Verified", "train"),
+    "dapo-math": ("BytedTsinghua-SIA/DAPO-Math-17k", "train"),
+    "math-500": ("HuggingFaceH4/MATH-500", "test"),
+    "aime24": ("HuggingFaceH4/aime_2024", "train"),
+    "aime25": ("math-ai/aime25", "test"),
+    "amc23": ("math-ai/amc23", "test"),
+}
+# What these and their like call the two columns, in the order in which they are looked for.
+QUESTION = ("question", "problem", "Problem", "prompt")
+ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
+FILES = (".jsonl", ".json", ".parquet")
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")      # on Hugging Face: owner/name:config
+SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
+# Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
+# behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.
+DEMANDS = re.compile(r"""
+    ^Solve\ the\ following\ math\ problem\ step\ by\ step\..*?\n\n
+    | \n\nRemember\ to\ put\ your\ answer\ .*
+    | (?<=[.?!\n]) [^.?!\n]* \#{4} [^\n?]* $
+""", re.VERBOSE | re.DOTALL)
+
+
+def source_name(source):
+    """What a dataset or a file is called in the results."""
+    return os.path.basename(source).removesuffix(".jsonl")
+
+
+def math_questions(source):
+    """The questions of a dataset or a file: dicts of "question", "answer" (TeX) and "source".
+
+    What stands there several times is taken once: DAPO-Math-17k has each question a hundred times.
+    """
+    name = source_name(source)
+    questions = {}
+    answers = {}
+    unclear = set()                                # questions that stand there with several answers
+    for number, row in enumerate(rows_of(source), 1):
+        question = bare(first_column(row, QUESTION))
+        answer = answer_of(row)
+        if is_text(answer):
+            answer = final_part(answer)                # of which an empty box leaves nothing
+        if not is_text(question) or not is_text(answer):
+            raise UserError(
+                f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
+                f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
+            )
+        question = {"question": question, "answer": answer, "source": name}
+        right = right_answer(question)
+        if right is None:
+            raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
+                            "mend or remove it")
+        questions.setdefault(question["question"], question)
+        if answers.setdefault(question["question"], right) != right:
+            unclear.add(question["question"])
+    if unclear:
+        print(f"{source}: {len(unclear)} of {len(questions)} questions stand there with different "
+              "answers and are left out")
+    questions = {text: question for text, question in questions.items() if text not in unclear}
+    if not questions:
+        raise UserError(f"{source}: holds no question; give another file or dataset")
+    return list(questions.values())
+
+
+def rows_of(source):
+    """The rows of a file or a dataset as dicts."""
+    if source.endswith(".jsonl") and os.path.isfile(source):
+        return jsonl_rows(source)
+    repository, split = DATASETS.get(source, (source, "train"))
+    is_file = os.path.isfile(source)
+    if is_file and not source.endswith(FILES):
+        raise UserError(f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
+    if not is_file and not NAME.fullmatch(source):         # a dataset's name may be a folder's, too
+        if os.path.isdir(source):
+            raise UserError(f"{source}: is a folder; name a file in it")
+        raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{source}: needs the package datasets; pip install datasets")
+    try:
+        if is_file:
+            kind = "parquet" if source.endswith(".parquet") else "json"
+            return datasets.load_dataset(kind, data_files=glob.escape(source), split="train")
+        return datasets.load_dataset(*repository.split(":"), split=split)
+    except Exception as e:
+        if is_file:
+            raise UserError(f"{source}: cannot be read ({reason(e)}); mend the file")
+        raise UserError(
+            f"{source}: no such folder or file, and Hugging Face gives no dataset {repository} with a "
+            f"split {split} ({reason(e)}); known by name are {', '.join(DATASETS)}"
+        )
+
+
+def jsonl_rows(path):
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):           # bytes that are no UTF-8 are a ValueError
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: not a JSON object; mend or remove this line")
+            yield row
+
+
+def first_column(row, names):
+    """The row's value in the first of these columns that it has."""
+    return next((row[name] for name in names if row.get(name) not in (None, "")), None)
+
+
+def answer_of(row):
+    """A row's answer as text; numbers become text, what is neither is None."""
+    checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
+    if isinstance(checked, dict):
+        row = {**row, **checked}
+    answer = first_column(row, ANSWER)
+    if answer == row.get("solution") and isinstance(answer, str) and " " in answer.strip():
+        answer = last_box(answer)                          # without one it is prose
+    if type(answer) is int and abs(answer) < 10 ** 100:
+        return str(answer)
+    if type(answer) is float and math.isfinite(answer):
+        return str(answer)
+    return answer
+
+
+def is_text(value):
+    """Is it a text with something in it, of characters that exist?"""
+    return isinstance(value, str) and bool(value.strip()) and not SURROGATE.search(value)
+
+
+def bare(question):
+    """A question alone: not as a chat's message, and without demands on the form of its answer."""
+    if isinstance(question, list) and all(isinstance(message, dict) for message in question):
+        asked = [message.get("content") for message in question if message.get("role") != "system"]
+        question = asked[0] if len(asked) == 1 else None
+    return DEMANDS.sub("", question.strip()).strip() if isinstance(question, str) else None
+
+
+def final_part(answer):
+    """Of a whole solution what it ends with, in its last box."""
+    box = last_box(answer)
+    return (answer if box is None else box).strip()
