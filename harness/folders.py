@@ -135,8 +135,6 @@ def copy_companions(source, folder, quantization=None):
         companion = path.endswith((".json", ".txt", ".jinja", "tokenizer.model"))
         if companion and "safetensors" not in os.path.basename(path):
             shutil.copy(path, folder)
-
-
     stored = generation_config(source)
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     atomic_write(f"{folder}/generation_config.json", json.dumps(ids, indent=1))
@@ -241,20 +239,16 @@ def made_once(name, make, source=None):
 
 def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
     """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
-    with contextlib.ExitStack() as stack:
+    with tqdm(desc=desc, unit="layer", delay=2, disable=not Ranks().main) as bar:
 
         def make_checkpoint(files, *rest):
             checkpoint = checkpoint_class(files, *rest)
             make_layer = checkpoint.linear
-            blocks = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
-            bar = stack.enter_context(tqdm(
-                total=len(blocks), desc=desc, unit="layer", delay=2, disable=not Ranks().main))
+            bar.total = sum(name.endswith("input_layernorm.weight") for name in files)
 
             def linear(prefix, leaves, *shape):
-                layer = make_layer(prefix, leaves, *shape)
-                if leaves == ["down_proj"]:            # the last one of a block
-                    bar.update()
-                return layer
+                bar.update(leaves == ["down_proj"])    # the last one of a block
+                return make_layer(prefix, leaves, *shape)
 
             checkpoint.linear = linear
             return checkpoint
