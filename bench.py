@@ -22,7 +22,6 @@ CPU all but kernels run a tiny shape, to step through; its times, and memory, me
 step may be started by torchrun, too: each process then has its share of the prompts. claims, entropy
 and methods write to runs/. `python bench.py COMMAND --help` has the flags of each.
 """
-import argparse
 import copy
 import glob
 import importlib.metadata
@@ -58,7 +57,7 @@ from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
 from studies.step import CAPS, limit_memory, memory_row, plot_memory, plot_scaling, plot_step
 from studies.step import release_memory, settings_for, speed_ups, step_rows
-from studies.study import positive, table
+from studies.study import positive, read_json, table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -476,8 +475,7 @@ def measure_processes(args, count, name, sizes):
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         require_flag(done.returncode == 0, "processes", count, "a step failed; its error stands above")
         [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)["rows"]
+        return read_json(path)["rows"]
 
 
 def bench_memory(args):
@@ -505,11 +503,11 @@ PLOTS["entropy"] = entropy.plot_entropy
 
 
 def size(text):
-    """"32x8" -> (32, 8): prompts and completions of each."""
-    prompts, _, group = text.partition("x")
-    if not (prompts.isdecimal() and group.isdecimal() and int(prompts) >= 1 and int(group) >= 2):
-        raise argparse.ArgumentTypeError(f"{text}: give prompts x completions, at least 1x2")
-    return int(prompts), int(group)
+    """"32x8" -> (32, 8): prompts and completions of each, of which advantages need two."""
+    prompts, group = map(int, text.split("x"))
+    if prompts < 1 or group < 2:
+        raise ValueError
+    return prompts, group
 
 
 def arguments():

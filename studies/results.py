@@ -21,7 +21,7 @@ from harness.report import learning_curve, save_figure
 from harness.flags import Parser, require_flag
 from harness.run_folder import atomic_write
 from studies import claims, compare
-from studies.study import finished_runs, steps_of
+from studies.study import finished_runs, read_json, steps_of
 
 MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
 RUN_COLUMNS = ["study", "name", "model", "arm", "weights", "aqn", "lora", "algo", "lr", "seed",
@@ -95,11 +95,6 @@ def add_runs(folder, runs, study):
     steps |= steps_of(runs, new)
     os.makedirs(f"{folder}/{study}", exist_ok=True)
     write_studies(folder, studies)
-
-
-def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
 
 
 def make_tables(folder, plots):

@@ -195,9 +195,9 @@ def plot_step(result, plt):
 # Several processes
 
 def speed_ups(rows):
-    """A line a row: completions a second, and how many times those of one process.
+    """A line a row: completions a second, and how many times those of one process (None without one).
 
-    Sizes are "each", as many prompts for every process, or "all", as many for all together.
+    shared: "each" has as many prompts for every process, "all" as many for all together.
     """
     lines = []
     for row in rows:
@@ -205,14 +205,11 @@ def speed_ups(rows):
         fewest = min(r["prompts"] for r in same)
         alone = [r["prompts"] / r["step"] for r in same if r["processes"] == 1]
         speed = row["prompts"] / row["step"]
-        each = row["prompts"] == fewest * row["processes"]
         lines.append({
-            "model": row["model"],
-            "weights": row["weights"],
+            "model": f"{row['model']}, {row['weights']}",
             "processes": row["processes"],
             "completions": row["prompts"] * row["group"],
-            "shared": "each" if each else "all",
-            "seconds": row["step"],
+            "shared": "each" if row["prompts"] == fewest * row["processes"] else "all",
             "completions/s": speed * row["group"],
             "times one": speed / alone[0] if alone else None,
         })
@@ -222,12 +219,12 @@ def speed_ups(rows):
 def plot_scaling(result, plt):
     contents = {}
     for line in speed_ups(result["rows"]):
-        lines = contents.setdefault(f"{line['model']}, {line['weights']}: an RL step", {})
-        point = line["processes"], line["times one"] or math.nan
-        lines.setdefault("ideal", []).append((line["processes"], line["processes"]))
-        for shared in ("each", "all"):
-            if shared == line["shared"] or line["processes"] == 1:
-                lines.setdefault(f"as many completions for {shared}", []).append(point)
+        count = line["processes"]
+        lines = contents.setdefault(f"{line['model']}: an RL step", {"ideal": []})
+        lines["ideal"].append((count, count))
+        for shared in {line["shared"]} if count > 1 else ("each", "all"):
+            points = lines.setdefault(f"as many completions for {shared}", [])
+            points.append((count, line["times one"] or math.nan))
     return plot_lines(plt, contents, "GPUs", "completions per second, over one GPU's")
 
 

@@ -78,6 +78,11 @@ def positive(text):
     return int(text)
 
 
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
 def write_lines(path, lines):
     atomic_write(path, "\n".join(lines) + "\n")
 
@@ -136,8 +141,7 @@ def start_of(row):
 
 def row_of(run, folder):
     """What a study keeps of a finished run; raises UserError if its log lacks a step."""
-    with open(f"{folder}/summary.json", encoding="utf-8") as f:
-        summary = json.load(f)
+    summary = read_json(f"{folder}/summary.json")
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
     if [step["step"] for step in metrics] != list(range(1, summary["steps"] + 1)):
         raise UserError(f"{folder}/metrics.jsonl: does not hold the steps 1 to {summary['steps']}, each "
@@ -164,11 +168,7 @@ def row_of(run, folder):
 
 def finished_runs(out):
     """The rows of a study's finished runs, in the order of their names."""
-    rows = []
-    for path in sorted(glob.glob(f"{glob.escape(out)}/*/row.json")):
-        with open(path, encoding="utf-8") as f:
-            rows.append(json.load(f))
-    return rows
+    return [read_json(path) for path in sorted(glob.glob(f"{glob.escape(out)}/*/row.json"))]
 
 
 def steps_of(out, rows):
@@ -213,8 +213,7 @@ def require_same_settings(args, same=()):
         given = ["--model", model] if model else []
         settings = lasting(read_settings([*given, *same, *args.more]))
         if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                theirs = json.load(f)
+            theirs = read_json(path)
             for name in sorted(settings.keys() & theirs.keys() - {"model"}):
                 require_flag(theirs[name] == settings[name], name, settings[name],
                              f"the runs in {args.out} have {theirs[name]}; give another --out")

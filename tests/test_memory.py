@@ -54,15 +54,6 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert "these figures mean nothing" in out and "| tiny |" in out
 
 
-def test_a_peak_is_the_sum_of_its_parts():
-    """The cache lives in the rollout alone, the gradients in the update alone."""
-    row = dict(weights_gb=5.86, embeddings_gb=2.18, lora_gb=0.2, optimizer_gb=0.4, gradients_gb=0.2,
-               cache_gb=0.9)
-    always = 5.86 + 0.2 + 0.4
-    for phase, more in (("rollout", 0.9), ("logprobs", 0.0), ("update", 0.2)):
-        assert sum(step.parts_of(row, phase).values()) == pytest.approx(always + more)
-
-
 def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
     """With room each weight is decoded once, as it is loaded; without for each token.
 

@@ -2,7 +2,6 @@
 import itertools
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from harness import folders, small_policy
 from harness.run_folder import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from studies import claims, claims_pictures, compare, entropy, factorial, study
-from test_qerl import CUDA
 
 
 def cells(lines, first=2):
@@ -48,72 +46,17 @@ def test_claims_tables():
             in over_rates)
 
 
-def test_ablations_are_compared_with_the_arm_that_they_change():
-    noisy = [{**row, "accuracy_before": 0.3} for row in made_up_rows() if row["arm"] == "nvfp4+aqn"]
-    changed = [{**row, "arm": "tis", "accuracy_before": 0.29} for row in noisy]
-    for row in changed:
-        row["accuracy_after"] += 0.02 + 0.01 * row["seed"]
-    assert cells(claims.differences_table(noisy + changed, claims.ablations)) == {
-        "tis": ["2", "2.5 ± 0.5", "0.0 ± 0.0", "0.0 ± 0.0", "3.5 ± 0.5"]}
+def test_an_arms_own_best_rate_is_chosen_by_training_questions():
+    """By those of the seeds that two rates share; a rate of one seed decides nothing between others."""
+    def best_of(accuracies):
+        rows = [{"arm": "nf4", "lr": lr, "seed": seed, "training_accuracy": accuracy}
+                for lr, values in accuracies.items() for seed, accuracy in enumerate(values)]
+        return factorial.best_rates(rows)
 
-
-def test_what_a_larger_rate_changes():
-    """By seed and arm; and NVFP4 + AQN at the larger rate over BF16 at the smaller, as the paper."""
-    rows = list(made_up_rows())
-    faster = [{**row, "lr": 3e-4, "accuracy_after": row["accuracy_after"] + 0.1 * (1 + row["seed"])}
-              for row in rows]
-    found = cells(claims.differences_table(rows + faster, claims.larger_rates))
-    # 3 and 5 points of "both", 10 and 20 of the rate
-    assert found.pop("both, 16 bit at the smaller")[:3] == ["2", "18.0 ± 6.0", "3.0 ± 1.0"]
-    assert list(found) == ["nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"]
-    assert all(row[:3] == ["2", "15.0 ± 5.0", "0.0 ± 0.0"] for row in found.values())
-    assert cells(claims.differences_table(rows, claims.larger_rates)) == {}
-
-
-def test_measures_of_the_steps_by_phase():
-    """Ten steps: the first, the second and third, the last five."""
-    def run(arm, seed, values, measure="entropy"):
-        row = {"model": "m", "arm": arm, "lr": 1e-4, "seed": seed}
-        return row, [{measure: value} for value in values]
-
-    plain = [9, 1, 3, 7, 7, 5, 5, 5, 5, 5]
-    runs = [run("nvfp4", seed, plain) for seed in (0, 1)]
-    runs += [run("nvfp4+aqn", seed, [9, 2 + seed, 4 + seed, *plain[3:]]) for seed in (0, 1)]
-    runs.append(run("bf16", 0, [0, *plain[1:]]))
-    runs.append(run("bf16", 1, [1.0, None]))                   # has not logged all steps
-    assert cells(claims.phase_table(runs, "entropy", 1, 1)) == {
-        "nvfp4+aqn": ["2", "9.0 ± 0.0", "3.5 ± 0.5", "5.0 ± 0.0"],
-        "nvfp4": ["2", "9.0 ± 0.0", "2.0 ± 0.0", "5.0 ± 0.0"],
-        "bf16": ["1", "0.0", "2.0", "5.0"],
-        "noise in NVFP4": ["2", "0.0 ± 0.0", "1.5 ± 0.5", "0.0 ± 0.0"],
-        "4 bits without noise": ["1", "9.0", "0.0", "0.0"],
-        "both": ["1", "9.0", "1.0", "0.0"]}
-    short = [run("nf4", 0, [2e-4], "mismatch_kl")]
-    assert cells(claims.phase_table(short, "mismatch_kl", 1e4, 2)) == {
-        "nf4": ["1", "2.00", "-", "2.00"]}
-
-
-def test_an_arms_own_best_rate_is_chosen_by_training_questions(tmp_path):
-    """By those of the seeds that two rates share."""
-    def rows_of(accuracies):
-        same = dict.fromkeys(["accuracy_after", "greedy_after", "entropy"], 0.2)
-        return [
-            {"name": f"{arm}{lr}{seed}", "model": "m", "arm": arm, "lr": lr, "seed": seed,
-             "steps": 3, **same, "training_accuracy": accuracy}
-            for (arm, lr), values in accuracies.items() for seed, accuracy in enumerate(values)]
-
-    rows = rows_of({("nvfp4+aqn", 1e-4): [0.5, 0.1], ("nvfp4+aqn", 3e-4): [0.4],
-                    ("bf16", 1e-4): [0.4, 0.0], ("bf16", 3e-4): [0.5]})
-    assert factorial.best_rates(rows) == {"nvfp4+aqn": 1e-4, "bf16": 3e-4}
-    assert cells(claims.best_table(rows), first=1)["nvfp4+aqn"] == [
-        "1e-4, 3e-4", "1e-4", "2", "20.0 ± 0.0", "20.0 ± 0.0", "30.0 ± 20.0"]
-    assert factorial.best_rates([r for r in rows if r["lr"] == 1e-4]) == {}   # nothing to choose
-    # A third rate, of one seed, does not keep the second seed from deciding between the others.
-    three = {("nf4", 1e-4): [0.4, 0.4], ("nf4", 3e-4): [0.3, 0.6], ("nf4", 1e-3): [0.1]}
-    assert factorial.best_rates(rows_of(three)) == {"nf4": 3e-4}
-    step = {"accuracy": 0.1, "entropy": 0.2, "mismatch_kl": 1e-3}
-    claims.make_tables(str(tmp_path), rows, {row["name"]: [step] * 3 for row in rows})
-    assert sorted(os.listdir(tmp_path)) == ["curves.png", "differences.png", "phases.md", "tables.md"]
+    assert best_of({1e-4: [0.5, 0.1], 3e-4: [0.4]}) == {"nf4": 1e-4}
+    assert best_of({1e-4: [0.4, 0.0], 3e-4: [0.5]}) == {"nf4": 3e-4}
+    assert best_of({1e-4: [0.4, 0.4], 3e-4: [0.3, 0.6], 1e-3: [0.1]}) == {"nf4": 3e-4}
+    assert best_of({1e-4: [0.4]}) == {}                          # nothing to choose
 
 
 def test_pictures_show_each_seeds_difference():
@@ -133,35 +76,24 @@ def test_pictures_show_each_seeds_difference():
 # --------------------------------------------------------------------------------------------------
 # Runs
 
-def call_in_a_fork(command, stdout, **_):
-    """subprocess.call for a command of train_gsm8k.py, which here need not import torch anew."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(1, 2)
-            torch.set_num_threads(1)
-            sys.argv = command[1:]
-            train_gsm8k.main()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def test_methods_side_by_side():
+    """A method's gain is over QeRL's run of the same seed, where there is one."""
+    row = {"model": "m", "peak_memory_gb": 1.0, "seconds_a_step": 2.0, "mismatch_kl": 1e-4}
+    reached = [("qerl", 0, 0.5), ("qerl", 1, 0.4), ("maspo", 1, 0.43), ("maspo", 2, 0.9)]
+    rows = [{**row, "arm": arm, "seed": seed, "accuracy_after": value, "greedy_after": value}
+            for arm, seed, value in reached]
+    found = cells(compare.methods_table(rows), first=1)
+    assert found["qerl"][-4:] == ["45.0 ± 5.0", "-", "45.0 ± 5.0", "2"]
+    assert found["maspo"][-3] == "3.0 (1)" and found["maspo"][0] == "NVFP4 + LoRA, noise"
 
 
-def test_methods_side_by_side(qwen, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    if hasattr(os, "fork") and not CUDA:
-        monkeypatch.setattr(study.subprocess, "call", call_in_a_fork)
-    arms = ["qerl", "rollout_correction:token-tis"]
-    options = ["--model", qwen[0], "--data", data, "--lrs", "1e-3", "--seeds", "0",
-               "--out", f"{tmp_path}/out", *quick_study()]
-    assert compare.main([*options, "--arms", *arms]) == 0
-    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
-    assert list(cells(lines[2:], first=1)) == arms and "NVFP4 + LoRA, noise" in lines[-1]
+def test_methods_are_compared_at_one_learning_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "missing_runs", lambda args: [])
+    options = ["--out", str(tmp_path), "--lrs", "1e-3"]
+    with pytest.raises(qerl.UserError, match="holds no finished run"):
+        compare.main(options)
     with pytest.raises(qerl.UserError, match="lrs .*: methods are compared at one learning rate"):
-        compare.main([*options, "--lrs", "1e-3", "2e-3"])
+        compare.main([*options, "2e-3"])
     with pytest.raises(qerl.UserError, match="--lr 0.002: the runs in .* have 0.001"):
         compare.main([*options, "--lrs", "2e-3"])
 
@@ -254,19 +186,13 @@ def test_a_start_is_measured_once(tmp_path, own, expected):
     assert len(missing) == 7
 
 
-def test_seeds_with_starts_of_their_own():
-    """Each seed has its own policy before the training, and its gain is from that."""
+def test_seeds_may_have_starts_of_their_own():
     run = study.Run("bf16", None, 1e-3, 3, own_start=True)
     command = run.command("folder", [], [], measure_start=True)
     assert command[command.index("--start-seed") + 1] == "3"
     assert run.labels["name"] == "small-own-starts-bf16-lr0.001-seed3"
     common = study.Run("bf16", None, 1e-3, 3).command("folder", [], [], measure_start=True)
     assert "--start-seed" not in common
-    rows = [{**row, "start_seed": row["seed"], "accuracy_before": [0.2, 0.3][row["seed"]],
-             "greedy_before": 0.1} for row in made_up_rows()]
-    gained = [row["gained"] for row in factorial.with_gains(rows) if row["arm"] == "bf16"]
-    assert gained == pytest.approx([0.3, 0.2])                   # 0.5 after both
-    assert "| 25.0 ± 5.0, 10.0 ± 0.0 |" in claims.arms_table(rows)[2]
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
