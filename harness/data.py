@@ -100,12 +100,8 @@ def read_questions(folder, pattern):
             f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl "
             "and test*.jsonl as GSM8K's repository has them"
         )
-    questions = []
-    for path in paths:
-        with open(path, "rb") as f:
-            questions += [read_question(line, path, number) for number, line in enumerate(f, 1)]
-    if not questions:
-        raise UserError(f"{paths[0]}: holds no problem; give a file with at least one line")
+    questions = [gsm8k_question(row, f"{path}:{number}")
+                 for path in paths for number, row in enumerate(jsonl_rows(path), 1)]
     return with_one_answer(questions, f"{folder}/{pattern}")
 
 
@@ -113,35 +109,28 @@ def with_one_answer(questions, source):
     """The questions without those that stand there with different answers; says how many."""
     answers = {}
     for question in questions:
-        answers.setdefault(question["question"].strip(), set()).add(final_number(question))
+        answers.setdefault(question["question"].strip(), set()).add(right_answer(question))
     kept = [q for q in questions if len(answers[q["question"].strip()]) == 1]
     if not kept:
-        raise UserError(f"{source}: each question stands there with different answers; mend them")
+        raise UserError(f"{source}: holds no question with one answer; give another file or dataset")
     if len(kept) < len(questions):
         print(f"{source}: {len(questions) - len(kept)} of {len(questions)} questions stand there with "
               "different answers and are left out")
     return kept
 
 
-def read_question(line, path, number):
-    """One line of a file: worked steps with <<calculations>>, then "#### number"."""
-    try:
-        question = json.loads(line)
-        if not is_text(question["question"]):
-            raise ValueError
-        right = final_number(question)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise UserError(
-            f'{path}:{number}: not a line of {{"question": ..., "answer": "... #### number"}}; '
-            "mend or remove it"
-        )
-    if right is None:
-        given = question["answer"].split("####")[1].strip().partition("\n")[0]
-        raise UserError(
-            f'{path}:{number}: {given[:40]!r} behind "####" is not one clear number; '
-            "mend or remove it"
-        )
-    return {"question": DEMANDS.sub("", question["question"]), "answer": question["answer"]}
+def gsm8k_question(row, place):
+    """The question of one line of a file: worked steps with <<calculations>>, then "#### number"."""
+    question = row.get("question")
+    answer = row.get("answer")
+    if not is_text(question) or not is_text(answer) or "####" not in answer:
+        raise UserError(f'{place}: not a line of {{"question": ..., "answer": "... #### number"}}; '
+                        "mend or remove it")
+    if final_number(row) is None:
+        given = answer.split("####")[1].strip().partition("\n")[0]
+        raise UserError(f'{place}: {given[:40]!r} behind "####" is not one clear number; mend or '
+                        "remove it")
+    return {"question": DEMANDS.sub("", question), "answer": answer}
 
 
 def first_of_each(questions, count):
@@ -224,8 +213,6 @@ def math_questions(source):
     """
     name = source_name(source)
     questions = {}
-    answers = {}
-    unclear = set()                                # questions that stand there with several answers
     for number, row in enumerate(rows_of(source), 1):
         question = bare(first_column(row, QUESTION))
         answer = answer_of(row)
@@ -236,21 +223,15 @@ def math_questions(source):
                 f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
                 f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
             )
-        question = {"question": question, "answer": answer, "source": name}
-        right = right_answer(question)
-        if right is None:
+        found = {"question": question, "answer": answer, "source": name}
+        if right_answer(found) is None:
             raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
                             "mend or remove it")
-        questions.setdefault(question["question"], question)
-        if answers.setdefault(question["question"], right) != right:
-            unclear.add(question["question"])
-    if unclear:
-        print(f"{source}: {len(unclear)} of {len(questions)} questions stand there with different "
-              "answers and are left out")
-    questions = {text: question for text, question in questions.items() if text not in unclear}
-    if not questions:
-        raise UserError(f"{source}: holds no question; give another file or dataset")
-    return list(questions.values())
+        questions.setdefault((question, answer), found)
+    first = {}
+    for question in with_one_answer(list(questions.values()), source):
+        first.setdefault(question["question"], question)
+    return list(first.values())
 
 
 def rows_of(source):
@@ -308,9 +289,7 @@ def answer_of(row):
     answer = first_column(row, ANSWER)
     if answer == row.get("solution") and isinstance(answer, str) and " " in answer.strip():
         answer = last_box(answer)                          # without one it is prose
-    if type(answer) is int and abs(answer) < 10 ** 100:
-        return str(answer)
-    if type(answer) is float and math.isfinite(answer):
+    if type(answer) is int or type(answer) is float and math.isfinite(answer):
         return str(answer)
     return answer
 

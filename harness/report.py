@@ -80,10 +80,7 @@ def read_summary(path):
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as f:
-        try:
-            return json.load(f)
-        except ValueError as e:
-            raise UserError(f"{path}: not JSON ({e}); remove it")
+        return json.load(f)
 
 
 def before_and_after(kind, summary, before, after):

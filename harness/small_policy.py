@@ -10,7 +10,6 @@ import inspect
 import random
 from functools import partial
 
-import tiktoken
 import torch
 import torch.nn.functional as F
 import transformers
@@ -75,26 +74,18 @@ class ByteText:
     """Text <-> tokens of the small policy: one token a byte, and one for each tag."""
 
     TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<eos>"]
-
-    def __init__(self):
-        self.encoding = tiktoken.Encoding(
-            "bytes",
-            pat_str=r"[\s\S]",
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={tag: 256 + i for i, tag in enumerate(self.TAGS)},
-        )
-        self.eos = {self.encoding.encode_single_token("<eos>")}
+    eos = {260}                                        # tokens from 256 on are the tags
 
     def prompt(self, question):
-        return self.encoding.encode_ordinary(question + "\n")
+        return list(f"{question}\n".encode())
 
     def worked_answer(self, answer):
         work, final = answer.split("\n#### ")
-        tagged = f"<think>{work}</think><answer>{final}</answer><eos>"
-        return self.encoding.encode(tagged, allowed_special="all")
+        return [256, *work.encode(), 257, 258, *final.encode(), 259, 260]
 
     def decode(self, ids):
-        return self.encoding.decode([i for i in ids if i not in self.eos])
+        pieces = [bytes([i]) if i < 256 else self.TAGS[i - 256].encode() for i in ids if i not in self.eos]
+        return b"".join(pieces).decode("utf-8", "replace")
 
 
 def make_policy():
