@@ -41,6 +41,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 
 import qerl
@@ -269,26 +270,15 @@ def write_vllm_config(name, weights, folder):
 
 def write_adapter(name, rank, folder):
     """Random LoRA for all seven projections, as PEFT stores it."""
-    shape = SHAPES[name]
-    d = shape.hidden
-    kv = d // shape.heads * shape.kv_heads
-    layers = {
-        "self_attn.q_proj": (d, d),
-        "self_attn.k_proj": (kv, d),
-        "self_attn.v_proj": (kv, d),
-        "self_attn.o_proj": (d, d),
-        "mlp.gate_proj": (shape.intermediate, d),
-        "mlp.up_proj": (shape.intermediate, d),
-        "mlp.down_proj": (d, shape.intermediate),
-    }
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(config_of(name))
     tensors = {}
-    for i in range(shape.layers):
-        for layer, (out, columns) in layers.items():
-            prefix = f"base_model.model.model.layers.{i}.{layer}"
-            for matrix, size in (("A", (rank, columns)), ("B", (out, rank))):
+    for layer_name, layer in model.model.named_modules(prefix="base_model.model.model"):
+        if isinstance(layer, torch.nn.Linear):
+            for matrix, size in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
                 values = torch.randn(size, dtype=torch.bfloat16) * 0.01
-                tensors[f"{prefix}.lora_{matrix}.weight"] = values
-    targets = [layer.split(".")[1] for layer in layers]
+                tensors[f"{layer_name}.lora_{matrix}.weight"] = values
+    targets = sorted({key.split(".")[-3] for key in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
               "target_modules": targets}
     os.makedirs(folder)
@@ -582,7 +572,7 @@ def run(args):
     for row in bench(args):
         result["rows"].append(row)
         if ranks.main:
-            print(row, flush=True)
+            print(row, file=sys.stderr, flush=True)
             atomic_write(f"{path}.json", json.dumps(result, indent=1))
     if ranks.main:
         print_rows(result["rows"])
