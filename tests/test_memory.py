@@ -49,7 +49,7 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     cache = qerl.KVCache(random_model("tiny", "nvfp4", 0, "cpu"), 8, 20)
     cache.reserve(20)
     assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
-    assert path.with_suffix(".png").stat().st_size > 10000
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     out = capsys.readouterr().out
     assert "these figures mean nothing" in out and "| tiny |" in out
 

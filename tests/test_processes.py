@@ -192,7 +192,7 @@ def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
         assert all(seconds >= 0 for seconds in phases) and row["exchange"] > 0
         # parts of a mean, and the slowest's
         assert 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]
-    assert (here.parent / "scaling.png").stat().st_size > 5000
+    assert (here.parent / "scaling.png").read_bytes()[:4] == b"\x89PNG"
     assert "| tiny, nvfp4 | 2 | 4 | all |" in capsys.readouterr().out
 
 
