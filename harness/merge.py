@@ -29,7 +29,7 @@ FOREIGN = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pa
 
 
 def read_adapter(folder):
-    """(adapter_config.json's object, {tensor name without PEFT's prefix: tensor}) of a run's adapter."""
+    """A run's adapter: (adapter_config.json's object, {tensor name without PEFT's prefix: tensor})."""
     try:
         with open(f"{folder}/adapter_config.json", "rb") as f:
             config = json.load(f)
@@ -38,8 +38,9 @@ def read_adapter(folder):
         raise qerl.UserError(f"{folder}: is no readable adapter ({qerl.reason(e)}); give the folder "
                              "adapter of a run")
     asked = [name for name in FOREIGN if config.get(name)]
-    qerl.require(not asked, f"{folder}: its adapter_config.json asks for {', '.join(asked)}, which is "
-                            "not done here; merge it by PEFT's merge_and_unload")
+    qerl.require(not asked,
+                 f"{folder}: its adapter_config.json asks for {', '.join(asked)}, which is not done "
+                 "here; merge it by PEFT's merge_and_unload")
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -49,8 +50,8 @@ def find_model(base, given):
     try:
         return qerl.model_folder(given or base)
     except qerl.UserError as e:
-        raise qerl.UserError(f"{e}, or name the model by --model; what was in the cache is made again by "
-                             "the run's command with --eval-only --resume --out RUN")
+        raise qerl.UserError(f"{e}, or name the model by --model; what was in the cache is made again "
+                             "by the run's command with --eval-only --resume --out RUN")
 
 
 def check_norms(files, base, given):
@@ -86,12 +87,12 @@ def merged(name, weight, config, adapter):
     layer = name.removesuffix(".weight")
     A = adapter.pop(f"{layer}.lora_A.weight", None)                              # [r, in]
     B = adapter.pop(f"{layer}.lora_B.weight", None)                              # [out, r]
-    qerl.require((A is None) == (B is None), f"the adapter lacks LoRA's A or B of {layer}; take it from "
-                                             "the run again")
+    qerl.require((A is None) == (B is None),
+                 f"the adapter lacks LoRA's A or B of {layer}; take it from the run again")
     if A is not None:
-        qerl.require(len(A) == config["r"], f"the adapter's A of {layer} has {len(A)} rows, by "
-                                            f"adapter_config.json the rank is {config['r']}; take it "
-                                            "from the run again")
+        qerl.require(len(A) == config["r"],
+                     f"the adapter's A of {layer} has {len(A)} rows, by adapter_config.json the rank is "
+                     f"{config['r']}; take it from the run again")
         new = B.float() @ A.float() * (config["lora_alpha"] / config["r"])
         if new.shape == weight.shape:
             new += weight
@@ -119,8 +120,9 @@ def merge(folder, out, given=None):
         writer = ShardWriter(temporary)
         for name in tqdm(names, desc="merging", unit="tensor", delay=2):
             writer.add(name, merged(name, read_weight(files, name), config, adapter))
-        qerl.require(not adapter, f"{folder}: adapts {', '.join(list(adapter)[:1])}, which the model does "
-                                  "not have; name the model that it was trained on by --model")
+        qerl.require(not adapter,
+                     f"{folder}: adapts {', '.join(list(adapter)[:1])}, which the model does not have; "
+                     "name the model that it was trained on by --model")
         writer.close()
         copy_companions(source, temporary)
     print(f"merged {folder} into {source}: {out}, {size_gb(out):.3g} GB of weights")

@@ -134,7 +134,8 @@ def groups(samples, metrics):
             "logged": logged.get(sample["step"], {}),
             "mean": statistics.fmean(c["reward"] for c in sample["completions"]),
             "teaches": any(c["advantage"] for c in sample["completions"]),
-            "cards": [card(c, limit) for c in by_reward(sample["completions"])],
+            "cards": [card(c, limit)
+                      for c in sorted(sample["completions"], key=lambda c: -c["reward"])],
         }
         for i, sample in enumerate(shown)
     ]
@@ -145,10 +146,6 @@ def spread(items, count):
     if len(items) <= count:
         return items
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
-
-
-def by_reward(completions):
-    return sorted(completions, key=lambda c: -c["reward"])
 
 
 def card(completion, limit):

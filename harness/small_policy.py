@@ -84,8 +84,11 @@ class ByteText:
         return [256, *work.encode(), 257, 258, *final.encode(), 259, 260]
 
     def decode(self, ids):
-        pieces = [bytes([i]) if i < 256 else self.TAGS[i - 256].encode() for i in ids if i not in self.eos]
-        return b"".join(pieces).decode("utf-8", "replace")
+        text = bytearray()
+        for i in ids:
+            if i not in self.eos:
+                text += bytes([i]) if i < 256 else self.TAGS[i - 256].encode()
+        return text.decode("utf-8", "replace")
 
 
 def make_policy():
