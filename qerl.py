@@ -1125,22 +1125,22 @@ def bounded(log_ratio):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
-                ref_logprobs=None, beta=0.0, importance=None):
+                ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
-    logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B]; clip_low, clip_high: both numbers
-    or both [B, C]; weights [B, C]: how much each token counts, by token_weights. Over a whole
-    minibatch they add up to 1, so that the losses of its micro-batches simply add up to its loss. KL
-    is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ: never negative, and unbiased if
-    π_θ drew the tokens (here π_rollout did). importance [B, C] multiplies the gain, not the KL: see
-    truncated_importance.
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs [B, C]; advantages [B] or [B, C];
+    clip_low, clip_high: both numbers or both [B, C]; weights [B, C]: how much each token counts, by
+    token_weights. Over a whole minibatch they add up to 1, so that the losses of its micro-batches
+    simply add up to its loss. KL is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ:
+    never negative, and unbiased if π_θ drew the tokens (here π_rollout did). With tis, the cap of
+    truncated_importance, that multiplies the gain, not the KL.
     """
-    advantage = advantages[:, None]
+    advantage = advantages[:, None] if advantages.dim() == 1 else advantages
+    if tis:
+        advantage = advantage * truncated_importance(old_logprobs, rollout_logprobs, tis)
     ratio = bounded(logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
-    if importance is not None:
-        gain = gain * importance
     x = torch.zeros_like(logprobs) if ref_logprobs is None else bounded(ref_logprobs - logprobs)
     kl = x.exp() - x - 1
     return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()

@@ -9,21 +9,19 @@
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
 # and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
-# and plots, is in the folder harness/. `method` in the loop is QeRL, methods/__init__.py, or a
-# neighbour beside it; a comment behind method.x names the function of qerl.py that QeRL calls there.
+# and plots, is in the folder harness/. `algo` in the loop is the module qerl; with --method it is a
+# neighbour in the folder methods/, which has some functions of its own and qerl's others.
 import json
 import math
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from tqdm import tqdm
 
-import methods
 import qerl
 from harness.answers import is_right
-from harness.batches import Batch, pick_groups
+from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.checkpoint import restore, stored_settings
 from harness.checks import check_settings, require_finite_policy, require_finite_rollout
 from harness.checks import require_finite_update, require_rank_fits, say_what_stays
@@ -33,8 +31,7 @@ from harness.folders import load_with_progress, policy_fingerprints, save_packed
 from harness.full_weights import train_all_weights
 from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
-from harness.memory import keep_activations, keep_decoded, micro_tokens_that_fit, slots_that_fit
-from harness.mismatch import describe_mismatch
+from harness.memory import find_fit, keep_decoded
 from harness.ranks import Ranks
 from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
@@ -45,7 +42,7 @@ from harness.text import ChatText, check_tokens
 from qerl import UserError
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     """What a run depends on. Each is a flag: lora_rank is --lora-rank.
 
@@ -143,118 +140,121 @@ def train(settings):
     In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
     """
     ranks = Ranks()                                    # as many processes as torchrun started, or one
-    method = methods.find(settings.method, settings)
-    objective = qerl.OBJECTIVES[settings.algo]
+    algo = find_algo(settings)                         # the module qerl, or a neighbour
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
-    model, tokenizer, questions, held_out = load_all(settings, method, ranks)
-    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
-    scaler = make_scaler(model, settings.dtype, method.loss_scale_growth)
+    model, tokenizer, questions, held_out, fit = load_all(settings, algo, ranks, keeper.saved)
+    optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    state = keeper.begin(
-        model, optimizer, scaler, [sampling_rng, noise_rng], method, questions + held_out)
+    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, fit,
+                         questions + held_out)
     ranks.differ(sampling_rng, settings.seed, state["step"])
     if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
-            state.update(evaluate(model, tokenizer, held_out, settings, "before", ranks))
+            state.update(evaluate(model, tokenizer, held_out, settings, fit, "before", ranks))
         keeper.save()
     clock = Clock(model.device)
 
-    def complete(step_questions, phase="rollout", **options):
-        """A group of completions for each of these questions, and their rewards."""
+    def complete(asked, phase="rollout", **options):
+        """Sample a group of completions for each of these questions, and score them."""
         with clock(phase):
-            rollout = method.generate(                 # qerl.generate
-                model, [q["prompt"] for q in step_questions], settings.max_new_tokens, settings.group,
-                eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng, **options,
-            )
+            rollout = algo.generate(
+                model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
+                eos=tokenizer.eos, slots=fit.slots, generator=sampling_rng, **options)
         with clock("reward"):
             require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
-            return score(step_questions, rollout, decode_all(tokenizer, rollout), settings.reward)
+            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
-    def sample_and_score():
+    def draw():
         """Complete and score this process's share of the next questions."""
-        step_questions = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
-        state["drawn"] += len(step_questions)
-        return complete(ranks.share(step_questions, settings.updates))
+        asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
+        state["drawn"] += len(asked)
+        return complete(ranks.share(asked, settings.updates))
 
-    steps = range(state["step"], settings.steps)
-    progress = tqdm(steps, initial=state["step"], total=settings.steps, unit="step",
-                    disable=not ranks.main)
-    for step in progress:
-        clock.restart()
+    if algo is not qerl:
+        draw = algo.sampling(draw, complete)
 
+    for step in keeper.steps(clock):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
-        sigma = qerl.noise_sigma(
-            step, settings.steps, settings.stages,
-            settings.sigma_start, settings.sigma_end, settings.schedule,
-        )
-        with method.noise(model, sigma, noise_rng):    # qerl.adaptive_quantization_noise
-            samples = sample_and_score()        # questions -> completions -> rewards
-            if objective.redraw:                # the further draws share the noise of this step
-                samples = dynamic_sampling(samples, sample_and_score, ranks, settings.updates)
-            samples = method.explore(samples, complete, noise_rng)      # may add groups; QeRL does not
+        sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
+                                 settings.sigma_end, settings.schedule)
+        with algo.adaptive_quantization_noise(model, sigma, noise_rng):
+            samples = draw()                    # questions -> completions -> rewards
+            if qerl.OBJECTIVES[settings.algo].redraw:         # further draws share this step's noise
+                samples = dynamic_sampling(samples, draw, ranks, settings.updates)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
-        advantages = method.advantages(samples)        # qerl.group_advantages           [P, G]
-        batch = make_batch(samples, advantages.flatten(), objective)
+        advantages = algo.group_advantages(samples.rewards, settings.algo)                # [P, G]
+        prompts = [q["prompt"] for q in samples.questions]
+        batch = make_batch(
+            prompts, samples.rollout, samples.rewards, advantages, algo, settings, ranks)
 
-        # Log-probabilities under the policy before its update, and the reference: without LoRA.
-        with clock("logprobs"):
-            batch.old_logprobs = method.old_logprobs(model, batch)     # qerl.token_logprobs  [N, C]
-            if settings.beta:
-                with method.reference(model):          # qerl.adapters_off
-                    batch.ref_logprobs = batch.logprobs_under(model, settings.micro_tokens)
+        # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
+        # first minibatch does without the former: its own forward pass gives them.
+        with clock("logprobs"), torch.no_grad():
+            for rows in batch.micro_batches(batch.later_rows, fit.micro_tokens):
+                batch.old_logprobs[rows.index] = algo.token_logprobs(
+                    model, rows.prompts, rows.tokens, rows.length)
+            with algo.adapters_off(model):
+                for rows in batch.micro_batches(batch.reference_rows, fit.micro_tokens):
+                    batch.ref_logprobs[rows.index] = algo.token_logprobs(
+                        model, rows.prompts, rows.tokens, rows.length)
 
-        method_metrics = method.before_updates(batch)
-
-        # Update: an optimiser step a minibatch. Its gradient is summed over micro-batches that fit
-        # memory, in which a token has the weight that it has in the whole minibatch.
+        # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
-        losses = []
         with clock("update"):
-            for minibatch in batch.minibatches(settings.updates):       # neighbouring rows: mostly whole groups
-                minibatch.weights = method.token_weights(minibatch)     # qerl.token_weights
-                minibatch.weights *= fraction_here(minibatch, objective, ranks)    # 1 if alone
-                for micro_batch in minibatch.micro_batches(settings.micro_tokens):
-                    logprobs = qerl.token_logprobs(
-                        model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
-                    loss, kl = method.loss(logprobs, micro_batch)     # qerl.policy_loss (Eq. 3)
-                    scaler.scale(loss).backward()
-                    losses.append((loss.item(), kl.item()))
-                trained = qerl.trainable(model).values()
-                ranks.add_gradients(trained)
-                scaler.unscale_(optimizer)
-                norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-                require_finite_update(losses, norm, scaler)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+            update_metrics = update(
+                algo, model, batch, optimizer, scaler, settings, fit.micro_tokens, ranks)
             require_finite_policy(model, batch.prompts[0])
 
         # Log and save.
-        state["step"] = step + 1
-        update_metrics = {
-            "sigma": sigma,
-            "kl": sum(kl for _, kl in losses) / settings.updates,
-            # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
-            "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,
-            "lr": optimizer.param_groups[0]["lr"],
-        }
-        if scaler.is_enabled():
-            update_metrics["loss_scale"] = scaler.get_scale()
-        sample_metrics = describe(samples, batch, clock)
-        method_metrics |= method.after_updates()     # a neighbour's own figures win
-        logged = ranks.join({**update_metrics, **sample_metrics, **method_metrics})
-        keeper.log({"step": step + 1, **logged})
-        progress.set_postfix_str(PROGRESS.format(**logged))
-        checkpoint_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
-        if step == 0 or checkpoint_due:
-            keeper.show(step + 1, one_group(samples, batch, tokenizer))
-        if checkpoint_due:
+        keeper.log({"step": step + 1, "sigma": sigma, **update_metrics,
+                    **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})})
+        if keeper.checkpoint_due(first=True):
+            keeper.show(one_group(samples, batch, tokenizer))
+        if keeper.checkpoint_due():
             keeper.save()
 
-    state.update(evaluate(model, tokenizer, held_out, settings, "after", ranks))
+    state.update(evaluate(model, tokenizer, held_out, settings, fit, "after", ranks))
     keeper.finish(len(held_out))
+
+
+def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=Ranks()):
+    """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
+
+    A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
+    has in the whole minibatch. It needs old_logprobs of all minibatches but the first, whose it sets.
+    """
+    losses = []
+    trained = qerl.trainable(model).values()
+    for number, minibatch in enumerate(batch.minibatches):
+        for rows in batch.micro_batches(minibatch, micro_tokens):
+            logprobs = algo.token_logprobs(model, rows.prompts, rows.tokens, rows.length)
+            if number == 0:                    # the policy has not moved since it sampled
+                rows.old_logprobs = logprobs.detach()
+                batch.old_logprobs[rows.index] = rows.old_logprobs
+            loss, kl = algo.policy_loss(                                                  # Eq. 3
+                logprobs, rows.old_logprobs, rows.advantages, rows.weights,
+                settings.clip_low, settings.clip_high, rows.ref_logprobs, settings.beta,
+                rows.rollout_logprobs, settings.tis)
+            scaler.scale(loss).backward()
+            losses.append((loss.item(), kl.item()))
+        ranks.add_gradients(trained)
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
+        require_finite_update(losses, norm, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    metrics = {
+        "kl": sum(kl for _, kl in losses) / len(batch.minibatches),
+        # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
+        "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,
+        "lr": optimizer.param_groups[0]["lr"],
+    }
+    if scaler.is_enabled():
+        metrics["loss_scale"] = scaler.get_scale()
+    return metrics
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,10 +270,18 @@ SYSTEM = {
 SYSTEM["random"] = SYSTEM["answer"]
 
 
-def load_all(settings, method, ranks=Ranks()):
-    """(model, tokenizer, questions to train on, held-out questions).
+def find_algo(settings):
+    """The module qerl or, with --method, a neighbour: an object whose other functions are qerl's."""
+    if settings.method == "qerl":
+        return qerl
+    import methods                             # which other runs do without
+    return methods.find(settings.method, settings)
 
-    Where settings.slots and .micro_tokens are None it sets them, by the memory that is left.
+
+def load_all(settings, algo, ranks=Ranks(), saved=None):
+    """(model, tokenizer, questions to train on, held-out questions, memory.Fit).
+
+    saved: of keeper.read_saved, where a run is resumed.
     """
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     if settings.model:
@@ -283,7 +291,7 @@ def load_all(settings, method, ranks=Ranks()):
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
     device = use_device(settings.device)
-    stored = method.stored_model(folder, questions, tokenizer)
+    stored = stored_folder(settings, algo, folder, questions, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = load_with_progress(
         stored, settings.weights, settings.lora_rank, settings.device,
@@ -314,15 +322,20 @@ def load_all(settings, method, ranks=Ranks()):
     if len(held_out) < ranks.count:
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
                         "raise --eval-questions, give more of them, or start fewer processes")
+    if algo is not qerl:
+        algo.prepare(model, folder, questions, tokenizer)      # first: what it keeps is not free below
     longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
-    method.prepare(model, folder, questions, tokenizer)     # first: what it keeps is not free below
-    if settings.slots is None:
-        settings.slots = slots_that_fit(model, longest_prompt + settings.max_new_tokens)
-    if settings.micro_tokens is None:
-        settings.micro_tokens = micro_tokens_that_fit(model)
-    if model.recompute_blocks and not settings.shard:
-        keep_activations(model, settings.micro_tokens)
-    return model, tokenizer, questions, held_out
+    fit = find_fit(model, settings, longest_prompt + settings.max_new_tokens, saved)
+    return model, tokenizer, questions, held_out, fit
+
+
+def stored_folder(settings, algo, folder, questions, tokenizer):
+    """The folder whose weights are loaded: the model's, or one with the codes of --quantizer."""
+    stored = folder
+    if settings.quantizer != "rtn":
+        from methods.parts.quantizers import quantized_folder
+        stored = quantized_folder(folder, settings.quantizer, questions, tokenizer, settings.device)
+    return stored if algo is qerl else algo.stored_model(stored, folder, questions, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,7 +361,7 @@ def decode_all(tokenizer, rollout):
 def score(questions, rollout, texts, scheme):
     """Samples, with the reward of each completion.
 
-    A prompt or a method may begin the completions (with_prompts, methods.Method.explore). What they
+    A prompt or a method may begin the completions (with_prompts, methods.Method.sampling). What they
     go on from stands in question["begun"], and is scored with them.
     """
     scores = [reward(text, right, scheme) for text, right in answers_to(questions, texts)]
@@ -409,43 +422,23 @@ def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
 # --------------------------------------------------------------------------------------------------
 # The update's parts
 
-def make_batch(samples, advantages, objective):
-    """The completions as the rows of a Batch; advantages float32 [N]."""
-    rollout = samples.rollout
-    group = len(advantages) // len(samples.questions)
-    prompts = [q["prompt"] for q in samples.questions for _ in range(group)]
-    mask = rollout.mask
-    if objective.drop_truncated:           # (the authors' code does so for GRPO, too)
-        mask = mask & rollout.finished[:, None]
-    return Batch(prompts, rollout.tokens, rollout.length, rollout.logprobs, advantages, mask)
+def make_optimizer(model, settings):
+    """(AdamW on what is trained, the scaler of its loss); norm scales do not decay.
 
-
-def fraction_here(minibatch, objective, ranks):
-    """What fraction of all processes' minibatch is here, by what the objective divides by."""
-    here = torch.as_tensor(objective.count(minibatch.mask), device=minibatch.mask.device)
-    return here / ranks.total(here).clamp_min(1)
-
-
-def make_optimizer(model, lr, weight_decay):
-    """AdamW on what is trained; norm scales do not decay. The betas are the authors' code's.
-
-    Table 4 keeps AdamW's moments in 8 bits, for memory; here they are float32.
+    The betas are the authors' code's. Table 4 keeps AdamW's moments in 8 bits, for memory; here they
+    are float32. In float16 small gradients would vanish: they are computed of a loss that is scaled
+    up. Where that makes them overflow the step is left out and the scale halved.
     """
     parameters = qerl.trainable(model).values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.99), weight_decay=weight_decay)
-
-
-def make_scaler(model, dtype, growth_interval):
-    """In float16 small gradients would vanish: they are computed of a loss that is scaled up.
-
-    Where that makes them overflow the step is left out and the scale halved. Other dtypes: no scale.
-    """
-    return torch.amp.GradScaler(
-        model.device.type, growth_interval=growth_interval, enabled=dtype == "float16")
+    optimizer = torch.optim.AdamW(
+        groups, settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay)
+    scaler = torch.amp.GradScaler(
+        model.device.type, growth_interval=400, enabled=settings.dtype == "float16")
+    return optimizer, scaler
 
 
 def learning_rate(step, steps, peak, warm_up):
@@ -464,7 +457,7 @@ def set_learning_rate(optimizer, step, settings):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
-def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
+def answer_all(model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks):
     """[(text, its length in tokens)] of `samples` answers to each question, of all processes."""
     own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
     prompts = [questions[i]["prompt"] for i in own]
@@ -472,7 +465,7 @@ def answer_all(model, tokenizer, questions, settings, samples, temperature, top_
     ranks.differ(rng, settings.seed, 0)
     rollout = qerl.generate(
         model, prompts, settings.max_new_tokens, samples, temperature, top_p,
-        eos=tokenizer.eos, slots=settings.slots, generator=rng,
+        eos=tokenizer.eos, slots=fit.slots, generator=rng,
     )
     require_finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
     places = [i * samples + k for i in own for k in range(samples)]
@@ -492,7 +485,7 @@ def accuracy_by_source(questions, right):
     return {source: sum(oks) / len(oks) for source, oks in by_source.items()}
 
 
-def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
+def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
     """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
 
     pass@1 is the mean over questions and `eval_samples` answers to each; of several sets of
@@ -503,7 +496,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     result = {}
     measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
     for name, samples, temperature, top_p in measures:
-        found = answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
+        found = answer_all(
+            model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks)
         texts, lengths = zip(*found)
         right = [bool(is_right(text, answer, anywhere=True))
                  for text, answer in answers_to(questions, texts)]
@@ -523,23 +517,29 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     return result
 
 
-def describe(samples, batch, clock):
+def describe(samples, batch, clock, algo):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
     The accuracy is of noisy samples at temperature 1, and counts answers in a box or the tags alone:
-    usually lower than what `evaluate` finds.
+    usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
+    that are trained on; groups_left_out is the share of the others.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     answers = [answer for s in draws for answer in answers_to(s.questions, s.texts)]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
+    policies = batch.old_logprobs, batch.rollout_logprobs, batch.taught
+    kl, largest_ratio = algo.mismatch(*policies)
     return {
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
         "timeouts": float(sum(is_right(*answer) is None for answer in answers)),    # see is_equal
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        **describe_mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask),
+        "groups_left_out": 1 - sum(map(len, batch.minibatches)) / len(batch.prompts),
+        "mismatch_kl": kl,
+        "mismatch_max_ratio": largest_ratio,
+        **effective_sizes(*policies),
         "length": rollout.length.float().mean().item(),
         "truncated": 1 - rollout.finished.float().mean().item(),
         "tokens_per_s": drawn_tokens / clock.seconds["rollout"],
@@ -548,31 +548,27 @@ def describe(samples, batch, clock):
     }
 
 
-PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
-            "length {length:.0f}, {tokens_per_s:.0f} tok/s")
-
-
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = None
-    method = methods.find(settings.method, settings)
+    algo = find_algo(settings)
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
                   "train_norms", "reward")
-        if method.fits_questions():
+        if settings.quantizer in ("awq", "gptq") or getattr(algo, "fits_questions", False):
             policy += ("data",)
         saved = read_saved(settings, must_agree=policy)
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
-    model, tokenizer, _, held_out = load_all(settings, method, ranks)
+    model, tokenizer, _, held_out, fit = load_all(settings, algo, ranks, saved)
     if saved:
         state, tensors = saved
         require_same_policy(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
-    result = evaluate(model, tokenizer, held_out, settings, "now", ranks)
+    result = evaluate(model, tokenizer, held_out, settings, fit, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
@@ -585,7 +581,7 @@ def save_quantized(settings):
     def calibrated():
         questions, _ = load_questions(settings.data, settings.eval, settings.model)
         tokenizer = ChatText(folder, SYSTEM[settings.reward])
-        return methods.find("qerl", settings).stored_model(folder, questions, tokenizer)
+        return stored_folder(settings, qerl, folder, questions, tokenizer)
 
     use_device(settings.device)
     rounding = settings.quantizer == "rtn"
@@ -605,7 +601,7 @@ def read_settings(argv=None):
     values = dict(PRESETS.get(preset, {}))
     if given.get("algo", "grpo") != "grpo":
         values.update(NO_KL)
-    values.update(methods.defaults(given.get("method", Settings.method)))
+    values.update(method_defaults(given.get("method", Settings.method)))
     weights = {**values, **given}.get("weights", Settings.weights)
     if preset == "paper" and weights == "bf16":
         values.update(PAPER_BF16)
@@ -613,16 +609,23 @@ def read_settings(argv=None):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     settings = Settings(**{**values, **given})
     check_settings(settings)
-    methods.find(settings.method, settings)            # it refuses settings that it cannot use
+    find_algo(settings)                                # it refuses settings that it cannot use
     return settings
+
+
+def method_defaults(name):
+    """The settings that --method changes where no flag gives them."""
+    if name == "qerl":
+        return {}
+    import methods
+    neighbour, variant = methods.look_up(name)
+    return neighbour.defaults(variant)
 
 
 def arguments(argv=None):
     """read_settings, with the model's full name and the dtype that suits the device."""
-    settings = read_settings(argv)
-    settings.model = full_name(settings.model)
-    settings.dtype = dtype_name(settings.dtype, settings.device)
-    return settings
+    given = read_settings(argv)
+    return replace(given, model=full_name(given.model), dtype=dtype_name(given.dtype, given.device))
 
 
 def main():
@@ -632,11 +635,12 @@ def main():
         if settings.save_quantized:
             return save_quantized(settings)
         ranks.check(settings)
-        settings.device = ranks.start(settings.device)
+        settings = replace(settings, device=ranks.start(settings.device))
         ranks.agree_on_flags(settings)
+        folder = settings.out
         if ranks.main and (settings.out or settings.resume or not settings.eval_only):
-            run.lock = open_run(settings)
-        settings.out = ranks.collect([settings.out])[0]            # rank 0 has chosen it
+            folder, run.lock = open_run(settings)
+        settings = replace(settings, out=ranks.collect([folder])[0])       # rank 0 has chosen it
         if settings.eval_only:
             evaluate_only(settings)
         else:

@@ -19,21 +19,36 @@ class Batch:
     length: torch.Tensor                # int64 [N]
     rollout_logprobs: torch.Tensor      # float32 [N, C], of the noisy policy that sampled
     advantages: torch.Tensor            # float32 [N]
-    mask: torch.Tensor                  # bool [N, C], True at tokens that give a gradient
-    old_logprobs: torch.Tensor = None   # float32 [N, C], of the policy before this step's updates
+    weights: torch.Tensor               # float32 [N, C], each token's in the loss: token_weights
+    old_logprobs: torch.Tensor          # float32 [N, C], of the policy before this step's updates
     ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
-    weights: torch.Tensor = None        # float32 [N, C], each token's in the loss: token_weights
+    minibatches: list = None            # of a step: the row numbers of each, without those that
+                                        # teach nothing
+    index: list = None                  # of rows of a step: their numbers there
 
     def __repr__(self):
         """Dtypes and shapes alone, for who prints it in a debugger."""
-        named = ((f.name, getattr(self, f.name)) for f in fields(self)[1:])
-        tensors = [f"{name} {value.dtype} {list(value.shape)}" for name, value in named if value is not None]
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        tensors = [f"{name} {value.dtype} {list(value.shape)}"
+                   for name, value in named if isinstance(value, torch.Tensor)]
         return f"Batch of {len(self.prompts)} prompts: {', '.join(tensors)}"
 
     @property
-    def sampled(self):
-        """bool [N, C], True at all tokens that were sampled, with a gradient or without."""
-        return qerl.length_mask(self.length, self.tokens.shape[1])
+    def taught(self):
+        """bool [N, C], True at the sampled tokens of the rows in minibatches."""
+        rows = torch.zeros_like(self.length, dtype=torch.bool)
+        rows[sum(self.minibatches, [])] = True
+        return qerl.length_mask(self.length, self.tokens.shape[1]) & rows[:, None]
+
+    @property
+    def later_rows(self):
+        """The rows of all minibatches but the first."""
+        return sum(self.minibatches[1:], [])
+
+    @property
+    def reference_rows(self):
+        """The rows that need ref_logprobs: all, or none."""
+        return [] if self.ref_logprobs is None else sum(self.minibatches, [])
 
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
@@ -42,27 +57,78 @@ class Batch:
             value = getattr(self, f.name)
             if isinstance(value, torch.Tensor):
                 kept[f.name] = value[chosen]
-        return replace(self, prompts=[self.prompts[i] for i in chosen], **kept)
+        prompts = [self.prompts[i] for i in chosen]
+        return replace(self, prompts=prompts, index=chosen, minibatches=None, **kept)
 
-    def minibatches(self, count):
-        """`count` batches of neighbouring rows, of equal size as far as it goes."""
-        for chosen in torch.arange(len(self.prompts)).tensor_split(count):
-            yield self.rows(chosen.tolist())
+    def micro_batches(self, chosen, budget):
+        """These rows as batches of at most `budget` tokens each: see cut_rows."""
+        prompts = [self.prompts[i] for i in chosen]
+        for piece in cut_rows(prompts, self.length[chosen].tolist(), budget):
+            yield self.rows([chosen[i] for i in piece])
 
-    def micro_batches(self, budget):
-        """Batches of at most `budget` tokens each: see cut_rows."""
-        for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
-            yield self.rows(chosen)
 
-    def logprobs_under(self, model, budget):
-        """log π(token) of all completions under the model as it is, float32 [N, C]; padding: 0."""
-        result = torch.zeros_like(self.rollout_logprobs)
-        for chosen in cut_rows(self.prompts, self.length.tolist(), budget):
-            prompts = [self.prompts[i] for i in chosen]
-            tokens = self.tokens[chosen]
-            with torch.no_grad():
-                result[chosen] = qerl.token_logprobs(model, prompts, tokens, self.length[chosen])
-        return result
+def make_batch(prompts, rollout, rewards, advantages, algo, settings, ranks):
+    """A step's completions as the rows of a Batch, in settings.updates minibatches.
+
+    prompts: P lists of token ids; rewards and advantages: float32 [P, G]; algo: see
+    train_gsm8k.train. A minibatch is of neighbouring rows, mostly whole groups. A group whose rewards
+    are equal has advantages of 0: without a KL term its rows are left out of the minibatches, and the
+    weights of the others stay. (If no group has a signal the first stays, so that there is
+    something to log.)
+    """
+    group = rewards.shape[1]
+    mask = rollout.mask
+    if qerl.OBJECTIVES[settings.algo].drop_truncated:      # (the authors' code does so for GRPO, too)
+        mask = mask & rollout.finished[:, None]
+    teaches = qerl.has_signal(rewards)
+    teaches[0] |= not teaches.any()
+    teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
+    minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
+    weights = [
+        algo.token_weights(mask[rows], settings.algo, settings.max_new_tokens)
+        * fraction_here(mask[rows], settings.algo, ranks) for rows in minibatches]
+    unknown = torch.zeros_like(rollout.logprobs)
+    return Batch(
+        prompts=[prompt for prompt in prompts for _ in range(group)],
+        tokens=rollout.tokens,
+        length=rollout.length,
+        rollout_logprobs=rollout.logprobs,
+        advantages=advantages.flatten(),
+        weights=torch.cat(weights),
+        old_logprobs=unknown,
+        ref_logprobs=unknown.clone() if settings.beta else None,
+        minibatches=[rows[teaches[rows]].tolist() for rows in minibatches],
+    )
+
+
+def fraction_here(mask, algorithm, ranks):
+    """What fraction of all processes' minibatch is here, by what the objective divides by."""
+    here = torch.as_tensor(qerl.OBJECTIVES[algorithm].count(mask), device=mask.device)
+    return here / ranks.total(here).clamp_min(1)
+
+
+def effective_sample_size(ratio):
+    """(Σ ratio)² / (n Σ ratio²): the fraction of n samples that is left after weighting them."""
+    return (ratio.sum() ** 2 / (len(ratio) * (ratio ** 2).sum())).item()
+
+
+def effective_sizes(old_logprobs, rollout_logprobs, mask):
+    """{name: number} for metrics.jsonl of log-probabilities float32 [N, C] and mask bool [N, C].
+
+    l = log π_old - log π_rollout. Beside qerl.mismatch's estimate of KL(π_rollout || π_old) stand
+    mismatch_k1 = E[-l] in nats a token, and mismatch_chi2 = E[e²ˡ] - 1, the chi-squared divergence.
+    The effective sample sizes are fractions, of tokens and of completions, whose ratio is the product
+    of their tokens'.
+    """
+    log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)
+    tokens = qerl.bounded(log_ratio[mask]).exp()
+    completions = qerl.bounded(log_ratio[mask.any(1)].sum(1)).exp()
+    return {
+        "mismatch_k1": -log_ratio[mask].mean().item(),
+        "mismatch_chi2": (tokens ** 2).mean().item() - 1,
+        "effective_tokens": effective_sample_size(tokens),
+        "effective_completions": effective_sample_size(completions),
+    }
 
 
 def cut_rows(prompts, lengths, budget):

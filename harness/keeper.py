@@ -4,6 +4,8 @@ import os
 import time
 from dataclasses import asdict
 
+from tqdm import tqdm
+
 from harness.checkpoint import fingerprint, read_checkpoint, restore, save_checkpoint
 from harness.checkpoint import weights_checksum
 from harness.checks import require_finite_metrics
@@ -24,18 +26,8 @@ def lasting(settings):
 
 
 def read_saved(settings, must_agree=None):
-    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint.
-
-    Unless --slots and --micro-tokens are given the run keeps its own: on the first the random numbers
-    depend, on the second the order of sums.
-    """
-    saved = read_checkpoint(settings.out, lasting(settings), must_agree)
-    if saved:
-        state, _ = saved
-        for name in ("slots", "micro_tokens"):
-            state[name] = getattr(settings, name) or state.get(name)
-            setattr(settings, name, state[name])
-    return saved
+    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint."""
+    return read_checkpoint(settings.out, lasting(settings), must_agree)
 
 
 def require_same_policy(state, model, folder):
@@ -52,12 +44,16 @@ def require_same_policy(state, model, folder):
 
 
 def open_run(settings):
-    """Choose (into settings.out), create and lock the run's folder; returns the lock."""
-    if settings.out is None:
+    """Choose, create and lock the run's folder -> (folder, lock)."""
+    folder = settings.out
+    if folder is None:
         name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
-        stem = f"runs/{name}-{settings.weights}-{settings.algo}"
-        settings.out = choose_folder(stem, settings.resume)
-    return open_folder(settings.out, settings.resume)
+        folder = choose_folder(f"runs/{name}-{settings.weights}-{settings.algo}", settings.resume)
+    return folder, open_folder(folder, settings.resume)
+
+
+PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
+            "length {length:.0f}, {tokens_per_s:.0f} tok/s")
 
 
 class Keeper:
@@ -77,16 +73,17 @@ class Keeper:
         log = settings.log if self.writes else None
         self.track = open_tracker(log, self.folder, lasting(settings), self.state)
 
-    def begin(self, model, optimizer, scaler, generators, method, questions):
+    def begin(self, model, optimizer, scaler, generators, algo, fit, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
 
-        generators: list of torch.Generator; questions: all, whose content a resumed run must share.
+        generators: list of torch.Generator; fit: a memory.Fit; questions: all, whose content a
+        resumed run must share.
         """
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self.generators = generators
-        self.method = method
+        self.algo = algo
         data = fingerprint(questions)
         if self.ranks.count > 1:
             self.ranks.agree({
@@ -104,40 +101,58 @@ class Keeper:
             require_same_policy(self.state, model, self.folder)
             restore(tensors, model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
-            method.state = self.state["method"]
+            algo.state = self.state["method"]
             print(f"resumed {self.folder} after step {self.state['step']}")
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
-            chosen = {name: getattr(self.settings, name) for name in ("slots", "micro_tokens")}
-            self.state.update(data=data, **model.fingerprints, **chosen)
+            self.state.update(data=data, **model.fingerprints)
+        self.state.update(asdict(fit))
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 
+    def steps(self, clock):
+        """The numbers of the steps that are left, behind a bar on stderr; each restarts the clock."""
+        total = self.settings.steps
+        self.bar = tqdm(range(self.state["step"], total), initial=self.state["step"], total=total,
+                        unit="step", disable=not self.writes)
+        for step in self.bar:
+            clock.restart()
+            yield step
+
+    def checkpoint_due(self, first=False):
+        """Is one due after the step that was logged last? first: also say so of the first step."""
+        step = self.state["step"]
+        return (step % self.settings.save_every == 0 or step == self.settings.steps
+                or first and step == 1)
+
     def save(self):
         self.state["seconds"] = time.perf_counter() - self.started
         self.state["scaler"] = self.scaler.state_dict()
-        self.state["method"] = self.method.state
+        self.state["method"] = getattr(self.algo, "state", {})
         if self.writes:
             save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
                             lasting(self.settings))
 
-    def log(self, logged):
-        """Add a step's figures to metrics.jsonl, and to the tracker if there is one."""
+    def log(self, metrics):
+        """Add a step's figures, of all ranks, to metrics.jsonl, and to the tracker if there is one."""
+        logged = self.ranks.join(metrics)
         require_finite_metrics(logged)
+        self.state["step"] = logged["step"]
         if not self.writes:
             return
+        self.bar.set_postfix_str(PROGRESS.format(**logged))
         self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged, logged["step"])
 
-    def show(self, step, group):
+    def show(self, group):
         """Add the completions of one question to samples.jsonl."""
         if self.writes:
-            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+            append_jsonl(f"{self.folder}/samples.jsonl", {"step": self.state["step"], **group})
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""
@@ -156,6 +171,7 @@ class Keeper:
             **environment(self.settings.device),
         }
         atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
+
         def change(name):
             known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
             return " -> ".join(f"{accuracy:.1%}" for accuracy in known)

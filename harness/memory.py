@@ -1,6 +1,7 @@
 """What there is room for: weights that stay decoded, sequences decoded at once, tokens of a pass."""
 import os
 import re
+from dataclasses import dataclass
 
 import torch
 
@@ -55,6 +56,29 @@ def keep_decoded(model, collect=list, share=0.5, small=1e8):
     for layer in layers if fits else []:
         weight = layer.weight.dequantize(dtype)
         layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How much is computed at once. What the flags leave open was found by the free memory."""
+    slots: int                     # sequences decoded at once
+    micro_tokens: int              # tokens in one pass of an update
+
+
+def find_fit(model, settings, longest, saved):
+    """The Fit of a run; longest: tokens of a prompt and its completion.
+
+    A resumed run (saved: keeper.read_saved, or None) keeps its own unless the flags are given: on the
+    first number the random numbers depend, on the second the order of sums. On a GPU it also chooses
+    the blocks whose activations are kept.
+    """
+    before = saved[0] if saved else {}
+    slots = settings.slots or before.get("slots") or slots_that_fit(model, longest)
+    micro_tokens = (
+        settings.micro_tokens or before.get("micro_tokens") or micro_tokens_that_fit(model))
+    if model.recompute_blocks and not settings.shard:
+        keep_activations(model, micro_tokens)
+    return Fit(slots, micro_tokens)
 
 
 def cache_bytes(model):

@@ -187,7 +187,13 @@ class Ranks:
             generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
     def add_gradients(self, parameters):
-        """Replace each gradient by its sum over the ranks, all of them in one exchange."""
+        """Replace each gradient by its sum over the ranks, all of them in one exchange.
+
+        It is zero where no completion here taught anything.
+        """
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
         if self.count == 1:
             return
         gradients = [p.grad for p in parameters]

@@ -16,14 +16,15 @@ drawn by
 
 so it is deep, but can still be mended. G branches go on from it (8 as in the paper, where G is 8),
 with their own baseline, A = reward - mean(reward) of the branches, not divided by their standard
-deviation [P]. The loss is that of the main completions plus that of the branches, each normalised
-by itself [P], over the step, so that a branch weighs the same in each minibatch [I]. What was cut
+deviation [P]. The loss is that of the main completions plus that of the branches, each a mean over
+its own completions of the step [P]: the advantages carry the factor; a KL term stays a mean over all
+[I]. What was cut
 stays in a branch's prompt: only what follows is trained on. Ours [I]: a sentence ends at a line's
 end or at . ! ? before a space (theirs: at any token "."), and the question itself is no pivot
 (theirs counts as a first sentence). The authors' later versions ask a teacher instead; not here.
 
-What differs from QeRL: groups are added after scoring (`explore`), and the two streams are weighed.
-AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
+What differs from QeRL: groups are added after scoring (`sampling`), and the advantages are those of
+two streams. AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
 
 The paper's result: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
 [S]. Ours: methods/README.md.
@@ -59,30 +60,35 @@ class Neighbour(Method):
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
         self.state = {"outcomes": []}
-        self.branch_prompts = set()            # of the current step, as tuples of token ids
-        self.sizes = {}                        # {is it a branch: its stream's size in the step}
-        self.measured = {}
+
+    def check(self):
+        qerl.require(not qerl.OBJECTIVES[self.settings.algo].redraw,
+                     f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use --algo grpo")
 
     def prepare(self, model, folder, questions, tokenizer):
         self.tokenizer = tokenizer
         self.piece = functools.lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
+    def sampling(self, draw, complete, generator):
+        return lambda: self.explore(draw(), complete, generator)
+
     def explore(self, samples, complete, generator):
         """Add a group of branches behind the group of each failed completion that has a pivot."""
         pivots = self.pivots(samples, generator)
-        self.branch_prompts = {tuple(pivot.question["prompt"]) for pivot in pivots}
         self.measured = {"branches": len(pivots)}
-        if not pivots:
-            return samples
-        limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
-        branched = complete([pivot.question for pivot in pivots], "branches",
-                            sampler_class=limited_sampler(limits))
-        mended = branched.correct.amax(1)
-        self.measured["branch_accuracy"] = branched.correct.mean().item()
-        self.measured["mended"] = mended.mean().item()
-        self.state["outcomes"] += zip([pivot.r for pivot in pivots], mended.tolist())
-        del self.state["outcomes"][:-REMEMBERED]
-        return join_samples(samples, branched, [pivot.parent for pivot in pivots])
+        self.is_branch = [False] * len(samples.questions)              # of each group
+        if pivots:
+            limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
+            branched = complete([pivot.question for pivot in pivots], "branches",
+                                sampler_class=limited_sampler(limits))
+            mended = branched.correct.amax(1)
+            self.measured["branch_accuracy"] = branched.correct.mean().item()
+            self.measured["mended"] = mended.mean().item()
+            self.state["outcomes"] += zip([pivot.r for pivot in pivots], mended.tolist())
+            del self.state["outcomes"][:-REMEMBERED]
+            samples, self.is_branch = join_samples(
+                samples, branched, [pivot.parent for pivot in pivots])
+        return samples
 
     def pivots(self, samples, generator):
         """A Pivot for each failed completion of several sentences."""
@@ -104,37 +110,10 @@ class Neighbour(Method):
             pivots.append(Pivot(i // group, r[chosen].item(), question, room))
         return pivots
 
-    def advantages(self, samples):
-        """Of branches without the division by the standard deviation."""
-        centered = samples.rewards - samples.rewards.mean(1, keepdim=True)
-        is_branch = [[tuple(q["prompt"]) in self.branch_prompts] for q in samples.questions]
-        is_branch = torch.tensor(is_branch, device=centered.device)
-        return torch.where(is_branch, centered, super().advantages(samples))
-
-    def token_weights(self, minibatch):
-        """Main completions and branches are two streams, and each has a mean of its own.
-
-        A minibatch may have few branches, or none: it counts for as much of their stream as it has.
-        """
-        weights = torch.zeros_like(minibatch.mask, dtype=torch.float32)
-        for branches, stream in self.streams(minibatch):
-            mask = minibatch.mask[stream]
-            share = self.settings.updates * self.size(mask) / max(1, self.sizes[branches])
-            weights[stream] = share * qerl.token_weights(
-                mask, self.settings.algo, self.settings.max_new_tokens)
-        return weights
-
-    def streams(self, batch):
-        """(is it that of the branches, which rows it has, bool [B]) of the two streams."""
-        is_branch = torch.tensor([tuple(p) in self.branch_prompts for p in batch.prompts])
-        is_branch = is_branch.to(batch.mask.device)
-        return (False, ~is_branch), (True, is_branch)
-
-    def size(self, mask):
-        """What the mean of a stream is over: its completions, or with DAPO its tokens."""
-        return int(qerl.OBJECTIVES[self.settings.algo].count(mask))
-
-    def before_updates(self, batch):
-        """Lengths, entropy and mismatch in metrics.jsonl are of all, its accuracy without branches."""
-        self.sizes = {branches: self.size(batch.mask[stream]) for branches, stream in self.streams(batch)}
-        return self.measured
+    def group_advantages(self, rewards, algorithm):
+        """Those of branches without the division; each stream's divided by its share of the groups."""
+        is_branch = torch.tensor(self.is_branch, device=rewards.device)[:, None]
+        centered = rewards - rewards.mean(1, keepdim=True)
+        advantages = torch.where(is_branch, centered, qerl.group_advantages(rewards, algorithm))
+        branches = is_branch.float().mean()
+        return advantages / torch.where(is_branch, branches, 1 - branches)

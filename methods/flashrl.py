@@ -35,6 +35,7 @@ no correction.
 """
 import contextlib
 
+import qerl
 from methods import Method
 from methods.parts.eight_bit import eight_bit, require_fp8_products
 from qerl import UserError
@@ -56,6 +57,7 @@ class Neighbour(Method):
                 self.settings.device, "flashrl:fp8", "use --method flashrl:int8")
 
     @contextlib.contextmanager
-    def noise(self, model, sigma, generator):
-        with super().noise(model, sigma, generator), eight_bit(model, self.variant):
+    def adaptive_quantization_noise(self, model, sigma, generator):
+        noise = qerl.adaptive_quantization_noise(model, sigma, generator)
+        with noise, eight_bit(model, self.variant):
             yield

@@ -42,8 +42,6 @@ from qerl import require
 
 class Neighbour(Method):
     """QeRL in float16."""
-    loss_scale_growth = 400
-
     @classmethod
     def defaults(cls, variant):
         return dict(dtype="float16")

@@ -47,6 +47,7 @@ import contextlib
 
 import torch
 
+import qerl
 from methods import Method
 from methods.parts.eight_bit import require_fp8_products
 from methods.parts.fp8_blocks import BLOCKS, ROWS, multiply, quantize, transposed
@@ -114,27 +115,37 @@ class Neighbour(Method):
         self.model = model
         recipes = [ROWS, BLOCKS] if self.variant == "training" else [BLOCKS, ROWS]
         put_block_layers(model, Product.apply, recipes)
-        self.after_updates()
+        self.switch_for_evaluations()
+
+    def switch_for_evaluations(self):
+        """They are in FP8 if the rollout and the training both are."""
+        switch_fp8(self.model, self.rollout_in_fp8 and self.training_in_fp8)
 
     @contextlib.contextmanager
-    def noise(self, model, sigma, generator):
-        with super().noise(model, sigma, generator), fp8(model, self.rollout_in_fp8):
+    def adaptive_quantization_noise(self, model, sigma, generator):
+        self.measured = {}
+        noise = qerl.adaptive_quantization_noise(model, sigma, generator)
+        with noise, fp8(model, self.rollout_in_fp8):
             yield
 
-    def old_logprobs(self, model, batch):
-        # From here to the end of the updates the model is in the trainer's arithmetic.
+    def token_logprobs(self, model, prompts, completions, length):
+        """In the trainer's arithmetic, in which the model stays for backward."""
         switch_fp8(model, self.training_in_fp8)
-        return super().old_logprobs(model, batch)
+        logprobs = qerl.token_logprobs(model, prompts, completions, length)
+        if not self.measured:
+            self.measure(model, prompts, completions, length, logprobs.detach())
+        return logprobs
 
-    def before_updates(self, batch):
-        """What FP8 changes in log π_old, of the first of the completions, in nats a token."""
-        first = batch.rows(list(range(min(8, len(batch.prompts)))))
-        with fp8(self.model, not self.training_in_fp8):
-            other = first.logprobs_under(self.model, self.settings.micro_tokens)
-        error = (other - first.old_logprobs)[first.sampled].abs()
-        return {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
+    @torch.no_grad()
+    def measure(self, model, prompts, completions, length, logprobs, some=8):
+        """What FP8 changes in log π_old of some of the step's completions, in nats a token."""
+        mask = qerl.length_mask(length[:some], completions.shape[1])
+        with fp8(model, not self.training_in_fp8):
+            other = qerl.token_logprobs(model, prompts[:some], completions[:some], length[:some])
+        error = (other - logprobs[:some])[mask].abs()
+        self.measured = {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
 
-    def after_updates(self):
-        # Evaluations, between steps, are in FP8 if the rollout and the training both are.
-        switch_fp8(self.model, self.rollout_in_fp8 and self.training_in_fp8)
-        return {}
+    def mismatch(self, old_logprobs, rollout_logprobs, mask):
+        """qerl.mismatch, with which the loop ends a step."""
+        self.switch_for_evaluations()
+        return qerl.mismatch(old_logprobs, rollout_logprobs, mask)

@@ -50,12 +50,12 @@ class Neighbour(Method):
         require(self.settings.tis == 0,
                 "--method maspo: is defined without importance weights; use --tis 0")
 
-    def loss(self, logprobs, micro_batch):
-        advantages = micro_batch.advantages[:, None]
-        ratio = qerl.bounded(logprobs - micro_batch.old_logprobs).exp()
-        w = maspo_weights(ratio.detach(), micro_batch.old_logprobs, advantages)
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                    ref_logprobs, beta, rollout_logprobs, tis):
+        advantage = advantages[:, None]
+        ratio = qerl.bounded(logprobs - old_logprobs).exp()
+        w = maspo_weights(ratio.detach(), old_logprobs, advantage)
         # Without advantages Eq. 3 is its KL term.
-        kl_loss, kl = qerl.policy_loss(
-            logprobs, micro_batch.old_logprobs, 0 * micro_batch.advantages, micro_batch.weights,
-            ref_logprobs=micro_batch.ref_logprobs, beta=self.settings.beta)
-        return kl_loss - (w * ratio * advantages * micro_batch.weights).sum(), kl
+        kl_loss, kl = qerl.policy_loss(logprobs, old_logprobs, 0 * advantages, weights,
+                                       ref_logprobs=ref_logprobs, beta=beta)
+        return kl_loss - (w * ratio * advantage * weights).sum(), kl

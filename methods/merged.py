@@ -84,5 +84,5 @@ class Neighbour(Method):
     """QeRL, sampled by a MergingSampler."""
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
-        return super().generate(model, prompts, max_new_tokens, group_size,
-                                sampler_class=MergingSampler, **options)
+        return qerl.generate(model, prompts, max_new_tokens, group_size,
+                             sampler_class=MergingSampler, **options)

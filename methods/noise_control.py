@@ -18,7 +18,7 @@ that sampled, pi_old the same without noise, l = log pi_old - log mu of a sample
     entropy     sigma <- sigma +- a 50th of its range by whether the entropy is below 0.2: the
                 rule of Skywork-OR1 for its entropy bonus [P], here for sigma                    [I]
 
-What differs from QeRL: the sigma that `noise` takes; the first stage stays without noise. PSN-RLVR
+What differs from QeRL: the sigma of the noise; the first stage stays without noise. PSN-RLVR
 truncates importance weights at 10: add --tis 10.
 
 The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours:
@@ -71,27 +71,27 @@ class Neighbour(Method):
         require_flag(self.settings.sigma_start > 0, "sigma_start", 0,
                      f"--method {self.settings.method} begins with that; use 0.01")
 
-    def noise(self, model, sigma, generator):
+    def adaptive_quantization_noise(self, model, sigma, generator):
         """sigma: of QeRL's schedule, 0 in the first stage."""
         self.scheduled = sigma
         self.sigma = self.state["sigma"] if sigma > 0 else 0.0
-        return super().noise(model, self.sigma, generator)
+        self.measured["sigma"] = self.sigma
+        return qerl.adaptive_quantization_noise(model, self.sigma, generator)
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
-        rollout = super().generate(model, prompts, max_new_tokens, group_size, **options)
+        rollout = qerl.generate(model, prompts, max_new_tokens, group_size, **options)
         self.entropy = rollout.entropy[rollout.mask].mean().item()
         return rollout
 
-    def before_updates(self, batch):
-        """Steer sigma for the next step; log the one that this step had."""
-        k3 = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.sampled)[0]
+    def mismatch(self, old_logprobs, rollout_logprobs, mask):
+        """qerl.mismatch, by which sigma is steered for the next step."""
+        k3, largest_ratio = qerl.mismatch(old_logprobs, rollout_logprobs, mask)
         if self.scheduled == 0:
             self.state["rounding"] = k3
         else:
-            # Of all tokens: DAPO's mask leaves out completions that were cut off, perhaps each one.
-            k1 = (batch.rollout_logprobs - batch.old_logprobs)[batch.sampled].mean().item()
+            k1 = (rollout_logprobs - old_logprobs)[mask].mean().item()
             self.state["sigma"] = clip(self.steer(k1, k3), SMALLEST, LARGEST)
-        return {"sigma": self.sigma}
+        return k3, largest_ratio
 
     def steer(self, k1, k3):
         """The next sigma by this step's mean(-l), mean(e^l - 1 - l) and entropy."""

@@ -12,7 +12,7 @@ corrects for it: with l = log pi_old - log mu of a sampled token, a completion i
 
     w = exp(sum of l) if that is in [0.5, 2], else by 0.
 
-What differs from QeRL: `noise`, `generate` and the loss.
+What differs from QeRL: the noise, `generate` and `policy_loss`.
 
 The paper's results: with one draw a step its authors found no gain over GRPO on average, with
 pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours: methods/README.md.
@@ -21,7 +21,6 @@ When would you use it? Where rewards within a group hardly differ. It starts the
 and with long completions w leaves its range, so look at kept_fraction.
 """
 import contextlib
-import dataclasses
 
 import torch
 
@@ -33,12 +32,6 @@ from methods.rollout_correction import correction
 from qerl import require
 
 DRAWS = 4                      # in a group
-
-
-def sequence_weights(batch):
-    """Sequence-MIS: how often each completion counts, float32 [N]; see above."""
-    log_ratio = batch.old_logprobs - batch.rollout_logprobs
-    return correction(log_ratio, batch.sampled, "sequence-mis")[:, 0]
 
 
 class Neighbour(Method):
@@ -53,10 +46,11 @@ class Neighbour(Method):
                 "--method pooled_noise: weighs completions already; use --tis 0")
 
     @contextlib.contextmanager
-    def noise(self, model, sigma, generator):
+    def adaptive_quantization_noise(self, model, sigma, generator):
         """No noise yet: `generate` draws it."""
         self.sigma = sigma
         self.generator = generator
+        self.kept = []
         yield
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
@@ -69,11 +63,12 @@ class Neighbour(Method):
         rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
         return join_rollouts(rollouts, rows.transpose(0, 1).flatten())
 
-    def loss(self, logprobs, micro_batch):
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                    ref_logprobs, beta, rollout_logprobs, tis):
+        log_ratio = old_logprobs - rollout_logprobs                # 0 at padding
+        weight = correction(log_ratio, weights > 0, "sequence-mis")[:, 0]                # [B]
+        self.kept += (weight > 0).tolist()
+        self.measured["kept_fraction"] = sum(self.kept) / len(self.kept)
         # A weight of the gain is one of the advantage.
-        weighted = micro_batch.advantages * sequence_weights(micro_batch)
-        return super().loss(logprobs, dataclasses.replace(micro_batch, advantages=weighted))
-
-    def before_updates(self, batch):
-        kept = sequence_weights(batch) > 0
-        return {"kept_fraction": kept.float().mean().item()}
+        return qerl.policy_loss(logprobs, old_logprobs, advantages * weight, weights, clip_low,
+                                clip_high, ref_logprobs, beta)

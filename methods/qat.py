@@ -150,12 +150,10 @@ class Neighbour(Method):
             raise qerl.UserError("--method qat: trains weights for NVFP4, not for "
                                  f"{settings.weights}; use --weights nvfp4")
 
-    def fits_questions(self):
-        return True
+    fits_questions = True
 
-    def stored_model(self, folder, questions, tokenizer):
+    def stored_model(self, start, folder, questions, tokenizer):
         require_16_bit(folder, "--method qat")
-        start = super().stored_model(folder, questions, tokenizer)
         device = self.settings.device
         recipe = RECIPE if self.settings.model else SMALL_RECIPE
         sequences = worked_sequences(questions, tokenizer, TOKENS)

@@ -98,22 +98,19 @@ class Neighbour(Method):
             scale_for_updates(model, UAQ_SCALE)
 
     @contextlib.contextmanager
-    def noise(self, model, sigma, generator):
+    def adaptive_quantization_noise(self, model, sigma, generator):
+        self.capped = []                       # a minibatch's tokens beyond the cap, by micro-batch
         rollout = eight_bit(model, self.format) if self.format else contextlib.nullcontext()
-        with super().noise(model, sigma, generator), rollout:
+        with qerl.adaptive_quantization_noise(model, sigma, generator), rollout:
             yield
 
-    def loss(self, logprobs, micro_batch):
-        old = micro_batch.old_logprobs
-        r = truncation(old, micro_batch.rollout_logprobs, self.settings.tis)
-        weight = qerl.truncated_importance(old, micro_batch.rollout_logprobs, self.settings.tis)
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                    ref_logprobs, beta, rollout_logprobs, tis):
+        r = truncation(old_logprobs, rollout_logprobs, tis)
+        self.capped.append((r < 1)[weights > 0])
+        capped = torch.cat(self.capped).float()
+        self.measured["capped_fraction"] = capped.mean().item() if len(capped) else 0.0
         return qerl.policy_loss(
-            logprobs, old, micro_batch.advantages, micro_batch.weights,
-            torch.full_like(r, self.settings.clip_low), (1 + self.settings.clip_high) / r - 1,
-            micro_batch.ref_logprobs, self.settings.beta, weight,
-        )
-
-    def before_updates(self, batch):
-        r = truncation(batch.old_logprobs, batch.rollout_logprobs, self.settings.tis)
-        capped = (r < 1)[batch.mask].float().sum() / batch.mask.sum().clamp_min(1)
-        return {"capped_fraction": capped.item()}
+            logprobs, old_logprobs, advantages, weights,
+            torch.full_like(r, clip_low), (1 + clip_high) / r - 1,
+            ref_logprobs, beta, rollout_logprobs, tis)

@@ -150,6 +150,6 @@ class Neighbour(Method):
         print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "
               f"{len(losses) - 1} validations")
 
-    def reference(self, model):
-        """The policy of the first step, LoRA included."""
+    def adapters_off(self, model):
+        """The reference is the policy of the first step, LoRA included."""
         return other_adapter(model, self.start)

@@ -11,8 +11,8 @@ The formulas are those of the algorithm notes and the helper of the library verl
 min(R A, clip(R, 1-ε, 1+ε) A):
 
     decoupled         -E[ w G(R) ]         three policies; w is made of ρ
-    bypass            -E[ G(π/π_rollout) ] π_old is π_rollout, and its forward pass is saved. No w:
-                                           the ratio already holds the correction
+    bypass            -E[ G(π/π_rollout) ] π_old is π_rollout. No w: the ratio already holds the
+                                           correction (verl saves π_old's pass; here the log needs it)
     policy gradient   -E[ w log π A ]      bypass without clipping; w is made of π/π_rollout
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
@@ -25,8 +25,8 @@ min(R A, clip(R, 1-ε, 1+ε) A):
 A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
 TRL; verl shortens that number, too, and so takes larger steps.
 
-Variants: NAME, one of these weights, is decoupled; normalised-token-tis and normalised-sequence-tis
-divide by the weights' mean in the step; pg-NAME is the policy gradient; bypass has no weight.
+Variants: NAME, one of these weights, is decoupled; pg-NAME is the policy gradient; bypass has no
+weight.
 
 What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
 the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
@@ -34,15 +34,14 @@ the library's notes and code, not the paper's tables, and quote none. Ours: meth
 When would you use it? First make the two policies alike; a correction pays with variance or bias
 for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
 right about prefixes, but of long completions few effective samples are left. The masks are for a
-rollout that sometimes goes wrong altogether. bypass saves a forward pass where the mismatch is
-small against the clip range.
+rollout that sometimes goes wrong altogether. bypass is for a mismatch that is small against the
+clip range.
 """
 import math
 
 import torch
 
 import qerl
-from harness.mismatch import describe_mismatch
 from methods import Method
 from qerl import UserError
 
@@ -51,7 +50,6 @@ CAPPED = ("token-tis", "sequence-tis", "sequence-mis")
 KEPT = {"token-tis": (0, math.inf), "sequence-tis": (0, math.inf), "sequence-mis": (0.5, 2),
         "icepop": (0.5, 5), "geometric": (0.999, 1.001), "k3": (0, 0.01)}
 VARIANTS = {kind: ("decoupled", kind) for kind in KEPT}            # name -> mode, kind of weight
-VARIANTS |= {f"normalised-{kind}": ("normalised", kind) for kind in CAPPED[:2]}
 VARIANTS |= {"bypass": ("bypass", None)}
 VARIANTS |= {f"pg-{kind}": ("policy gradient", kind) for kind in KEPT}
 
@@ -61,7 +59,7 @@ def correction(log_ratio, mask, kind, cap=2.0):
     """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
 
     log_ratio float32 [B, C]: log of the policy to correct for over π_rollout; mask bool [B, C]. In
-    this order: clamp, exponential, mask, truncate; the normalised variants then divide by the mean.
+    this order: clamp, exponential, mask, truncate.
     """
     log_ratio = log_ratio.masked_fill(~mask, 0)
     length = mask.sum(1, keepdim=True).clamp_min(1)
@@ -87,10 +85,6 @@ class Neighbour(Method):
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
         self.mode, self.kind = VARIANTS[self.variant]
-        self.three_policies = self.mode in ("decoupled", "normalised")
-        self.cap = settings.tis or 2.0
-        self.mean = 1.0        # of the step's weights, by which the normalised ones are divided
-        self.seen = []         # (log-ratio, mask, weight) of each micro-batch in the step's updates
 
     def check(self):
         if self.settings.tis and self.mode == "bypass":
@@ -100,42 +94,31 @@ class Neighbour(Method):
             raise UserError(f"--method rollout_correction:{self.variant}: it has no cap that --tis "
                             "could set; leave out --tis")
 
-    def old_logprobs(self, model, batch):
-        return super().old_logprobs(model, batch) if self.three_policies else batch.rollout_logprobs
+    def adaptive_quantization_noise(self, model, sigma, generator):
+        self.seen = []                         # the weights of the step's tokens, by micro-batch
+        return qerl.adaptive_quantization_noise(model, sigma, generator)
 
-    def before_updates(self, batch):
-        if self.mode == "normalised":
-            log_ratio = batch.old_logprobs - batch.rollout_logprobs
-            weight = correction(log_ratio, batch.mask, self.kind, self.cap)
-            self.mean = (weight.sum() / batch.mask.sum()).item() if batch.mask.any() else 1.0
-        return {}
-
-    def loss(self, logprobs, micro_batch):
-        corrected = micro_batch.old_logprobs if self.three_policies else logprobs.detach()
-        log_ratio = corrected - micro_batch.rollout_logprobs
-        weight = torch.ones_like(log_ratio)
+    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                    ref_logprobs, beta, rollout_logprobs, tis):
+        advantages = advantages[:, None]
         if self.kind:
-            weight = correction(log_ratio, micro_batch.mask, self.kind, self.cap) / self.mean
-        self.seen.append((log_ratio, micro_batch.mask, weight))
-        # R = π / π has the value 1, so that nothing is clipped, and the gradient of log π.
-        anchor = logprobs.detach() if self.mode == "policy gradient" else micro_batch.old_logprobs
+            mask = weights > 0
+            corrected = old_logprobs if self.mode == "decoupled" else logprobs.detach()
+            importance = correction(corrected - rollout_logprobs, mask, self.kind, tis or 2.0)
+            advantages = advantages * importance
+            self.measure(importance[mask])
+        if self.mode == "bypass":
+            old_logprobs = rollout_logprobs
+        if self.mode == "policy gradient":
+            # π / π has the value 1, so that nothing is clipped, and the gradient of log π.
+            old_logprobs = logprobs.detach()
         return qerl.policy_loss(
-            logprobs, anchor, micro_batch.advantages, micro_batch.weights,
-            self.settings.clip_low, self.settings.clip_high,
-            micro_batch.ref_logprobs, self.settings.beta, weight,
-        )
+            logprobs, old_logprobs, advantages, weights, clip_low, clip_high, ref_logprobs, beta)
 
-    def after_updates(self):
-        """The weights' mean, how many are 0 and, for lack of π_old, the mismatch of π in bypass."""
-        log_ratio, mask, weight = (torch.cat(part) for part in zip(*self.seen))
-        self.seen = []
-        if not mask.any():             # DAPO may leave out every completion
-            return {}
-        weight = weight[mask]
-        result = {
-            "importance_mean": weight.mean().item(),
-            "masked_fraction": (weight == 0).float().mean().item(),
-        }
-        if not self.three_policies:
-            result |= describe_mismatch(log_ratio, torch.zeros_like(log_ratio), mask)
-        return result
+    def measure(self, importance):
+        """The mean of the step's weights so far, and how many are 0."""
+        self.seen.append(importance)
+        importance = torch.cat(self.seen)
+        if len(importance):            # DAPO may leave out every completion
+            self.measured = {"importance_mean": importance.mean().item(),
+                             "masked_fraction": (importance == 0).float().mean().item()}

@@ -68,5 +68,5 @@ class Neighbour(Method):
     def check(self):
         require_noise(self.settings)
 
-    def noise(self, model, sigma, generator):
+    def adaptive_quantization_noise(self, model, sigma, generator):
         return shaped_noise(model, sigma, generator, self.variant)

@@ -57,9 +57,9 @@ def limited_sampler(limits):
 
 
 def join_samples(samples, branched, parents):
-    """train_gsm8k.Samples of both: each group of branches stands behind its question's other groups.
+    """(train_gsm8k.Samples of both, of each of their groups whether it is one of branches).
 
-    parents: of each group of `branched` the number of the question it belongs to. What was drawn
+    A group of branches stands behind its question's other groups. parents: of each group of `branched` the number of the question it belongs to. What was drawn
     (`draws`) stays what `samples` says.
     """
     count = len(samples.questions)
@@ -67,4 +67,4 @@ def join_samples(samples, branched, parents):
     order = sorted(range(len(belongs_to)), key=lambda k: belongs_to[k])      # equals keep their order
     joined = pick_groups([samples, branched], order)
     joined.draws = samples.draws or [samples]
-    return joined
+    return joined, [k >= count for k in order]
