@@ -739,7 +739,8 @@ def test_kl_by_hand():
     logprobs = torch.tensor([[-2.0]], requires_grad=True)
     loss, kl = qerl.policy_loss(
         logprobs, logprobs.detach(), torch.tensor([3.0]), torch.tensor([[0.5]]),
-        ref_logprobs=logprobs.detach() + math.log(2), beta=0.1, importance=torch.tensor([[0.25]]))
+        ref_logprobs=logprobs.detach() + math.log(2), beta=0.1,
+        rollout_logprobs=logprobs.detach() + math.log(4), tis=2.0)
     loss.backward()
     expected = 1 - math.log(2)
     assert kl.item() == pytest.approx(expected / 2)

@@ -10,7 +10,8 @@
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
 # and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
 # and plots, is in the folder harness/. `algo` in the loop is the module qerl; with --method it is a
-# neighbour in the folder methods/, which has some functions of its own and qerl's others.
+# neighbour in the folder methods/, which has some functions of its own and qerl's others. Letters in
+# shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
 import json
 import math
 import re
@@ -33,7 +34,6 @@ from harness.instruments import Clock, peak_memory_gb
 from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
 from harness.memory import find_fit, keep_decoded
 from harness.ranks import Ranks
-from harness.report import one_group
 from harness.run_folder import atomic_write, write_jsonl
 from harness.sharded import ShardedCheckpoint, SharedPasses
 from harness.small_policy import ByteText, warm_start
@@ -135,10 +135,7 @@ PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rat
 
 
 def train(settings):
-    """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save.
-
-    In shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
-    """
+    """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     algo = find_algo(settings)                         # the module qerl, or a neighbour
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
@@ -148,7 +145,6 @@ def train(settings):
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, fit,
                          questions + held_out)
-    ranks.differ(sampling_rng, settings.seed, state["step"])
     if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, held_out, settings, fit, "before", ranks))
@@ -162,8 +158,7 @@ def train(settings):
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 eos=tokenizer.eos, slots=fit.slots, generator=sampling_rng, **options)
         with clock("reward"):
-            require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
-            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
+            return score(asked, rollout, tokenizer, settings.reward)
 
     def draw():
         """Complete and score this process's share of the next questions."""
@@ -172,7 +167,7 @@ def train(settings):
         return complete(ranks.share(asked, settings.updates))
 
     if algo is not qerl:
-        draw = algo.sampling(draw, complete)
+        draw = algo.sampling(draw, complete, noise_rng)
 
     for step in keeper.steps(clock):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
@@ -185,9 +180,7 @@ def train(settings):
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = algo.group_advantages(samples.rewards, settings.algo)                # [P, G]
-        prompts = [q["prompt"] for q in samples.questions]
-        batch = make_batch(
-            prompts, samples.rollout, samples.rewards, advantages, algo, settings, ranks)
+        batch = make_batch(samples, advantages, algo, settings, ranks)
 
         # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
         # first minibatch does without the former: its own forward pass gives them.
@@ -205,15 +198,11 @@ def train(settings):
         with clock("update"):
             update_metrics = update(
                 algo, model, batch, optimizer, scaler, settings, fit.micro_tokens, ranks)
-            require_finite_policy(model, batch.prompts[0])
 
         # Log and save.
         keeper.log({"step": step + 1, "sigma": sigma, **update_metrics,
                     **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})})
-        if keeper.checkpoint_due(first=True):
-            keeper.show(one_group(samples, batch, tokenizer))
-        if keeper.checkpoint_due():
-            keeper.save()
+        keeper.save_if_due(samples, batch, tokenizer)
 
     state.update(evaluate(model, tokenizer, held_out, settings, fit, "after", ranks))
     keeper.finish(len(held_out))
@@ -246,6 +235,7 @@ def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+    require_finite_policy(model, batch.prompts[0])
     metrics = {
         "kl": sum(kl for _, kl in losses) / len(batch.minibatches),
         # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
@@ -358,12 +348,14 @@ def decode_all(tokenizer, rollout):
     return [tokenizer.decode(row[:length].tolist()) for row, length in rows]
 
 
-def score(questions, rollout, texts, scheme):
+def score(questions, rollout, tokenizer, scheme):
     """Samples, with the reward of each completion.
 
     A prompt or a method may begin the completions (with_prompts, methods.Method.sampling). What they
     go on from stands in question["begun"], and is scored with them.
     """
+    require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
+    texts = decode_all(tokenizer, rollout)
     scores = [reward(text, right, scheme) for text, right in answers_to(questions, texts)]
     scores = torch.tensor(scores, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)

@@ -67,20 +67,20 @@ class Batch:
             yield self.rows([chosen[i] for i in piece])
 
 
-def make_batch(prompts, rollout, rewards, advantages, algo, settings, ranks):
+def make_batch(samples, advantages, algo, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    prompts: P lists of token ids; rewards and advantages: float32 [P, G]; algo: see
-    train_gsm8k.train. A minibatch is of neighbouring rows, mostly whole groups. A group whose rewards
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; algo: see train_gsm8k.train. A minibatch is of neighbouring rows, mostly whole groups. A group whose rewards
     are equal has advantages of 0: without a KL term its rows are left out of the minibatches, and the
     weights of the others stay. (If no group has a signal the first stays, so that there is
     something to log.)
     """
-    group = rewards.shape[1]
+    rollout = samples.rollout
+    group = advantages.shape[1]
     mask = rollout.mask
     if qerl.OBJECTIVES[settings.algo].drop_truncated:      # (the authors' code does so for GRPO, too)
         mask = mask & rollout.finished[:, None]
-    teaches = qerl.has_signal(rewards)
+    teaches = qerl.has_signal(samples.rewards)
     teaches[0] |= not teaches.any()
     teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
     minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
@@ -89,7 +89,7 @@ def make_batch(prompts, rollout, rewards, advantages, algo, settings, ranks):
         * fraction_here(mask[rows], settings.algo, ranks) for rows in minibatches]
     unknown = torch.zeros_like(rollout.logprobs)
     return Batch(
-        prompts=[prompt for prompt in prompts for _ in range(group)],
+        prompts=[question["prompt"] for question in samples.questions for _ in range(group)],
         tokens=rollout.tokens,
         length=rollout.length,
         rollout_logprobs=rollout.logprobs,

@@ -10,7 +10,7 @@ from harness.checkpoint import fingerprint, read_checkpoint, restore, save_check
 from harness.checkpoint import weights_checksum
 from harness.checks import require_finite_metrics
 from harness.instruments import command_line, environment, open_tracker
-from harness.report import report_on
+from harness.report import one_group, report_on
 from harness.run_folder import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from qerl import UserError
 
@@ -111,6 +111,7 @@ class Keeper:
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
+        self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
 
@@ -123,11 +124,15 @@ class Keeper:
             clock.restart()
             yield step
 
-    def checkpoint_due(self, first=False):
-        """Is one due after the step that was logged last? first: also say so of the first step."""
+    def save_if_due(self, samples, batch, tokenizer):
+        """Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too."""
         step = self.state["step"]
-        return (step % self.settings.save_every == 0 or step == self.settings.steps
-                or first and step == 1)
+        due = step % self.settings.save_every == 0 or step == self.settings.steps
+        if self.writes and (due or step == 1):
+            group = one_group(samples, batch, tokenizer)
+            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+        if due:
+            self.save()
 
     def save(self):
         self.state["seconds"] = time.perf_counter() - self.started
@@ -148,11 +153,6 @@ class Keeper:
         self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged, logged["step"])
-
-    def show(self, group):
-        """Add the completions of one question to samples.jsonl."""
-        if self.writes:
-            append_jsonl(f"{self.folder}/samples.jsonl", {"step": self.state["step"], **group})
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""

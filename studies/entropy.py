@@ -14,12 +14,12 @@ from statistics import fmean as mean
 
 import torch
 
-import methods
 import qerl
 import train_gsm8k
-from harness.report import save_figure
+from harness.batches import cut_rows
 from harness.flags import Parser, require_flag, require_value
 from harness.instruments import command_line, environment
+from harness.report import save_figure
 from harness.run_folder import atomic_write, creating
 from studies.plots import plot_lines
 from studies.study import name_in_rows, positive, standard_error
@@ -32,7 +32,7 @@ PANELS = {
 }
 
 
-def measure(model, tokenizer, questions, settings, sigma, draw):
+def measure(model, tokenizer, questions, settings, fit, sigma, draw):
     """One rollout under one draw of noise: means over its tokens, and over its completions.
 
     The entropies of completions to one question are alike, so the standard error is that of the
@@ -43,13 +43,16 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
     with qerl.adaptive_quantization_noise(model, sigma, noise):
         rollout = qerl.generate(
             model, [q["prompt"] for q in questions], settings.max_new_tokens, settings.group,
-            eos=tokenizer.eos, slots=settings.slots, generator=sampling,
+            eos=tokenizer.eos, slots=fit.slots, generator=sampling,
         )
-    texts = train_gsm8k.decode_all(tokenizer, rollout)
-    samples = train_gsm8k.score(questions, rollout, texts, settings.reward)
-    batch = train_gsm8k.make_batch(samples, samples.rewards.flatten(), qerl.OBJECTIVES["grpo"])
-    kl, _ = qerl.mismatch(
-        batch.logprobs_under(model, settings.micro_tokens), rollout.logprobs, rollout.mask)
+    samples = train_gsm8k.score(questions, rollout, tokenizer, settings.reward)
+    prompts = [q["prompt"] for q in questions for _ in range(settings.group)]
+    logprobs = torch.zeros_like(rollout.logprobs)
+    with torch.no_grad():
+        for rows in cut_rows(prompts, rollout.length.tolist(), fit.micro_tokens):
+            logprobs[rows] = qerl.token_logprobs(
+                model, [prompts[i] for i in rows], rollout.tokens[rows], rollout.length[rows])
+    kl, _ = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
     entropy = (rollout.entropy * rollout.mask).view(len(questions), -1).sum(1)
     tokens = rollout.mask.view(len(questions), -1).sum(1)
     return {
@@ -66,13 +69,13 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
 def measure_format(weights, args):
     """A row for each sigma and draw of one format."""
     settings = train_gsm8k.arguments([*args.more, "--weights", weights, "--quantizer", "rtn"])
-    model, tokenizer, questions, _ = train_gsm8k.load_all(settings, methods.Method(settings))
+    model, tokenizer, questions, _, fit = train_gsm8k.load_all(settings, qerl)
     require_flag(args.prompts <= len(questions), "prompts", args.prompts,
                  f"there are {len(questions)} questions; lower it")
     asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}
     for sigma in args.sigmas:
         rows = [
-            {**asked, **measure(model, tokenizer, questions[:args.prompts], settings, sigma, draw)}
+            {**asked, **measure(model, tokenizer, questions[:args.prompts], settings, fit, sigma, draw)}
             for draw in range(args.draws)
         ]
         entropy, accuracy = (mean(row[key] for row in rows) for key in ("entropy", "accuracy"))

@@ -13,19 +13,19 @@ from functools import partial
 import torch
 
 import qerl
-from harness.batches import Batch
+from harness.batches import make_batch
 from harness.instruments import Clock, peak_memory_gb
 from harness.memory import cache_bytes
 from harness.ranks import Ranks
 from harness.sharded import SharedPasses
-from methods import Method, jetrl
+from methods import jetrl
 from studies.plots import plot_bars, plot_lines
 from studies.random_models import RandomWeights, ShardedRandomWeights, random_model, random_prompts
-from train_gsm8k import Settings
+from train_gsm8k import Samples, Settings, make_optimizer, update
 
 # The most that a model may take in bench.py memory.
 CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
-PHASES = ("rollout", "logprobs", "update")
+PHASES = ("rollout", "logprobs", "update")      # of the second, results of before alone
 
 
 class Phases(Clock):
@@ -88,50 +88,48 @@ class CutSampler(qerl.Sampler):
         self.limit[:len(lengths)] = lengths.to(self.limit.device)
 
 
-def take_step(model, optimizer, asked, lengths, settings, method, ranks):
-    """One step -> {phase: seconds, "step": their sum, ...}, and the Phases.
+class TimedRanks:
+    """The Ranks of an update of several processes, whose exchange has phases of its own."""
 
-    asked: prompts of this process; lengths: int64, of its completions. Of several processes the
-    figures are means, and the step's seconds are those of the slowest.
+    def __init__(self, ranks, phases):
+        self.ranks = ranks
+        self.phases = phases
+
+    def add_gradients(self, trained):
+        with self.phases("waiting"):            # for the slowest process
+            self.ranks.barrier(self.phases.device)
+        with self.phases("exchange"):
+            self.ranks.add_gradients(trained)
+
+
+def take_step(model, optimizer, scaler, asked, lengths, settings, algo, ranks):
+    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, ...}, and the Phases.
+
+    The rewards are random and there is one update, for which the step needs no log-probabilities
+    before. asked: prompts of this process; lengths: int64, of its completions. Of several processes
+    the figures are means, and the step's seconds are those of the slowest.
     """
     phases = Phases(model.device)
     ranks.barrier(model.device)
-    with phases("rollout"), method.noise(model, settings.sigma_start, None):
+    with phases("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
                                 slots=settings.slots, sampler_class=partial(CutSampler, lengths))
     with phases("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
-        advantages = qerl.group_advantages(rewards).flatten()
-        repeated = [prompt for prompt in asked for _ in range(settings.group)]
-        batch = Batch(repeated, rollout.tokens, rollout.length, rollout.logprobs, advantages,
-                      rollout.mask)
-    with phases("logprobs"):
-        batch.old_logprobs = method.old_logprobs(model, batch)
+        samples = Samples([{"prompt": prompt} for prompt in asked], rollout, None, rewards, rewards)
+        advantages = qerl.group_advantages(rewards)
+        batch = make_batch(samples, advantages, algo, settings, ranks)
+    timed = TimedRanks(ranks, phases) if ranks.count > 1 else ranks
     with phases("update"):
-        measured = method.before_updates(batch)
-        batch.weights = method.token_weights(batch) / ranks.count
-        for micro_batch in batch.micro_batches(settings.micro_tokens):
-            logprobs = qerl.token_logprobs(
-                model, micro_batch.prompts, micro_batch.tokens, micro_batch.length)
-            loss, _ = method.loss(logprobs, micro_batch)
-            loss.backward()
-    trained = qerl.trainable(model).values()
-    with phases("waiting"):             # for the slowest process
-        ranks.barrier(model.device)
-    with phases("exchange"):            # of gradients
-        ranks.add_gradients(trained)
-    with phases("update"):
-        norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-        assert math.isfinite(norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.after_updates()
+        update(algo, model, batch, optimizer, scaler, settings, settings.micro_tokens, timed)
+    for phase in {"waiting", "exchange"} & phases.seconds.keys():      # both are part of the update
+        phases.seconds["update"] -= phases.seconds[phase]
     return ranks.join({
         **phases.seconds,
         "step": sum(phases.seconds.values()),
         "length": rollout.length.float().mean().item(),
         "peak_memory_gb": max(phases.peak.values()),
-        **measured,
+        **getattr(algo, "measured", {}),
     }), phases
 
 
@@ -143,7 +141,8 @@ def settings_for(device, **changed):
     """The Settings of the steps that are measured; small ones for a CPU."""
     if device != "cuda":
         changed["max_new_tokens"] = 12
-    return Settings(**{"slots": 256, "micro_tokens": 16384, "device": device, **changed})
+    usual = {"slots": 256, "micro_tokens": 16384, "updates": 1, "lr": 1e-6, "device": device}
+    return Settings(**{**usual, **changed})
 
 
 def step_rows(name, weights, sizes, settings, repeats=1, shard=False):
@@ -160,16 +159,18 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False):
         ranks.serve = SharedPasses(model, ranks).serve
     if device == "cuda":
         model.recompute_in_backward()
-    method = jetrl.Neighbour(settings, "training") if weights.endswith("-fp8") else Method(settings)
-    method.prepare(model, None, None, None)
-    optimizer = torch.optim.AdamW(qerl.trainable(model).values(), 1e-6)
+    algo = qerl
+    if weights.endswith("-fp8"):
+        algo = jetrl.Neighbour(settings, "training")
+        algo.prepare(model, None, None, None)
+    optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
         own = replace(settings, group=group)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
         asked = random_prompts(
             model.config.vocab_size, prompts // ranks.count, prompt_tokens(device))
         lengths = cut_lengths(len(asked) * group, settings.max_new_tokens, ranks)
-        step = partial(take_step, model, optimizer, asked, lengths, own, method, ranks)
+        step = partial(take_step, model, optimizer, scaler, asked, lengths, own, algo, ranks)
         if device == "cuda":
             step()                                 # the first step of a size compiles its kernels
         steps = sorted((step()[0] for _ in range(repeats)), key=lambda figures: figures["step"])
@@ -248,8 +249,8 @@ def memory_row(name, settings):
     release_memory(device)
     taken = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else peak_memory_gb(device)
     trained = list(qerl.trainable(model).values())
-    optimizer = torch.optim.AdamW(trained, 1e-6, weight_decay=0.0)
-    for p in trained:                   # gradients of zero change nothing
+    optimizer, scaler = make_optimizer(model, settings)
+    for p in trained:                   # the moments are made of gradients of zero
         p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
@@ -270,8 +271,8 @@ def memory_row(name, settings):
         asked = random_prompts(model.config.vocab_size, 1, prompt_tokens(device))
         lengths = torch.full((settings.group,), length)
         step, phases = take_step(
-            model, optimizer, asked, lengths, settings, Method(settings), Ranks())
-    row["peak_gb"] = {phase: phases.peak[phase] for phase in PHASES}
+            model, optimizer, scaler, asked, lengths, settings, qerl, Ranks())
+    row["peak_gb"] = {phase: phases.peak[phase] for phase in ("rollout", "update")}
     row["rest_gb"] = {phase: peak - sum(parts_of(row, phase).values())
                       for phase, peak in row["peak_gb"].items()}
     return {**row, "reserved_gb": phases.reserved, "seconds": step["step"]}
@@ -290,11 +291,11 @@ def parts_of(row, phase):
 
 
 def plot_memory(result, plt):
-    """Three bars a model, a phase each."""
+    """A bar a model and phase."""
     bars = {}
     for row in sorted(result["rows"], key=lambda row: row["weights_gb"]):
         model = f"{row['model'].split('-')[-1]}\ncap {row['cap_gb']:g}" if row["cap_gb"] else row["model"]
-        for phase in PHASES:
+        for phase in row["peak_gb"]:
             rest = {"activations and the rest": max(0.0, row["rest_gb"][phase])}
             bars[f"{model}\n{phase}"] = parts_of(row, phase) | rest
     return plot_bars(plt, {"peak of a GRPO step, by phase": bars}, "GB (10⁹ bytes)")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import methods
 import qerl
 import train_gsm8k
 from harness import keeper
@@ -280,19 +279,25 @@ def columns(text, line):
 
 def neighbour(name, **settings):
     """A method as --method NAME finds it, with its defaults."""
-    values = {"method": name, **methods.defaults(name), **settings}
-    return methods.find(name, train_gsm8k.Settings(**values))
+    values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
+    return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
 
 
-def batch_with_log_ratios(log_ratios, advantages=None):
-    """A Batch whose log pi_old - log mu are these, float [N, C]."""
-    log_ratios = torch.tensor(log_ratios)
-    rows, length = log_ratios.shape
-    return Batch([[1]] * rows, torch.zeros(rows, length, dtype=torch.long),
-        torch.full((rows,), length), -1 - log_ratios,
-                 torch.ones(rows) if advantages is None else torch.tensor(advantages),
-                 torch.ones(rows, length, dtype=torch.bool),
-                 torch.full((rows, length), -1.0))
+def batch_of(prompts, rollout, advantages=None, **tensors):
+    """The completions of a Rollout as one minibatch; every advantage is 1 unless given."""
+    ones = torch.ones(len(rollout.tokens), device=rollout.tokens.device)
+    return Batch(
+        prompts, rollout.tokens, rollout.length, rollout.logprobs,
+        ones if advantages is None else advantages, qerl.token_weights(rollout.mask),
+        torch.zeros_like(rollout.logprobs), minibatches=[list(range(len(prompts)))], **tensors)
+
+
+def loss_of(algo, logprobs, batch):
+    """(loss, KL) of a whole Batch as the loop computes them."""
+    settings = algo.settings
+    return algo.policy_loss(
+        logprobs, batch.old_logprobs, batch.advantages, batch.weights, settings.clip_low,
+        settings.clip_high, batch.ref_logprobs, settings.beta, batch.rollout_logprobs, settings.tis)
 
 
 def stopped_and_resumed(monkeypatch, options, tmp_path):
@@ -347,19 +352,18 @@ def widened(tensors):
             tensors[name] = F.pad(tensor, (0, 8) if "down" in name else (0, 0, 0, 8))
 
 
-def sample_step(method, model, text, prompts, sigma=0.0, group=4, seed=0):
-    """A step's rollout by a methods.Method, with noise, and its log pi_old -> (Rollout, Batch).
+def sample_step(algo, model, text, prompts, sigma=0.0, group=4, seed=0):
+    """A step's rollout with noise, and its log pi_old -> (Rollout, Batch).
 
     group completions a prompt of at most 64 tokens; every advantage is 1.
     """
     sampling_rng = torch.Generator().manual_seed(seed)
     noise_rng = torch.Generator().manual_seed(seed)
-    with method.noise(model, sigma, noise_rng):
-        rollout = method.generate(
+    with algo.adaptive_quantization_noise(model, sigma, noise_rng):
+        rollout = algo.generate(
             model, prompts, 64, group, eos=text.eos, slots=256, generator=sampling_rng)
-    repeated = [p for p in prompts for _ in range(group)]
-    advantages = torch.ones(len(repeated))
-    batch = Batch(
-        repeated, rollout.tokens, rollout.length, rollout.logprobs, advantages, rollout.mask)
-    batch.old_logprobs = method.old_logprobs(model, batch)
+    batch = batch_of([p for p in prompts for _ in range(group)], rollout)
+    with torch.no_grad():
+        batch.old_logprobs = algo.token_logprobs(
+            model, batch.prompts, batch.tokens, batch.length)
     return rollout, batch

@@ -39,7 +39,7 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     bench.main()
     path = tmp_path / "cpu" / "memory.json"
     row, = json.loads(path.read_text())["rows"]
-    assert row["model"] == "tiny" and set(row["rest_gb"]) == set(step.PHASES)
+    assert row["model"] == "tiny" and set(row["rest_gb"]) == {"rollout", "update"}
     # LoRA of rank 16 on tiny's layers, float32: A and B of q, k, v, o, gate, up, down in two blocks.
     sizes = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
     lora = 2 * 16 * sum(a + b for a, b in sizes) * 4
@@ -116,8 +116,8 @@ def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
     """
     used, generate = [], qerl.generate
     budgets, cut = set(), Batch.micro_batches
-    monkeypatch.setattr(Batch, "micro_batches", lambda batch, budget: budgets.add(budget)
-                        or cut(batch, budget))
+    monkeypatch.setattr(Batch, "micro_batches", lambda batch, rows, budget: budgets.add(budget)
+                        or cut(batch, rows, budget))
 
     def watched(*args, **options):
         used.append(options["slots"])

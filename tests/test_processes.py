@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import bench
-import methods
 import qerl
 import train_gsm8k
 from common import batch_with_log_ratios, refused, run_main
@@ -156,13 +155,6 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(qwen, d
     run_main(monkeypatch, *options, "--resume")
     assert f"resumed {out} after step 2" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_minibatches_are_as_many_as_asked_for():
-    # deep_grpo adds groups, so that rows may not divide evenly
-    batch = batch_with_log_ratios([[0.0]] * 18)
-    sizes = [len(minibatch.prompts) for minibatch in batch.minibatches(8)]
-    assert len(sizes) == 8 and sum(sizes) == 18 and max(sizes) - min(sizes) <= 1
 
 
 def test_ranks_share_each_minibatch():
@@ -605,4 +597,4 @@ def test_each_process_needs_a_held_out_question(qwen, data, monkeypatch):
         max_new_tokens=8, eval_questions=3)
     ranks = as_rank(monkeypatch, 2, None)
     with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes"):
-        train_gsm8k.load_all(settings, methods.find("qerl", settings), ranks)
+        train_gsm8k.load_all(settings, qerl, ranks)

@@ -13,7 +13,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import methods
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
@@ -238,7 +237,7 @@ def test_a_folder_of_codes_keeps_them(qwen, data, cache, capsys):
     packed = quantizers.quantized_folder(qwen[0], "four-over-six", [], None, "cpu")
     flags = ["--model", packed, "--data", data, "--device", "cpu", "--max-new-tokens", "8"]
     settings = train_gsm8k.arguments(flags)
-    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    model, *_ = train_gsm8k.load_all(settings, qerl)
     assert settings.quantizer == "gptq"
     assert model.name_or_path == packed
     assert len(list(cache.iterdir())) == 1

@@ -1,5 +1,6 @@
 """A run: the loop, resume, evaluation, trackers."""
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -18,7 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import methods
 import qerl
 import train_gsm8k
 from common import BOXED, LEARNING, QUICK, QUIZ_EOS, QUIZ_TOKENS, TAGGED, assert_learned
@@ -26,10 +26,11 @@ from common import command, files_below, flat_policy, recorded, refused, run_mai
 from common import scored_by_letters, without_times
 from harness import keeper
 from harness.answers import final_number, is_right
-from harness.batches import cut_rows
+from harness.batches import cut_rows, make_batch
 from harness.checkpoint import adapter_tensors, read_checkpoint
 from harness.full_weights import train_all_weights
 from harness.instruments import flat
+from harness.ranks import Ranks
 from harness.run_folder import read_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from test_qerl import relative, scales
@@ -275,7 +276,8 @@ def set_advantages(group, algo):
     rewards = torch.tensor([row.reward for row in group])
     for row in group:
         row.advantage = 0.0
-        if rewards.min() < rewards.max():
+        row.teaches = bool(rewards.min() < rewards.max())
+        if row.teaches:
             divisor = 1 if algo == "dr-grpo" else rewards.std() + 1e-4
             row.advantage = ((row.reward - rewards.mean()) / divisor).item()
 
@@ -285,13 +287,18 @@ def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-def logged_of(rows, everything):
-    """What the log has to say of the rows that a step learned from, and of everything that it drew."""
-    x = torch.cat([row.old - row.rollout_logprobs for row in rows])
+def logged_of(rows, everything, settings):
+    """What the log has to say of the rows that a step kept, and of everything that it drew.
+
+    Without a KL term the mismatch is of the groups with a signal: the others are not scored.
+    """
+    scored = [row for row in rows if row.teaches or settings.beta]
+    x = torch.cat([row.old - row.rollout_logprobs for row in scored])
     return {
         "reward": mean(row.reward for row in everything),
         "accuracy": mean(row.correct for row in everything),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
+        "groups_left_out": 1 - len(scored) / len(rows),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
         "mismatch_max_ratio": x.abs().max().exp().item(),
         "length": mean(len(row.tokens) for row in rows),
@@ -389,7 +396,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             "gradient_norm": norms[-1],
             "lr": settings.lr * rate,
             "draws": len(draws),
-            **logged_of(rows, everything),
+            **logged_of(rows, everything, settings),
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
@@ -412,6 +419,63 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     assert {(True, True), (False, True), (True, False)} <= set(clipped)
     assert settings.algo != "dapo" or max(m["draws"] for m in log) > 1
     assert not settings.tis or min(importances) < settings.tis < max(importances)
+
+
+def made_up_step(model, rewards, settings):
+    """A Batch of random completions of up to 9 tokens of P prompts, with these rewards [P, G]."""
+    torch.manual_seed(3)
+    rewards = torch.tensor(rewards)
+    count = rewards.numel()
+    length = torch.randint(1, 10, (count,))
+    mask = qerl.length_mask(length, 9)
+    tokens = torch.randint(20, 250, (count, 9)) * mask
+    rollout = qerl.Rollout(tokens, -torch.rand(count, 9) * mask, mask.float(), length, length < 9)
+    questions = [{"prompt": [5 + i] * (2 + i)} for i in range(len(rewards))]
+    samples = train_gsm8k.Samples(questions, rollout, None, rewards, rewards)
+    advantages = qerl.group_advantages(rewards, settings.algo)
+    return make_batch(samples, advantages, qerl, settings, Ranks())
+
+
+@pytest.mark.parametrize("algo", sorted(qerl.OBJECTIVES))
+@pytest.mark.parametrize("rewards,left_out", [
+    ([[1.0, 0, 1], [1, 1, 1], [0, 0, 0], [0, 1, 2]], 6),
+    ([[0.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 0]], 9),         # a minibatch without any signal
+    ([[1.0, 1, 1]] * 4, 9),                                     # the first group is kept for the log
+])
+def test_groups_without_a_signal_leave_the_gradient_as_it_is(qwen, algo, rewards, left_out):
+    """To the last bit, where each row is a micro-batch of its own."""
+    settings = train_gsm8k.Settings(
+        algo=algo, updates=2, max_new_tokens=9, device="cpu", dtype="float32", lr=0.01)
+    trained = []
+    for all_rows in (False, True):
+        torch.manual_seed(0)
+        model = qerl.load_model(qwen[0], lora_rank=2)
+        optimizer, scaler = train_gsm8k.make_optimizer(model, settings)
+        batch = made_up_step(model, rewards, settings)
+        assert len(batch.prompts) - sum(map(len, batch.minibatches)) == left_out
+        if all_rows:
+            batch.minibatches = [list(range(6)), list(range(6, 12))]
+        with torch.no_grad():
+            for rows in batch.micro_batches(batch.later_rows, 1):
+                batch.old_logprobs[rows.index] = qerl.token_logprobs(
+                    model, rows.prompts, rows.tokens, rows.length)
+        train_gsm8k.update(qerl, model, batch, optimizer, scaler, settings, 1)
+        trained.append(flat_policy(qerl.trainable(model)))
+    assert trained[0].equal(trained[1])
+
+
+def test_the_first_minibatch_needs_no_old_logprobs(qwen):
+    """update() sets them: they are those of the policy before it."""
+    settings = train_gsm8k.Settings(
+        updates=2, max_new_tokens=9, device="cpu", dtype="float32", lr=0.01)
+    model = qerl.load_model(qwen[0], lora_rank=2)
+    batch = made_up_step(model, [[1.0, 0, 1], [0, 1, 2]], settings)
+    with torch.no_grad():
+        old = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+    batch.old_logprobs[3:] = old[3:]
+    optimizer, scaler = train_gsm8k.make_optimizer(model, settings)
+    train_gsm8k.update(qerl, model, batch, optimizer, scaler, settings, 1000)
+    torch.testing.assert_close(batch.old_logprobs, old)
 
 
 def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch):
@@ -446,10 +510,10 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
             assert summary[f"{kind}_{when}"] == sum(stated) / 5
     # What is drawn depends on the seed alone, not on what was drawn before.
     first = calls[0].rollout.tokens
-    model, tokenizer, _, held_out = train_gsm8k.load_all(settings, methods.Method(settings))
+    model, tokenizer, _, held_out, fit = train_gsm8k.load_all(settings, qerl)
     for seed, same in ((settings.seed, True), (settings.seed, True), (settings.seed + 1, False)):
-        settings.seed = seed
-        train_gsm8k.evaluate(model, tokenizer, held_out, settings, "now")
+        seeded = dataclasses.replace(settings, seed=seed)
+        train_gsm8k.evaluate(model, tokenizer, held_out, seeded, fit, "now")
         again = calls[-2].rollout.tokens
         assert (again.shape == first.shape and again.equal(first)) == same
 

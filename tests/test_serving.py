@@ -16,7 +16,6 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import methods
 import qerl
 import train_gsm8k
 from common import killed_at, refused, run_main, used_folder, widened
@@ -96,7 +95,7 @@ def test_saved_folder_is_what_a_quantizer_trains_on(qwen, data, tmp_path, cache,
     options = ("--model", qwen[0], "--data", data, "--quantizer", quantizer, "--device", "cpu")
     run_main(monkeypatch, *options, "--save-quantized", tmp_path / "out")
     settings = train_gsm8k.arguments([*options, "--max-new-tokens", "8"])
-    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    model, *_ = train_gsm8k.load_all(settings, qerl)
     trained_on, saved = tensors_of(model.name_or_path), tensors_of(tmp_path / "out")
     assert trained_on.keys() == saved.keys() and len(list(cache.iterdir())) == 1
     assert all(torch.equal(saved[k].float(), trained_on[k].float()) for k in saved)
@@ -132,7 +131,7 @@ def test_a_sharded_folder_is_saved_as_a_whole_one(qwen, tmp_path, monkeypatch, d
     assert stored[0] == stored[1]
     settings = train_gsm8k.arguments(["--model", str(tmp_path / "out"), "--data", data, "--device",
         "cpu", "--max-new-tokens", "8"])
-    model, *_ = train_gsm8k.load_all(settings, methods.find("qerl", settings))
+    model, *_ = train_gsm8k.load_all(settings, qerl)
     stored = tensors_of(tmp_path / "out")
     assert model.name_or_path == str(tmp_path / "out")
     for layer in qerl.load_model(model.name_or_path).quantized_layers():
