@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import bench
 import qerl
 import train_gsm8k
-from common import batch_with_log_ratios, refused, run_main
+from common import refused, run_main
 from harness import checkpoint, sharded
 from harness.checkpoint import read_checkpoint
 from harness.ranks import Ranks
