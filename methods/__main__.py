@@ -24,7 +24,9 @@ ROW = ("{name:30} {mismatch_kl:7.5f} {effective_completions:6.1%} {entropy:8.3f}
 
 def every_variant():
     """All that --method takes."""
-    for name in methods.names():
+    first, *files = methods.names()
+    yield first
+    for name in files:
         neighbour, _ = methods.look_up(name)
         yield from [f"{name}:{variant}" for variant in neighbour.variants] or [name]
 
@@ -44,7 +46,7 @@ def main(argv=None):
         parser = Parser(__doc__, prog="python -m methods")
         parser.add_argument("names", nargs="*", metavar="NAME", help="as --method takes it")
         names = parser.parse_args(argv).names or every_variant()
-        names = [name for name in names if methods.look_up(name)]         # it refuses unknown ones
+        names = [name for name in names if name == "qerl" or methods.look_up(name)]   # refuses others
         print(HEADER)
         for name in names:
             print(ROW.format(name=name, **second_step(name)), flush=True)

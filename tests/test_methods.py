@@ -5,21 +5,19 @@ import importlib
 import math
 import re
 import types
-from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-import methods
 import qerl
 import train_gsm8k
-from common import QUICK, batch_with_log_ratios, neighbour, refused
-from common import sample_step, stopped_and_resumed
-from harness.batches import Batch
+import common
+from common import QUICK, refused, sample_step, stopped_and_resumed
+from harness.batches import Batch, effective_sizes, make_batch
 from harness.full_weights import train_all_weights
-from harness.mismatch import describe_mismatch
+from harness.ranks import Ranks
 from harness.small_policy import ByteText
 from methods import deep_grpo, maspo, qurl, rollout_correction
 from methods.parts import branches, eight_bit
@@ -27,68 +25,80 @@ from test_qerl import PROMPTS, WEIGHTS, compressed_tensors_nvfp4, gpu, make_fold
 from test_qerl import stacked_layer, trl_trainer, with_lora
 
 
+def neighbour(name, *flags):
+    """The neighbour that --method NAME finds, with the small preset's settings and these flags."""
+    given = ["--device", "cpu", "--method", name, *map(str, flags)]
+    return train_gsm8k.find_algo(train_gsm8k.arguments(given))
+
+
+def loss_of(algo, logprobs, batch):
+    """(loss, KL) of a whole Batch after a rollout of a model without norms."""
+    with algo.adaptive_quantization_noise(torch.nn.Module(), 0.0, None):
+        return common.loss_of(algo, logprobs, batch)
+
+
+def batch_with_log_ratios(log_ratios, advantages=(1.0,)):
+    """A Batch whose log pi_old - log mu are these, float [N, C]; all tokens weigh the same."""
+    log_ratios = torch.tensor(log_ratios)
+    shape = log_ratios.shape
+    old = torch.full(shape, -1.0)
+    return Batch([[1]] * shape[0], torch.zeros(shape, dtype=torch.long),
+                 torch.full(shape[:1], shape[1]), old - log_ratios, torch.tensor(advantages),
+                 torch.full(shape, 1 / log_ratios.numel()), old)
+
+
 def mismatched_batch(seed=0, spread=0.5):
-    """A batch of 4 completions of up to 9 tokens, sampled by a policy whose log-probabilities are
-    `spread` off.
-    """
+    """4 completions of up to 9 tokens; the log-probabilities of who sampled are `spread` off."""
     torch.manual_seed(seed)
     length = torch.tensor([9, 4, 7, 1])
     mask = qerl.length_mask(length, 9)
     old = -torch.rand(4, 9) * mask
     rollout = (old - spread * torch.randn(4, 9)) * mask
-    return Batch([[5, 6, 7, 8]] * 4, torch.randint(20, 250, (4, 9)) * mask, length, rollout,
-        torch.tensor([1.0, -0.5, 2.0, -2.5]),
-                 mask, old, weights=qerl.token_weights(mask))
+    advantages = torch.tensor([1.0, -0.5, 2.0, -2.5])
+    tokens = torch.randint(20, 250, (4, 9)) * mask
+    return Batch([[5, 6, 7, 8]] * 4, tokens, length, rollout, advantages, qerl.token_weights(mask),
+                 old)
 
 
 @pytest.mark.parametrize("variant,trl", [
     ("token-tis", dict(mode="token_truncate", clip_max=2.0)),
     ("sequence-tis", dict(mode="sequence_truncate", clip_max=2.0)),
     ("sequence-mis", dict(mode="sequence_mask", clip_min=0.5, clip_max=2.0)),
-    ("icepop", dict(mode="token_mask", clip_min=0.5, clip_max=5.0))])
+    ("icepop", dict(mode="token_mask", clip_min=0.5, clip_max=5.0)),
+])
 def test_rollout_correction_weights_and_gradient_equal_trl(qwen, tmp_path, variant, trl):
-    """TRL computes the weights of the same log-probabilities, and then the loss; its vLLM is
-    replaced by our tensors.
-    """
-    trainer = trl_trainer(qwen[0], tmp_path, loss_type="grpo",
-        **{f"vllm_importance_sampling_{k}": v for k, v in trl.items()})
+    """TRL takes our log-probabilities for its vLLM's and for those of its old policy."""
+    options = {f"vllm_importance_sampling_{name}": value for name, value in trl.items()}
+    trainer = trl_trainer(qwen[0], tmp_path, loss_type="grpo", **options)
     trainer.use_vllm = True
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+    score = trainer._get_per_token_logps_and_entropies
     model = qerl.load_model(qwen[0], weights="bf16", lora_rank=2, train_norms=True)
-    masked = 0
-    for seed in range(4):
-        batch = mismatched_batch(seed)
-        logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
-        batch.old_logprobs = (logprobs.detach() + 0.1 * torch.randn(4, 9)) * batch.mask
-        batch.rollout_logprobs = (batch.old_logprobs - 0.6 * torch.randn(4, 9)) * batch.mask
-        rows = [row[:n] for row, n in zip(batch.tokens.tolist(), batch.length)]
-        sampled = [row[:n].tolist() for row, n in zip(batch.rollout_logprobs, batch.length)]
-        trainer._generate = lambda prompts: (batch.prompts, rows, None, ["a"] * 4, sampled, {}, None,
-            None)
-        score = trainer._get_per_token_logps_and_entropies
-        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (batch.old_logprobs,
-            None, None)
-        theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * 4)
-        trainer._get_per_token_logps_and_entropies = score
-        log_ratio = batch.old_logprobs - batch.rollout_logprobs
-        weight = rollout_correction.correction(log_ratio, batch.mask, variant)
-        torch.testing.assert_close(weight, theirs["importance_sampling_ratio"] * batch.mask,
-            rtol=1e-5, atol=1e-6)
-        masked += int((weight == 0)[batch.mask].sum())
-        theirs["advantages"] = batch.advantages
-        method = neighbour(f"rollout_correction:{variant}")
-        loss, _ = method.loss(logprobs, batch)
-        their_loss = trainer._compute_loss(trainer.model, theirs)
-        assert loss.item() == pytest.approx(their_loss.item(), rel=1e-4)
-        model.zero_grad()
-        trainer.model.zero_grad()
-        loss.backward()
-        their_loss.backward()
-        for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
-            torch.testing.assert_close(norm.weight.grad,
-                trainer.model.get_parameter(f"{norm.name}.weight").grad, rtol=1e-3, atol=1e-5)
-    assert (masked > 0) == (variant in ("sequence-mis", "icepop"))
+    batch = mismatched_batch()
+    mask = batch.weights > 0
+    logprobs = qerl.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+    batch.old_logprobs = (logprobs.detach() + 0.1 * torch.randn(4, 9)) * mask
+    batch.rollout_logprobs = (batch.old_logprobs - 0.6 * torch.randn(4, 9)) * mask
+    rows, sampled = ([row[:n].tolist() for row, n in zip(t, batch.length)]
+                     for t in (batch.tokens, batch.rollout_logprobs))
+    trainer._generate = lambda _: (batch.prompts, rows, None, ["a"] * 4, sampled, {}, None, None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (batch.old_logprobs, None, None)
+    theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * 4)
+    trainer._get_per_token_logps_and_entropies = score
+    weight = rollout_correction.correction(
+        batch.old_logprobs - batch.rollout_logprobs, mask, variant)
+    torch.testing.assert_close(weight, theirs["importance_sampling_ratio"] * mask)
+    assert (weight == 0)[mask].any() == (variant in ("sequence-mis", "icepop"))
+    theirs["advantages"] = batch.advantages
+    loss, _ = loss_of(neighbour(f"rollout_correction:{variant}"), logprobs, batch)
+    their_loss = trainer._compute_loss(trainer.model, theirs)
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-4)
+    loss.backward()
+    their_loss.backward()
+    for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+        expected = trainer.model.get_parameter(f"{norm.name}.weight").grad
+        torch.testing.assert_close(norm.weight.grad, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_rollout_correction_masks_by_hand():
@@ -116,17 +126,17 @@ def test_rollout_correction_masks_by_hand():
     assert far.tolist() == [[0, 0, 0]]
 
 
-def test_mismatch_by_hand():
+def test_effective_sizes_by_hand():
     """Two completions with the ratios (2, 1/2) and (3): their products are 1 and 3."""
     ratio = torch.tensor([[2, 0.5], [3, 1]])
     mask = torch.tensor([[True, True], [True, False]])
     old = torch.where(mask, ratio.log() - 1, 5.0)
-    found = describe_mismatch(old, torch.full((2, 2), -1.0), mask)
-    expected = {"mismatch_kl": (5.5 - 3 - math.log(3)) / 3, "mismatch_max_ratio": 3,
+    assert effective_sizes(old, torch.full((2, 2), -1.0), mask) == pytest.approx({
         "mismatch_k1": -math.log(3) / 3,
-                "mismatch_chi2": (4 + 0.25 + 9) / 3 - 1, "effective_tokens": 5.5 ** 2 / (3 * 13.25),
-                "effective_completions": 4 ** 2 / (2 * 10)}
-    assert found == pytest.approx(expected, rel=1e-5)
+        "mismatch_chi2": (4 + 0.25 + 9) / 3 - 1,
+        "effective_tokens": 5.5 ** 2 / (3 * 13.25),
+        "effective_completions": 4 ** 2 / (2 * 10),
+    }, rel=1e-5)
 
 
 def compressed_tensors_scheme(format):
@@ -213,13 +223,11 @@ def test_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(qwen, fo
 
 
 def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
-    """Written in the untruncated ratio ρ and in r R, whose bound stays 1 + ε; below, the bound is
-    that of TIS.
-    """
+    """In the untruncated ratio ρ and in r R, whose bound stays 1 + ε; below, the bound is TIS's."""
     batch = mismatched_batch(spread=1.0)
     logprobs = (batch.old_logprobs + 0.5 * torch.randn(4, 9)).requires_grad_()
     method = neighbour("qurl:acr")
-    loss, _ = method.loss(logprobs, batch)
+    loss, _ = loss_of(method, logprobs, batch)
     z = logprobs.detach().requires_grad_()
     rho = (batch.old_logprobs - batch.rollout_logprobs).exp()
     R = (z - batch.old_logprobs).exp()
@@ -229,13 +237,14 @@ def test_adaptive_clipping_is_the_clipping_of_the_whole_weight():
     lower = rho * r * R.clamp(min=0.8) * A
     expected = -(torch.where(A > 0, upper, lower) * batch.weights).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    ours, theirs = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, z)[0]
-    torch.testing.assert_close(ours, theirs)
-    capped = (rho > 2) & batch.mask
-    fraction = (capped.sum() / batch.mask.sum()).item()
-    assert method.before_updates(batch)["capped_fraction"] == pytest.approx(fraction)
-    assert capped.any()
-    tis, _ = methods.find("qerl", method.settings).loss(logprobs, batch)
+    ours, = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, z)[0])
+    capped = (rho > 2) & (batch.weights > 0)
+    fraction = (capped.sum() / batch.length.sum()).item()
+    assert method.measured["capped_fraction"] == pytest.approx(fraction) and fraction > 0
+    tis, _ = qerl.policy_loss(
+        logprobs, batch.old_logprobs, batch.advantages, batch.weights,
+        rollout_logprobs=batch.rollout_logprobs, tis=2.0)
     differs = torch.autograd.grad(tis, logprobs)[0] != ours
     assert differs.any() and not (differs & ~capped).any()
 
@@ -296,65 +305,48 @@ def test_gpu_eight_bit_products_equal_the_cpus(tmp_path, format, largest):
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.05
 
 
-def small_neighbour(name, settings=(), **state):
-    """The Method of --method NAME with the small preset's settings and these."""
-    method = methods.find(name,
-        train_gsm8k.arguments(["--device", "cpu", "--micro-tokens", "16384", "--method", name,
-        *map(str, settings)]))
-    method.state.update(state)
-    return method
-
-
-def steered(method, model, scheduled, log_ratios):
+def steered(method, scheduled, log_ratios):
     """The sigma that a step had, whose completions had these log ratios."""
-    with method.noise(model, scheduled, torch.Generator()):
-        pass
-    return method.before_updates(batch_with_log_ratios(log_ratios))["sigma"]
+    method.adaptive_quantization_noise(torch.nn.Module(), scheduled, None)
+    batch = batch_with_log_ratios(log_ratios)
+    method.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.weights > 0)
+    return method.measured["sigma"]
 
 
-def test_noise_control_holds_a_divergence(qwen):
-    """The noise of a made-up policy has the divergence 100 sigma^2 on top of a rounding of 1e-3:
-    the loop must find both.
-    """
-    model = qerl.load_model(qwen[0])
-    method = small_neighbour("noise_control:divergence")
+def test_noise_control_holds_a_divergence():
+    """A made-up policy diverges by 100 sigma^2, and by 1e-3 of rounding: both must be found."""
+    method = neighbour("noise_control:divergence")
 
-    # half of the tokens at +x, half at -x: mean(e^l - 1 - l) = cosh(x) - 1
-    def divergent(sigma):
+    def divergent(sigma):              # mean(e^l - 1 - l) of +x and -x is cosh(x) - 1
         x = math.acosh(1 + 1e-3 + 100 * sigma ** 2)
         return [[x, -x]]
-    # without noise: only K_0 is measured
-    assert steered(method, model, 0.0, divergent(0)) == 0
+
+    def run(scheduled):
+        return [steered(method, scheduled, divergent(method.state["sigma"])) for _ in range(30)]
+    assert steered(method, 0.0, divergent(0)) == 0         # without noise K_0 alone is measured
     assert method.state["sigma"] == 0.01
     assert method.state["rounding"] == pytest.approx(1e-3, rel=1e-3)
-    sigmas = [steered(method, model, 0.01, divergent(method.state["sigma"])) for _ in range(30)]
-    # down by 0.8 at most
-    assert sigmas[0] == 0.01 and sigmas[1] == pytest.approx(0.008)
+    sigmas = run(0.01)
+    assert sigmas[:2] == pytest.approx([0.01, 0.008])      # down by 0.8 at most
     assert 100 * sigmas[-1] ** 2 == pytest.approx(3e-3, rel=1e-2)
-    fallen = [steered(method, model, 0.005, divergent(method.state["sigma"])) for _ in range(30)]
-    # half of Eq. 8's sigma: a quarter
-    assert 100 * fallen[-1] ** 2 == pytest.approx(3e-3 / 4, rel=1e-2)
-    up = small_neighbour("noise_control:divergence")
-    # up by 1.25 at most
-    assert [steered(up, model, 0.01, [[0.0, 0.0]]) for _ in range(2)] == [0.01, 0.0125]
-    for _ in range(40):
-        steered(up, model, 0.01, [[0.0, 0.0]])
-    assert up.state["sigma"] == 0.2
+    # Half of Eq. 8's sigma is a quarter of the divergence.
+    assert 100 * run(0.005)[-1] ** 2 == pytest.approx(3e-3 / 4, rel=1e-2)
+    up = neighbour("noise_control:divergence")
+    sigmas = [steered(up, 0.01, [[0.0, 0.0]]) for _ in range(40)]
+    assert sigmas[:2] == [0.01, 0.0125] and sigmas[-1] == 0.2
 
 
-def test_noise_control_by_plappert_and_by_entropy(qwen):
-    model = qerl.load_model(qwen[0])
-    method = small_neighbour("noise_control:plappert")
+def test_noise_control_by_plappert_and_by_entropy():
+    method = neighbour("noise_control:plappert")
     # mean(-l) = 0.003 is near enough
-    assert steered(method, model, 0.01, [[-0.002, -0.004]]) == 0.01
-    assert steered(method, model, 0.01, [[-0.002, -0.0041]]) == pytest.approx(0.0101)
+    assert steered(method, 0.01, [[-0.002, -0.004]]) == 0.01
+    assert steered(method, 0.01, [[-0.002, -0.0041]]) == pytest.approx(0.0101)
     assert method.state["sigma"] == pytest.approx(0.01)
-    method = small_neighbour("noise_control:entropy", sigma=0.05)
-    # steps of a 50th of 0.2
-    for nats, sigma in ((0.19, 0.054), (0.21, 0.05)):
-        with method.noise(model, 0.01, torch.Generator()):
-            method.entropy = nats
-        method.before_updates(batch_with_log_ratios([[0.0]]))
+    method = neighbour("noise_control:entropy")
+    method.state["sigma"] = 0.05
+    for nats, sigma in ((0.19, 0.054), (0.21, 0.05)):      # steps of a 50th of 0.2
+        method.entropy = nats
+        steered(method, 0.01, [[0.0]])
         assert method.state["sigma"] == pytest.approx(sigma)
 
 
@@ -375,7 +367,8 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
     norms = {m.name: m for m in model.modules() if isinstance(m, qerl.RMSNorm)}
     with qerl.adaptive_quantization_noise(model, 0.01, torch.Generator().manual_seed(3)):
         expected = {name: norm.noisy_weight for name, norm in norms.items()}
-    with small_neighbour(variant).noise(model, 0.01, torch.Generator().manual_seed(3)):
+    with neighbour(variant).adaptive_quantization_noise(
+            model, 0.01, torch.Generator().manual_seed(3)):
         found = {name for name, norm in norms.items() if norm.noisy_weight is not None}
         assert found == set(noisy)
         assert all(torch.equal(norms[name].noisy_weight, expected[name]) for name in noisy)
@@ -387,90 +380,80 @@ def test_noise_control_where_the_noise_goes(qwen, variant, noisy):
     ("laplace", 6.0, lambda z: 0.5 - 0.5 * np.sign(z) * np.expm1(-math.sqrt(2) * abs(z))),
 ])
 def test_noise_control_distributions(qwen, variant, kurtosis, cdf):
-    """Mean, variance and fourth moment of the noise, and Kolmogorov and Smirnov's distance from the
-    distribution's formula.
-    """
-    model, rng = qerl.load_model(qwen[0]), torch.Generator().manual_seed(0)
-    method, drawn = small_neighbour(f"shaped_noise:{variant}"), []
+    """Moments of the noise, and Kolmogorov and Smirnov's distance from the formula."""
+    model = qerl.load_model(qwen[0])
+    norms = [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+    rng = torch.Generator().manual_seed(0)
+    method = neighbour(f"shaped_noise:{variant}")
+    drawn = []
     for _ in range(100):
-        with method.noise(model, 0.01, rng):
-            drawn += [(m.noisy_weight - m.weight.detach()) / 0.01
-                for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+        with method.adaptive_quantization_noise(model, 0.01, rng):
+            drawn += [(norm.noisy_weight - norm.weight.detach()) / 0.01 for norm in norms]
     z = np.sort(torch.cat(drawn).double().numpy())
     assert abs(z.mean()) < 0.02
     assert abs(z.var() - 1) < 0.04
     assert abs((z ** 4).mean() / kurtosis - 1) < 0.1
     steps = np.arange(len(z) + 1) / len(z)
     distance = max(np.abs(cdf(z) - steps[1:]).max(), np.abs(cdf(z) - steps[:-1]).max())
-    # the 0.1 % point
-    assert distance < 1.95 / math.sqrt(len(z))
+    assert distance < 1.95 / math.sqrt(len(z))             # the 0.1 % point
 
 
 def test_noise_control_pools_draws_within_each_group(qwen):
-    """Completion g of each prompt was sampled under draw g // 2: under that noise, scored anew, it
-    has the same log-probabilities.
-    """
+    """Completion g of each prompt was sampled under draw g // 2, and is as likely under it, anew."""
     model = with_lora(qwen[0])
-    prompts, sampling, noise = [[5, 6, 7],
-        [8, 9]], torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    method = small_neighbour("pooled_noise")
-    with method.noise(model, 0.3, noise):
-        rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256, generator=sampling)
-    repeated, agrees = [p for p in prompts for _ in range(8)], []
+    prompts = [[5, 6, 7], [8, 9]]
+    noise = torch.Generator().manual_seed(2)
+    method = neighbour("pooled_noise")
+    with method.adaptive_quantization_noise(model, 0.3, noise):
+        rollout = method.generate(model, prompts, 6, 8, eos={300}, slots=256,
+                                  generator=torch.Generator().manual_seed(1))
+    repeated = [p for p in prompts for _ in range(8)]
     noise.manual_seed(2)
-    for _ in range(4):
+    for draw in range(4):
         with qerl.adaptive_quantization_noise(model, 0.3, noise):
             scored = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
-        agrees.append((scored - rollout.logprobs).abs().amax(1) < 1e-4)
-    assert torch.stack(agrees).int().tolist() == [([0] * 2 * j + [1, 1] + [0] * (6 - 2 * j)) * 2
-        for j in range(4)]
+        agrees = (scored - rollout.logprobs).abs().amax(1) < 1e-4
+        assert agrees.tolist() == [g % 8 // 2 == draw for g in range(16)]
 
 
 def test_noise_control_drops_completions_far_from_the_policy():
-    """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times, in the loss as
-    in its gradient.
-    """
-    method = small_neighbour("pooled_noise")
-    ratios = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6])
-    batch = batch_with_log_ratios((ratios.log()[:, None] * torch.tensor([[0.75, 0.25]])).tolist(),
-        [1.0, 1.0, -1.0, -2.0])
-    batch.weights = torch.full((4, 2), 1 / 8)
+    """Sequence-MIS by hand: products 1.5, 4, 1/4 and 2 count 1.5, 0, 0 and 2 times."""
+    method = neighbour("pooled_noise")
+    log_ratio = torch.tensor([1.5, 4.0, 0.25, 2.0 - 1e-6]).log()[:, None]
+    batch = batch_with_log_ratios((log_ratio * torch.tensor([[0.75, 0.25]])).tolist(),
+                                  [1.0, 1.0, -1.0, -2.0])
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    loss, kl = method.loss(logprobs, batch)
+    loss, kl = loss_of(method, logprobs, batch)
     loss.backward()
     assert loss.item() == pytest.approx(-(1.5 - 2 * 2) / 4, abs=1e-5) and kl == 0
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.5, 0, 0, 4]).repeat(2, 1).T / 8)
-    with method.noise(None, 0.01, None):
-        assert method.before_updates(batch)["kept_fraction"] == 0.5
+    assert method.measured["kept_fraction"] == 0.5
 
 
 def test_fp16_rounds_more_finely_than_bfloat16(qwen):
-    """Decoding against training, by transformers' own float32 log-probabilities: 3 more bits, up to
-    64 times less K3.
-    """
+    """By transformers' float32 log-probabilities: 3 more bits, up to 64 times less K3."""
     folder, theirs = qwen
-    errors, mismatches = {}, {}
+    errors = {}
+    mismatches = {}
     for dtype in (torch.bfloat16, torch.float16):
         model = qerl.load_model(folder, "bf16", dtype=dtype)
-        rollout, batch = sample_step(small_neighbour("qerl"), model,
-            types.SimpleNamespace(eos={300}), [[5, 6, 7]], group=16)
-        tokens = torch.cat([torch.tensor([[5, 6, 7]]).repeat(16, 1), rollout.tokens], 1)
-        exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1,
-            rollout.tokens[..., None])[..., 0]
-        errors[dtype] = (batch.old_logprobs - exact).std().item()
-        mismatches[dtype], _ = qerl.mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-    # 8: 2^-8 against 2^-11
-    assert 5 < errors[torch.bfloat16] / errors[torch.float16] < 13
+        text = types.SimpleNamespace(eos={300})
+        rollout, batch = sample_step(qerl, model, text, [[5, 6, 7]], group=16)
+        old = batch.old_logprobs
+        tokens = torch.cat([torch.tensor([[5, 6, 7]] * 16), rollout.tokens], 1)
+        exact = theirs(tokens).logits[:, 2:-1].log_softmax(-1)
+        exact = exact.gather(-1, rollout.tokens[..., None])[..., 0]
+        errors[dtype] = (old - exact).std().item()
+        mismatches[dtype], _ = qerl.mismatch(old, rollout.logprobs, rollout.mask)
+    assert 5 < errors[torch.bfloat16] / errors[torch.float16] < 13             # 2^-8 to 2^-11
     assert mismatches[torch.bfloat16] > 20 * mismatches[torch.float16] > 0
 
 
 def test_maspo_weights_by_hand():
-    """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1; else
-    1.
-    """
+    """exp(-(rho - 1)^2 / 2 s^2) with s of the paper's two factors, where the update leaves 1."""
     def w(ratio, probability, advantage):
-        return maspo.maspo_weights(*(torch.tensor([[x]])
-            for x in (ratio, math.log(probability), advantage))).item()
+        given = ratio, math.log(probability), advantage
+        return maspo.maspo_weights(*(torch.tensor([[x]]) for x in given)).item()
     assert w(1.5, 1.0, 1.0) == pytest.approx(math.exp(-0.25 / (2 * 1.03 ** 2)))
     assert w(0.5, 1.0, -1.0) == pytest.approx(math.exp(-0.25 * 1.03 ** 2 / 2))
     assert w(3.0, 0.01, 2.0) == pytest.approx(math.exp(-4 / (2 * (0.01 ** -0.3 * 1.06) ** 2)))
@@ -480,49 +463,39 @@ def test_maspo_weights_by_hand():
     assert w(0.5, 0.9, 1.0) == w(1.5, 0.9, -1.0) == w(1.0, 0.9, 1.0) == w(2.0, 0.9, 0.0) == 1
 
 
+def test_maspo_loss_is_weighted_and_detached():
+    """Its gradient is -w rho A and that of the KL term; w itself has none."""
+    batch = mismatched_batch()
+    batch.ref_logprobs = -torch.rand(4, 9)
+    logprobs = (batch.old_logprobs + 0.5 * torch.randn(4, 9)).requires_grad_()
+    loss_of(neighbour("maspo", "--beta", 0.1), logprobs, batch)[0].backward()
+    x = batch.ref_logprobs - logprobs.detach()
+    ratio = (logprobs.detach() - batch.old_logprobs).exp()
+    A = batch.advantages[:, None]
+    w = maspo.maspo_weights(ratio, batch.old_logprobs, A)
+    assert (w < 0.99).any()
+    expected = batch.weights * (0.1 * (1 - x.exp()) - w * ratio * A)
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
 @pytest.mark.parametrize("variant", ["bypass", "pg-token-tis", "pg-icepop"])
 def test_rollout_correction_without_an_old_policy(variant):
     """bypass: the clipped ratio to the rollout. pg: the gradient of w log π A, with w a constant."""
     batch = mismatched_batch(spread=0.1)
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(4, 9)).requires_grad_()
-    batch.old_logprobs = torch.full((4, 9), math.nan)    # nobody computes it
+    batch.old_logprobs = torch.full((4, 9), math.nan)      # nobody reads it
     method = neighbour(f"rollout_correction:{variant}")
-    batch.old_logprobs = method.old_logprobs(None, batch)
-    method.loss(logprobs, batch)[0].backward()
+    loss_of(method, logprobs, batch)[0].backward()
     z = logprobs.detach().requires_grad_()
     ratio = (z - batch.rollout_logprobs).exp()
     A = batch.advantages[:, None]
-    capped = ratio.clamp(max=2)
     gain = {
         "bypass": torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A),
-        "pg-token-tis": capped.detach() * z * A,
+        "pg-token-tis": ratio.clamp(max=2).detach() * z * A,
         "pg-icepop": (ratio * ((ratio >= 0.5) & (ratio <= 5))).detach() * z * A,
     }[variant]
-    (-gain.sum(1) / batch.length / 4).sum().backward()
-    torch.testing.assert_close(logprobs.grad, z.grad * batch.mask)
-    k3 = (ratio - 1 - ratio.log())[batch.mask].mean().item()
-    assert method.after_updates()["mismatch_kl"] == pytest.approx(k3, rel=1e-4)
-
-
-def test_normalised_weights_have_mean_1_over_the_step():
-    """Over the step and not over a micro-batch: the pieces here are of one row each."""
-    batch = mismatched_batch(spread=1.0)
-    method = neighbour("rollout_correction:normalised-token-tis")
-    method.before_updates(batch)
-    for piece in batch.micro_batches(8):
-        method.loss(batch.old_logprobs[:1], piece)
-    assert len(method.seen) == 4
-    assert method.after_updates()["importance_mean"] == pytest.approx(1)
-
-
-def test_noise_control_counts_tokens_that_give_no_gradient():
-    """With DAPO all completions of a step may have been cut off."""
-    method = small_neighbour("noise_control:divergence")
-    method.scheduled = method.sigma = 0.01
-    batch = batch_with_log_ratios([[0.1, -0.1]])
-    batch.mask[:] = False
-    method.before_updates(batch)
-    assert method.state["divergence"] > 0
+    (-gain * batch.weights).sum().backward()
+    torch.testing.assert_close(logprobs.grad, z.grad)
 
 
 @pytest.mark.parametrize("pieces,ends", [
@@ -562,13 +535,12 @@ def made_samples(questions, texts, correct):
 
 def test_branches_join_the_samples_behind_their_question(qwen):
     """Two questions of two completions: three failed, and two of these have pivots."""
-    method = small_neighbour("deep_grpo", ["--max-new-tokens", 12, "--group", 2])
+    method = neighbour("deep_grpo", "--max-new-tokens", 12, "--group", 2, "--updates", 1)
     method.prepare(None, None, None, ByteText())
     model = qerl.load_model(qwen[0])
     questions = [{"question": "p", "prompt": [1, 2], "right": 3},
                  {"question": "q", "prompt": [4], "right": 5}]
     texts = ["ab\ncd", "right\n.", "no end", "x\ny"]
-    samples = made_samples(questions, texts, [[0.0, 1.0], [0.0, 0.0]])
     asked = []
 
     def complete(branched, phase, sampler_class):
@@ -576,48 +548,25 @@ def test_branches_join_the_samples_behind_their_question(qwen):
         rollout = qerl.generate(model, prompts, 12, 2, sampler_class=sampler_class)
         asked.append((branched, rollout.length.tolist()))
         return made_samples(branched, ["b1", "b2", "b3", "b4"], [[1.0, 0.0], [0.0, 0.0]])
-    both = method.explore(samples, complete, torch.Generator().manual_seed(0))
+
+    def draw():
+        return made_samples(questions, texts, [[0.0, 1.0], [0.0, 0.0]])
+    both = method.sampling(draw, complete, torch.Generator().manual_seed(0))()
     (branched, length), = asked
     first = {"question": "p", "prompt": [1, 2, *b"ab\n"], "right": 3, "begun": "ab\n"}
     second = {"question": "q", "prompt": [4, *b"x\n"], "right": 5, "begun": "x\n"}
     assert branched == [first, second]
-    assert length == [9, 9, 10, 10]                     # of 12, less what was begun
+    assert length == [9, 9, 10, 10]                        # of 12, less what was begun
     assert both.questions == [questions[0], first, questions[1], second]
     assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
     assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
-    advantages = method.advantages(both)                # of branches not divided by the deviation
-    half = math.sqrt(0.5)
-    expected = torch.tensor([[-half, half], [1, -1], [0, 0], [0, 0]])
+    assert method.measured == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
+    advantages = method.group_advantages(both.rewards, "grpo")
+    half = math.sqrt(0.5)                          # branches' are not divided by the deviation
+    expected = 2 * torch.tensor([[-half, half], [1, -1], [0, 0], [0, 0]])      # each stream is half
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=0)
-    batch = train_gsm8k.make_batch(both, advantages.flatten(), qerl.OBJECTIVES["grpo"])
-    seen = method.before_updates(batch)
-    assert seen == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
-    # Two of the eight are in each of four minibatches, on average; what else is there is no matter.
-    for chosen in ([*range(8)], [0, 1, 2], [3], [1, 7]):
-        weights = method.token_weights(batch.rows(chosen))
-        assert weights.sum(1).tolist() == pytest.approx([1] * len(chosen))
-    asked = [{"right": Decimal(16), "begun": "<answer>1"}]
-    scored = train_gsm8k.score(asked, both.rollout, ["6</answer>", "</answer>"], "answer")
-    assert scored.correct.tolist() == [[1, 0]]
-
-
-def test_maspo_loss_is_weighted_and_detached():
-    """Its gradient is -w rho A and that of the KL term; w itself has none."""
-    method = small_neighbour("maspo", ["--beta", 0.1])
-    torch.manual_seed(0)
-    old = -torch.rand(4, 3) - 0.1
-    ref = -torch.rand(4, 3)
-    A = torch.tensor([1.0, -1.0, 2.0, 0.0])
-    weights = torch.rand(4, 3)
-    batch = Batch([[1]] * 4, None, None, None, A, None, old, ref, weights)
-    logprobs = (old + 0.5 * torch.randn(4, 3)).requires_grad_()
-    method.loss(logprobs, batch)[0].backward()
-    x = ref - logprobs.detach()
-    ratio = (logprobs.detach() - old).exp()
-    w = maspo.maspo_weights(ratio, old, A[:, None])
-    assert (w < 0.99).any()
-    expected = weights * (0.1 * (1 - x.exp()) - w * ratio * A[:, None])
-    torch.testing.assert_close(logprobs.grad, expected)
+    batch = make_batch(both, advantages, method, method.settings, Ranks())
+    assert len(batch.prompts) == 8 and batch.weights.sum() == pytest.approx(1)
 
 
 NOISY = ("--sigma-start", 0.3, "--sigma-end", 0.3)
