@@ -53,7 +53,7 @@ from harness.ranks import Ranks
 from harness.run_folder import atomic_write, creating
 from harness.small_policy import warm_start
 from harness.stops import end, one_line
-from studies import claims, compare, entropy, results
+from studies import claims, compare, entropy, peers, results
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
 from studies.step import CAPS, limit_memory, memory_row, plot_memory, plot_scaling, plot_step
@@ -429,10 +429,15 @@ def bench_step(args):
     if args.shard and processes == 1:
         raise qerl.UserError("--shard: start by torchrun with --nproc_per_node=2 or more")
     limit_memory(args.cap, args.device)
+    settings = settings_for(args.device)
+    if args.peers:
+        settings = peers.equal_lengths(settings, sizes)
     for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"]):
+        if args.peers:
+            yield from peers.trl_rows(name, sizes, settings, args.repeats)
         for weights in args.weights:
-            settings = settings_for(args.device)
-            yield from step_rows(name, weights, sizes, settings, args.repeats, args.shard)
+            yield from step_rows(
+                name, weights, sizes, settings, args.repeats, args.shard, cut=not args.peers)
             release_memory(args.device)
 
 
@@ -519,6 +524,8 @@ def arguments():
                                  "1x8 32x8, times the processes)")
     of["step"].add_argument("--shard", action="store_true",
                             help="under torchrun: cut the frozen weights over the processes")
+    of["step"].add_argument("--peers", action="store_true",
+                            help="TRL + vLLM, too; completions of 256 tokens (studies/peers.py)")
     of["step"].add_argument("--cap", type=float, metavar="GB",
                             help="let each process take so many 10^9 bytes of its GPU at most")
     for what, default in (("step", 1), ("scaling", 3)):
@@ -547,7 +554,8 @@ def results_path(args):
     processes = Ranks().count
     several = f"-{processes}-processes" if processes > 1 else ""
     sharded = "-sharded" if args.what == "step" and args.shard else ""
-    return f"{args.out}/{hardware}/{args.what}{several}{sharded}"
+    beside = "-peers" if args.what == "step" and args.peers else ""
+    return f"{args.out}/{hardware}/{args.what}{several}{sharded}{beside}"
 
 
 def print_rows(rows):

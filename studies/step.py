@@ -15,7 +15,7 @@ import torch
 import qerl
 from harness.batches import make_batch
 from harness.instruments import Clock, peak_memory_gb
-from harness.memory import cache_bytes
+from harness.memory import cache_bytes, keep_activations
 from harness.ranks import Ranks
 from harness.sharded import SharedPasses
 from methods import jetrl
@@ -55,6 +55,14 @@ def release_memory(device):
         qerl.kernels.attention_scratch.cache_clear()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def device_memory_gb():
+    """Memory of the GPU in use now, by the driver's count, with what PyTorch keeps; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
 
 
 def limit_memory(cap, device):
@@ -145,11 +153,12 @@ def settings_for(device, **changed):
     return Settings(**{**usual, **changed})
 
 
-def step_rows(name, weights, sizes, settings, repeats=1, shard=False):
+def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
     """A row for each size (prompts of all processes, completions of each).
 
     weights: a format, or nvfp4-fp8, which is --method jetrl:training. repeats: the step is timed so
-    often, and the median one counts. shard: cut the weights over the processes.
+    often, and the median one counts. shard: cut the weights over the processes. cut: completions
+    have lengths like those of GSM8K's solutions; else all have settings.max_new_tokens.
     """
     device = settings.device
     ranks = Ranks()                    # this model's own: with --shard it holds on to the model
@@ -163,19 +172,23 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False):
     if weights.endswith("-fp8"):
         algo = jetrl.Neighbour(settings, "training")
         algo.prepare(model, None, None, None)
+    if device == "cuda" and not shard:             # blocks recompute only as memory asks for
+        keep_activations(model, settings.micro_tokens)
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
         own = replace(settings, group=group)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
         asked = random_prompts(
             model.config.vocab_size, prompts // ranks.count, prompt_tokens(device))
-        lengths = cut_lengths(len(asked) * group, settings.max_new_tokens, ranks)
+        lengths = torch.full((len(asked) * group,), settings.max_new_tokens)
+        if cut:
+            lengths = cut_lengths(len(lengths), settings.max_new_tokens, ranks)
         step = partial(take_step, model, optimizer, scaler, asked, lengths, own, algo, ranks)
         if device == "cuda":
             step()                                 # the first step of a size compiles its kernels
         steps = sorted((step()[0] for _ in range(repeats)), key=lambda figures: figures["step"])
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
-               "group": group, **steps[repeats // 2]}
+               "group": group, **steps[repeats // 2], "device_memory_gb": device_memory_gb()}
 
 
 def plot_step(result, plt):

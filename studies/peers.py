@@ -1,0 +1,220 @@
+"""One GRPO step of TRL with vLLM, measured beside this project's: `bench.py step --peers`.
+
+TRL's GRPOTrainer (https://huggingface.co/docs/trl/grpo_trainer) trains LoRA of PEFT on BF16 weights,
+and vLLM writes the completions in the same process on the same GPU. vLLM sleeps while TRL trains: its
+weights and its KV cache then take no memory. Model shapes, prompt and completion lengths, LoRA rank
+and the number of updates (one) are those of `bench.py step`; weights and rewards are random in both.
+"""
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+import qerl
+from harness.instruments import Clock
+from studies.random_models import SHAPES, config_of, random_prompts
+from studies.step import device_memory_gb, prompt_tokens
+
+PACKAGES = ["trl", "vllm", "peft", "datasets"]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NEW_TOKENS = 256                        # of every completion
+WARM_UP = 1                             # the first step compiles and records CUDA graphs
+
+
+@dataclass
+class Tuning:
+    """What TRL and vLLM leave to their user; each row states it.
+
+    The defaults here train 7B on a GPU of 80 GB without computing activations twice.
+    """
+    micro_batch: int = 8                # completions in one pass forward and backward
+    share: float = 0.4                  # of the GPU's memory for vLLM while it is awake
+    checkpointing: bool = False         # compute activations a second time in backward
+
+
+TUNED = {"Qwen2.5-1.5B": Tuning(micro_batch=16, share=0.35), "Qwen2.5-3B": Tuning(share=0.35)}
+
+
+def tuning_for(name, completions):
+    """The Tuning of a shape, with a micro-batch that divides so many completions."""
+    tuning = TUNED.get(name, Tuning())
+    fitting = [n for n in range(1, tuning.micro_batch + 1) if completions % n == 0]
+    return replace(tuning, micro_batch=max(fitting))
+
+
+def equal_lengths(settings, sizes):
+    """The Settings with completions of one length, all decoded at once.
+
+    Raises a UserError, one line, where a package of the peers is missing.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise qerl.UserError(f"--peers: {', '.join(missing)} cannot be imported; "
+                             "pip install 'trl[vllm,peft]' into this environment")
+    slots = max(prompts * group for prompts, group in sizes)
+    return replace(settings, max_new_tokens=NEW_TOKENS, slots=slots)
+
+
+def phases(seconds):
+    """Seconds by this project's phases, from those of TRL's functions within each other.
+
+    TRL's scoring holds its rollout and, beside rewards and advantages, the log-probabilities.
+    """
+    return {
+        "rollout": seconds["rollout"],
+        "logprobs": seconds["scoring"] - seconds["rollout"],
+        "update": seconds["step"] - seconds["scoring"],
+        "step": seconds["step"],
+    }
+
+
+def median_step(steps):
+    """The step, a dict, whose seconds are the median; of an even number the slower of the two."""
+    return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
+
+
+def write_model(name, folder):
+    """Save a model of random BF16 weights and a tokenizer whose words are the tokens' numbers.
+
+    Returns the tokenizer: read from the folder it would be the one of the model's type.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = {"<unk>": 0, "<pad>": 1, "<eos>": 2}
+    words |= {str(token): token for token in range(len(words), SHAPES[name].vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def random_reward(completions, **_):
+    return torch.rand(len(completions)).tolist()
+
+
+def trainer_arguments(folder, settings, prompts, group, steps, tuning):
+    """TRL's settings. What is not named here is TRL's default."""
+    return {
+        "output_dir": folder,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": steps,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": settings.gradient_clip,
+        "loss_type": "grpo",
+        "beta": settings.beta,
+        "epsilon": settings.clip_low,
+        "epsilon_high": settings.clip_high,
+        "num_generations": group,
+        "per_device_train_batch_size": tuning.micro_batch,
+        "gradient_accumulation_steps": prompts * group // tuning.micro_batch,
+        "gradient_checkpointing": tuning.checkpointing,
+        "max_completion_length": settings.max_new_tokens,
+        "generation_kwargs": {"ignore_eos": True, "detokenize": False},
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": tuning.share,
+        "vllm_max_model_length": prompt_tokens(settings.device) + settings.max_new_tokens,
+    }
+
+
+def timed_trainer(*args, **options):
+    """A GRPOTrainer whose `steps` says of each step how long its phases took."""
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    class TimedTrainer(GRPOTrainer):
+        def note_memory(self):
+            self.memory = max(self.memory, device_memory_gb())
+
+        def _generate(self, prompts):
+            with self.clock("rollout"):
+                return super()._generate(prompts)
+
+        def _generate_and_score_completions(self, inputs):
+            with self.clock("scoring"):
+                scored = super()._generate_and_score_completions(inputs)
+            self.length = scored["completion_mask"].sum(1).float().mean().item()
+            self.note_memory()
+            return scored
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            trainer.clock = Clock(trainer.accelerator.device)
+            trainer.memory = 0.0
+
+        def on_step_end(self, *_, **__):
+            with trainer.clock("end"):                  # waits for the GPU
+                trainer.note_memory()
+            seconds = {**trainer.clock.seconds, "step": trainer.clock.since_restart()}
+            trainer.steps.append({**phases(seconds), "length": trainer.length,
+                                  "device_memory_gb": trainer.memory})
+
+    trainer = TimedTrainer(*args, callbacks=[Steps()], **options)
+    trainer.steps = []
+    llm = trainer.vllm_generation.llm
+    fall_asleep = llm.sleep
+
+    def sleep(*args, **options):        # the rollout's peak: vLLM's memory beside TRL's
+        trainer.note_memory()
+        return fall_asleep(*args, **options)
+
+    llm.sleep = sleep
+    return trainer
+
+
+def measure(name, prompts, group, settings, repeats, tuning):
+    """The median step of TRL + vLLM, in a process of its own, whose end gives the memory back."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+                      HF_HUB_OFFLINE="1")
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig
+    steps = WARM_UP + repeats
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = write_model(name, folder)
+        torch.cuda.empty_cache()
+        arguments = trainer_arguments(folder, settings, prompts, group, steps, tuning)
+        asked = random_prompts(
+            SHAPES[name].vocabulary, prompts * steps, prompt_tokens(settings.device))
+        texts = [" ".join(map(str, prompt)) for prompt in asked]
+        trainer = timed_trainer(
+            folder,
+            processing_class=tokenizer,
+            reward_funcs=random_reward,
+            args=GRPOConfig(**arguments),
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            peft_config=LoraConfig(
+                r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules=PROJECTIONS),
+        )
+        trainer.train()
+    return median_step(trainer.steps[WARM_UP:])
+
+
+def trl_rows(name, sizes, settings, repeats):
+    """A row for each size (prompts, group), as studies.step.step_rows gives them."""
+    spawn = multiprocessing.get_context("spawn")
+    versions = {package: importlib.metadata.version(package) for package in ("trl", "vllm")}
+    for prompts, group in sizes:
+        tuning = tuning_for(name, prompts * group)
+        with ProcessPoolExecutor(1, spawn) as process:
+            try:
+                step = process.submit(
+                    measure, name, prompts, group, settings, repeats, tuning).result()
+            except Exception as e:
+                print(f"TRL + vLLM, {name}, {prompts} x {group}: {qerl.reason(e)}", flush=True)
+                continue
+        yield {"model": name, "weights": "trl", "processes": 1, "prompts": prompts, "group": group,
+               **step, **asdict(tuning), **versions}
