@@ -22,7 +22,7 @@ we follow: an inference.)
 
 UAQ (update-aware quantisation): once, before training, norm scales γ <- s γ and the weights that
 read them W <- W / s, s = 1.5. The function stays; an optimiser's step in W is s times larger
-against the quantisation step. Our inference, which `main` checks: scales are maxima, so codes and
+against the quantisation step. Our inference, which the tests check: scales are maxima, so codes and
 relative rounding errors stay as they were, too. What is gained is the larger step alone, as from a
 learning rate times s, but only for the weights that read a norm; the norm's own scales, trained as
 well, move 1/s as far. And so frozen weights gain nothing: NVFP4's codes and block scales do not
