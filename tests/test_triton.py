@@ -422,7 +422,7 @@ def test_kernel_gradient_through_tiles():
 def test_kernel_norm_and_silu(order):
     torch.manual_seed(0)
     x, weight = there(torch.randn(5, 384), torch.randn(384))
-    in_tiles = order(torch.arange(384))[2] != 2
+    in_tiles = bool(order(torch.arange(384))[2] != 2)
     normed = kernels.rms_norm(x, weight, 1e-6, in_tiles)
     torch.testing.assert_close(normed, order(F.rms_norm(x, (384,), weight, 1e-6)))
     gate, up = x.chunk(2, -1)
