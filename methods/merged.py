@@ -15,9 +15,9 @@ if half of the free memory holds them. The 4-bit codes stay beside them, and tra
 How exact is it? Against float32 the log-probabilities are as exact as before, since training rounds
 Ŵ to bfloat16, too. But the roundings differ, and the KL of rollout to training grew, without noise,
 from 1.2e-4 to 1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights). Where Ŵ is
-a bfloat16 number already (BF16, MXFP4) a small B A would be rounded away: of one that is 4e-5 of Ŵ
-2 % would be left. Such weights are not merged. NVFP4's and NF4's lie between the bfloat16 numbers,
-where rounding keeps B A on average.
+a bfloat16 number already (BF16, MXFP4, and NF4 as the kernel decodes it) a small B A would be rounded
+away: of one that is 4e-5 of Ŵ 2 % would be left. Such weights are not merged. NVFP4's lie between
+the bfloat16 numbers, where rounding keeps B A on average.
 
 Ours (no paper's), measured on an H100 with random weights: 256 tokens of 512 sequences of 1.5B take
 1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead of 1.41 s; 7B takes 2.30 s instead of 3.19 s

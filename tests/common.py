@@ -357,7 +357,7 @@ def sample_step(algo, model, text, prompts, sigma=0.0, group=4, seed=0):
 
     group completions a prompt of at most 64 tokens; every advantage is 1.
     """
-    sampling_rng = torch.Generator().manual_seed(seed)
+    sampling_rng = torch.Generator(model.device).manual_seed(seed)
     noise_rng = torch.Generator().manual_seed(seed)
     with algo.adaptive_quantization_noise(model, sigma, noise_rng):
         rollout = algo.generate(
