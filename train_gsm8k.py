@@ -158,7 +158,8 @@ def train(settings):
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 eos=tokenizer.eos, slots=fit.slots, generator=sampling_rng, **options)
         with clock("reward"):
-            return score(asked, rollout, tokenizer, settings.reward)
+            require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
+            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def draw():
         """Complete and score this process's share of the next questions."""
@@ -348,14 +349,12 @@ def decode_all(tokenizer, rollout):
     return [tokenizer.decode(row[:length].tolist()) for row, length in rows]
 
 
-def score(questions, rollout, tokenizer, scheme):
+def score(questions, rollout, texts, scheme):
     """Samples, with the reward of each completion.
 
     A prompt or a method may begin the completions (with_prompts, methods.Method.sampling). What they
     go on from stands in question["begun"], and is scored with them.
     """
-    require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
-    texts = decode_all(tokenizer, rollout)
     scores = [reward(text, right, scheme) for text, right in answers_to(questions, texts)]
     scores = torch.tensor(scores, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)

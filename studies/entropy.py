@@ -45,7 +45,8 @@ def measure(model, tokenizer, questions, settings, fit, sigma, draw):
             model, [q["prompt"] for q in questions], settings.max_new_tokens, settings.group,
             eos=tokenizer.eos, slots=fit.slots, generator=sampling,
         )
-    samples = train_gsm8k.score(questions, rollout, tokenizer, settings.reward)
+    texts = train_gsm8k.decode_all(tokenizer, rollout)
+    samples = train_gsm8k.score(questions, rollout, texts, settings.reward)
     prompts = [q["prompt"] for q in questions for _ in range(settings.group)]
     logprobs = torch.zeros_like(rollout.logprobs)
     with torch.no_grad():

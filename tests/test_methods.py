@@ -589,11 +589,6 @@ def some_are_masked(log):
     assert any(m["masked_fraction"] > 0 for m in log[1:])
 
 
-def none_is_masked(log):
-    divergence_grows(log)
-    assert all(m["masked_fraction"] == 0 for m in log)
-
-
 def truncates(log):
     assert [m["capped_fraction"] > 0 for m in log] == [False, True, True]
 
@@ -617,7 +612,7 @@ def has_branches(log):
 
 @pytest.mark.parametrize("name,flags,check", [
     ("rollout_correction:sequence-mis", NOISY, some_are_masked),
-    ("rollout_correction:bypass", NOISY, none_is_masked),
+    ("rollout_correction:bypass", NOISY, divergence_grows),
     ("flashrl:int8", (), rollout_is_quantised),
     ("flashrl:fp8", FULL, rollout_is_quantised),
     ("qurl", FULL, rollout_is_quantised),
