@@ -1135,7 +1135,7 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     never negative, and unbiased if π_θ drew the tokens (here π_rollout did). With tis, the cap of
     truncated_importance, that multiplies the gain, not the KL.
     """
-    advantage = advantages[:, None] if advantages.dim() == 1 else advantages
+    advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
     if tis:
         advantage = advantage * truncated_importance(old_logprobs, rollout_logprobs, tis)
     ratio = bounded(logprobs - old_logprobs).exp()

@@ -12,7 +12,8 @@ from hypothesis import given, strategies
 
 import qerl
 import train_gsm8k
-from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, refused, run_main, without_times
+from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, batch_of, refused, run_main
+from common import without_times
 from harness import data as data_module
 from harness.answers import final_number, given_answer, is_right, last_box, last_number, one_number
 from harness.data import math_questions, read_questions
@@ -419,7 +420,7 @@ def test_answers_that_take_for_ever_earn_nothing_and_are_counted(text, right):
     start = time.monotonic()
     samples = train_gsm8k.score(asked, rollout, [f"\\boxed{{{text}}}"] * count, "answer")
     assert samples.correct.tolist() == [[0] * count]
-    batch = types.SimpleNamespace(old_logprobs=rollout.logprobs)
+    batch = batch_of([[1]] * count, rollout)
     clock = types.SimpleNamespace(seconds={"rollout": 1}, since_restart=lambda: 1)
-    assert train_gsm8k.describe(samples, batch, clock)["timeouts"] == count
+    assert train_gsm8k.describe(samples, batch, clock, qerl)["timeouts"] == count
     assert time.monotonic() - start < 20                       # 5 s each were 40 s
