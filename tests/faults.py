@@ -157,6 +157,14 @@ FAULTS = [
     ("dX", "methods/jetrl.py", "transposed(ctx.weight)", "ctx.weight", "test_jetrl", "products"),
     ("which passes", "methods/jetrl.py", "switch_fp8(model, self.training_in_fp8)", "pass",
      "test_jetrl", "jetrl_trains"),
+    ("left out", "harness/batches.py", "rows[teaches[rows]].tolist()", "rows.tolist()", "test_run",
+     "without_a_signal"),
+    ("divisors", "harness/batches.py", "algo.token_weights(mask[rows],",
+     "algo.token_weights(mask[rows] & teaches[rows][:, None],", "test_run", "without_a_signal"),
+    ("first minibatch", "train_gsm8k.py", "if number == 0:", "if number == 1:", "test_run",
+     "first_minibatch"),
+    ("later minibatches", "harness/batches.py", "sum(self.minibatches[1:], [])",
+     "sum(self.minibatches[2:], [])", "test_run", "equations"),
 ]
 
 

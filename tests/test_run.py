@@ -453,6 +453,11 @@ def test_groups_without_a_signal_leave_the_gradient_as_it_is(qwen, algo, rewards
         optimizer, scaler = train_gsm8k.make_optimizer(model, settings)
         batch = made_up_step(model, rewards, settings)
         assert len(batch.prompts) - sum(map(len, batch.minibatches)) == left_out
+        counted = qerl.length_mask(batch.length, 9)
+        if algo == "dapo":                             # whose completions count if they ended
+            counted = counted & (batch.length < 9)[:, None]
+        weights = [qerl.token_weights(half, algo, 9) for half in counted.split(6)]
+        assert batch.weights.equal(torch.cat(weights))
         if all_rows:
             batch.minibatches = [list(range(6)), list(range(6, 12))]
         with torch.no_grad():
