@@ -64,10 +64,9 @@ def test_no_file_of_a_run_is_overwritten(tmp_path, name):
         run_folder.open_folder(str(tmp_path), resume=False)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_log_takes_no_nan(tmp_path, value):
+def test_a_log_takes_no_nan(tmp_path):
     with pytest.raises(ValueError):
-        keeper.append_jsonl(tmp_path / "log.jsonl", {"kl": value})
+        keeper.append_jsonl(tmp_path / "log.jsonl", {"kl": math.nan})
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -239,25 +238,24 @@ def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     rename, line = (os, "replace"), (keeper, "append_jsonl")
     renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
     assert renames >= 12
-    kills = [(rename, n, "before")
-        for n in range(1, renames + 1)] + [(rename, n, "after") for n in (2, 5, 7, renames)]
+    kills = [(rename, n, "before") for n in range(1, renames + 1)]
+    kills += [(rename, n, "after") for n in (5, renames)]
     kills += [(line, n, when) for n in (1, 2) for when in ("before", "amid", "after")]
     whole = files_below(tmp_path / "whole")
-    assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"))
+    log = without_times(tmp_path / "whole" / "metrics.jsonl")
+    assert_learned(log)
+    expected = load_file(tmp_path / "whole" / "checkpoint.safetensors")
     for event, number, when in kills:
         out = tmp_path / f"{event[1]}-{number}-{when}"
         assert killed_at(event, number, when, *options, "--out", out) is None
         assert killed_at(rename, 0, "before", *options, "--out", out, "--resume") is not None, out
         again = files_below(out)
-        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json",
-                "samples.jsonl",
-                     "answers_before.jsonl", "answers_after.jsonl"):
-            assert again[name] == whole[name], (out, name)
-        logs = [without_times(f / "metrics.jsonl") for f in (out, tmp_path / "whole")]
-        assert logs[0] == logs[1], out
         assert again.keys() == whole.keys(), out
-        stored, expected = (load_file(f / "checkpoint.safetensors")
-            for f in (out, tmp_path / "whole"))
+        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json",
+                "samples.jsonl", "answers_before.jsonl", "answers_after.jsonl"):
+            assert again[name] == whole[name], (out, name)
+        assert without_times(out / "metrics.jsonl") == log, out
+        stored = load_file(out / "checkpoint.safetensors")
         assert all(torch.equal(stored[name], expected[name]) for name in expected), out
 
 
@@ -595,7 +593,7 @@ def bad_data(folder, line="not JSON"):
     return folder
 
 
-LIKELY_MISTAKES = [
+@pytest.mark.parametrize("options,message", [
     (lambda t: ["--model", "./no/such/folder"], "model ./no/such/folder: no such folder"),
     (lambda t: ["--data", bad_data(t)], "train.jsonl:2: not a JSON object"),
     (lambda t: ["--data", bad_data(t, '{"question": "q", "answer": "#### 1,00"}')], "'1,00' behind"),
@@ -612,10 +610,7 @@ LIKELY_MISTAKES = [
     (lambda t: ["--lora-rank", 65], "--lora-rank 65: the smallest layer has 64 features"),
     (lambda t: ["--prompts", 3, "--updates", 2], "not divisible by --updates"),
     (lambda t: ["--sigma-end", 0], "needs both sigmas positive"),
-]
-
-
-@pytest.mark.parametrize("options,message", LIKELY_MISTAKES)
+])
 def test_bad_input_is_one_line_and_exit_2(
         qwen, data, tmp_path, monkeypatch, capsys, options, message):
     base = ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out")
@@ -630,8 +625,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("options,message,steps", [
-    (["--lr", 1e30, "--updates", 1], "after this update a vector of logits holds NaN or infinity",
-    0),
+    (["--lr", 1e30, "--updates", 1], "after this update a vector of logits holds NaN", 0),
     (["--lr", 1e30, "--updates", 2], "gradient norm nan", 0),
     (["--sigma-start", 1e38], "the policy's logits are NaN or infinite", 1),
 ])
@@ -650,12 +644,10 @@ def test_nan_ends_a_run_before_it_is_stored(
 
 def test_a_model_that_gives_nan_is_refused(qwen, data, tmp_path, monkeypatch, capsys):
     model = shutil.copytree(qwen[0], tmp_path / "model")
-    break_tensor(qwen[0], model, lambda t: t["model.norm.weight"].fill_(float("inf")))
-    out = tmp_path / "out"
-    options = ("--model", model, "--data", data, *QUICK, "--out", out)
-    error = refused(monkeypatch, capsys, *options)
-    assert "model.norm.weight holds NaN, infinity" in error
-    assert not out.exists()
+    break_tensor(qwen[0], model, lambda t: t["model.norm.weight"].fill_(math.inf))
+    options = ("--model", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    assert "model.norm.weight holds NaN, infinity" in refused(monkeypatch, capsys, *options)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("function,number,error,message", [

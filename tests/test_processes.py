@@ -284,9 +284,10 @@ def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
 
 
 def test_a_rank_says_that_another_is_gone(monkeypatch):
-    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), as_rank(monkeypatch, 2,
-            None).together():
+    ranks = as_rank(monkeypatch, 2, None)
+    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), ranks.together():
         raise RuntimeError("Connection reset by peer")
+
 
 # train_gsm8k.py with a flag that one rank or all have wrong; rank 0 comes later to it than the
 # others.
@@ -396,14 +397,18 @@ def test_gpu_gathered_weights_compute_the_same(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def loaded_by(monkeypatch, rank, count, folder):
+    """A folder's model as this rank of so many keeps it."""
+    monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=count))
+    return qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)
+
+
 def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
     """Three pieces, none with more than its share but for padding; together they are the layer."""
     model = qerl.load_model(qwen[0])
     pieces = []
     for rank in range(3):
-        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=3))
-        cut = qerl.load_model(qwen[0], checkpoint_class=sharded.ShardedCheckpoint)
-        layers = cut.quantized_layers()
+        layers = loaded_by(monkeypatch, rank, 3, qwen[0]).quantized_layers()
         pieces.append([layer.piece for layer in layers])
     for whole, layer, *parts in zip(model.quantized_layers(), layers, *pieces):
         packed = sharded.packed_tensors(whole.weight)
@@ -479,11 +484,8 @@ def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monke
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    sums = []
-    for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other)):
-        monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=2))
-        sums.append(checkpoint.weights_checksum(qerl.load_model(str(folder),
-            checkpoint_class=sharded.ShardedCheckpoint)))
+    sums = [checkpoint.weights_checksum(loaded_by(monkeypatch, rank, 2, folder))
+            for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other))]
     assert sums[0] == sums[1] != sums[2]
 
 
