@@ -63,7 +63,8 @@ class Neighbour(Method):
 
     def check(self):
         qerl.require(not qerl.OBJECTIVES[self.settings.algo].redraw,
-                     f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use --algo grpo")
+                     f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use "
+                     "--algo grpo")
 
     def prepare(self, model, folder, questions, tokenizer):
         self.tokenizer = tokenizer

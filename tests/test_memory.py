@@ -12,7 +12,6 @@ import train_gsm8k
 from common import QUICK, refused, run_main, scored_by_letters, without_times
 from harness import memory
 from harness.batches import Batch
-from studies import step
 from studies.random_models import random_model
 from test_qerl import with_lora
 

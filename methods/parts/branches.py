@@ -59,8 +59,8 @@ def limited_sampler(limits):
 def join_samples(samples, branched, parents):
     """(train_gsm8k.Samples of both, of each of their groups whether it is one of branches).
 
-    A group of branches stands behind its question's other groups. parents: of each group of `branched` the number of the question it belongs to. What was drawn
-    (`draws`) stays what `samples` says.
+    A group of branches stands behind its question's other groups. parents: of each group of `branched`
+    the number of the question it belongs to. What was drawn (`draws`) stays what `samples` says.
     """
     count = len(samples.questions)
     belongs_to = [*range(count), *parents]
