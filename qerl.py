@@ -1003,11 +1003,18 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
     model.device. max_new_tokens and group_size are at least 1. temperature 0 is greedy; top_p 1
-    keeps all tokens.
+    keeps all tokens. Raises a ValueError that names an argument that is out of range.
     """
-    assert len(prompts) and all(map(len, prompts)), "generate: prompts are empty"
-    assert max_new_tokens >= 1 and group_size >= 1 and temperature >= 0 and top_p > 0, (
-        f"generate: out of range: {max_new_tokens=}, {group_size=}, {temperature=} or {top_p=}")
+    possible = {
+        "prompts": len(prompts) and all(map(len, prompts)),
+        "max_new_tokens": max_new_tokens >= 1,
+        "group_size": group_size >= 1,
+        "temperature": temperature >= 0,
+        "top_p": top_p > 0,
+    }
+    for name, ok in possible.items():
+        if not ok:
+            raise ValueError(f"generate: {name} is out of range")
     count = len(prompts) * group_size
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
@@ -1346,6 +1353,7 @@ def open_tensors(folder, device):
     return files
 
 
+LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 # Names of tensors that a model may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
 UNUSED = (".inv_freq", ".input_global_scale", ".k_scale", ".v_scale")
@@ -1382,8 +1390,9 @@ class Checkpoint:
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not of the shape {list(shape)} in "
                 "16 bit or NVFP4; use the config.json that belongs to the weights")
         largest = tensor.float().abs().max()                         # NaN if one number is
-        require(largest < math.inf and (largest > 0 or name.endswith(".bias")),
-                f"tensor {name} holds NaN, infinity or zeros alone; fetch the model again")
+        require(largest < LARGEST and (largest > 0 or name.endswith(".bias")),
+                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
+                "the model again")
         self.unread.discard(name)
         return tensor
 
@@ -1408,6 +1417,9 @@ class Checkpoint:
                           [torch.float8_e4m3fn]),
                 self.read(f"{name}.weight_global_scale", (1,)),
             )
+            require(parts[1].float().min() >= 0 and parts[2] > 1 / LARGEST,
+                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
+                    "these are not; quantise it again")
             if weights != "nvfp4":
                 parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
         return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)
@@ -1415,7 +1427,10 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        if self.is_packed and not any(self.has(f"{name}.weight_packed") for name in names):
+        packed = {self.has(f"{name}.weight_packed") for name in names}
+        require(len(packed) == 1, f"layers {', '.join(names)}: some are in 4 bits and some are not; "
+                                  "quantise all of them or none")
+        if self.is_packed and packed == {False}:
             weights = "bf16"                           # the folder leaves these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]

@@ -620,7 +620,7 @@ def test_top_p_and_temperature_reach_the_sampler(qwen):
 ])
 def test_generate_names_an_argument_out_of_range(qwen, name, value):
     model = qerl.load_model(qwen[0])
-    with pytest.raises(AssertionError, match=f"generate: .*{name}"):
+    with pytest.raises(ValueError, match=f"generate: {name} is out of range"):
         qerl.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
@@ -965,6 +965,7 @@ def test_output_layer_runs_in_chunks(qwen):
 TOKENS = torch.arange(30)[None]
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.norm.weight"
 
@@ -1058,11 +1059,18 @@ def break_tensor(folder, tmp_path, edit, config_edit=None):
     return str(tmp_path)
 
 
-def packed_layer(tensors, part=0, edit=lambda t: t, name=UP):
-    """Store a layer as NVFP4, and edit one of its three parts."""
-    parts = list(qerl.quantize_nvfp4(tensors.pop(name)))
-    parts[part] = edit(parts[part])
-    tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
+def packed_layer(tensors, part=0, edit=lambda t: t, names=(GATE, UP)):
+    """Store layers that are stacked as NVFP4, and edit one of the three parts of each."""
+    for name in names:
+        parts = list(qerl.quantize_nvfp4(tensors.pop(name)))
+        parts[part] = edit(parts[part])
+        tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
+
+
+def first_negative(part):
+    values = part.float()
+    values.view(-1)[0] *= -1
+    return values.to(part.dtype)
 
 
 def refused(folder, message):
@@ -1075,6 +1083,7 @@ def refused(folder, message):
 @pytest.mark.parametrize("edit,message", [
     (lambda t: t[UP].view(-1)[7].fill_(math.nan), f"tensor {UP} holds NaN"),
     (lambda t: t[UP].view(-1)[7].fill_(-math.inf), f"tensor {UP} holds NaN, infinity"),
+    (lambda t: t[UP].view(-1)[7].fill_(1e30), f"tensor {UP} holds NaN, infinity, a number above"),
     (lambda t: t[UP].zero_(), f"tensor {UP} holds .* zeros alone"),
     (lambda t: t[NORM].zero_(), f"tensor {NORM} holds .* zeros alone"),
     (lambda t: t.pop(UP), f"tensor {UP} is missing"),
@@ -1084,6 +1093,10 @@ def refused(folder, message):
     (lambda t: packed_layer(t, 0, torch.Tensor.float), "weight_packed is torch.float32"),
     (lambda t: packed_layer(t, 0, torch.zeros_like), "weight_packed holds .* zeros alone"),
     (lambda t: packed_layer(t, 1, torch.Tensor.float), "weight_scale is torch.float32"),
+    (lambda t: packed_layer(t, 1, first_negative), "block scales are at least 0"),
+    (lambda t: packed_layer(t, 2, first_negative), "block scales are at least 0"),
+    (lambda t: packed_layer(t, 2, lambda scale: scale * 1e-30), "global scale is above 1e-9"),
+    (lambda t: packed_layer(t, names=[UP]), f"{GATE[:-7]}, {UP[:-7]}: some are in 4 bits"),
     *[(lambda t, name=name: t.update({name: torch.ones(128)}),
        f"tensor {name} is not one that config.json asks for")
       for name in (UP.replace("weight", "bias"), "lm_head.bias", "model.norm.bias",
