@@ -527,7 +527,7 @@ def describe(samples, batch, clock, algo):
         "draws": len(draws),
         "timeouts": float(sum(is_right(*answer) is None for answer in answers)),    # see is_equal
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        "groups_left_out": 1 - sum(map(len, batch.minibatches)) / len(batch.prompts),
+        "groups_left_out": 1 - len(batch.taught_rows) / len(batch.prompts),
         "mismatch_kl": kl,
         "mismatch_max_ratio": largest_ratio,
         **effective_sizes(*policies),

@@ -34,10 +34,15 @@ class Batch:
         return f"Batch of {len(self.prompts)} prompts: {', '.join(tensors)}"
 
     @property
+    def taught_rows(self):
+        """The rows of all minibatches."""
+        return sum(self.minibatches, [])
+
+    @property
     def taught(self):
-        """bool [N, C], True at the sampled tokens of the rows in minibatches."""
+        """bool [N, C], True at the sampled tokens of these rows."""
         rows = torch.zeros_like(self.length, dtype=torch.bool)
-        rows[sum(self.minibatches, [])] = True
+        rows[self.taught_rows] = True
         return qerl.length_mask(self.length, self.tokens.shape[1]) & rows[:, None]
 
     @property
@@ -48,7 +53,7 @@ class Batch:
     @property
     def reference_rows(self):
         """The rows that need ref_logprobs: all, or none."""
-        return [] if self.ref_logprobs is None else sum(self.minibatches, [])
+        return [] if self.ref_logprobs is None else self.taught_rows
 
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
@@ -70,10 +75,10 @@ class Batch:
 def make_batch(samples, advantages, algo, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    samples: train_gsm8k.Samples; advantages: float32 [P, G]; algo: see train_gsm8k.train. A minibatch is of neighbouring rows, mostly whole groups. A group whose rewards
-    are equal has advantages of 0: without a KL term its rows are left out of the minibatches, and the
-    weights of the others stay. (If no group has a signal the first stays, so that there is
-    something to log.)
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; algo: the module qerl or a neighbour. A
+    minibatch has neighbouring rows, mostly whole groups. A group whose rewards are equal has
+    advantages of 0: without a KL term its rows are left out of the minibatches, and the weights of
+    the others stay. (If no group has a signal the first stays, so that there is something to log.)
     """
     rollout = samples.rollout
     group = advantages.shape[1]

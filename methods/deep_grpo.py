@@ -18,10 +18,10 @@ so it is deep, but can still be mended. G branches go on from it (8 as in the pa
 with their own baseline, A = reward - mean(reward) of the branches, not divided by their standard
 deviation [P]. The loss is that of the main completions plus that of the branches, each a mean over
 its own completions of the step [P]: the advantages carry the factor; a KL term stays a mean over all
-[I]. What was cut
-stays in a branch's prompt: only what follows is trained on. Ours [I]: a sentence ends at a line's
-end or at . ! ? before a space (theirs: at any token "."), and the question itself is no pivot
-(theirs counts as a first sentence). The authors' later versions ask a teacher instead; not here.
+[I]. What was cut stays in a branch's prompt: only what follows is trained on. Ours [I]: a sentence
+ends at a line's end or at . ! ? before a space (theirs: at any token "."), and the question itself is
+no pivot (theirs counts as a first sentence). The authors' later versions ask a teacher instead; not
+here.
 
 What differs from QeRL: groups are added after scoring (`sampling`), and the advantages are those of
 two streams. AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.

@@ -18,7 +18,7 @@ import torch
 import qerl
 from harness.instruments import Clock
 from studies.random_models import SHAPES, config_of, random_prompts
-from studies.step import device_memory_gb, prompt_tokens
+from studies.step import device_memory_gb, median_step, prompt_tokens
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -71,11 +71,6 @@ def phases(seconds):
         "update": seconds["step"] - seconds["scoring"],
         "step": seconds["step"],
     }
-
-
-def median_step(steps):
-    """The step, a dict, whose seconds are the median; of an even number the slower of the two."""
-    return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
 
 
 def write_model(name, folder):

@@ -141,6 +141,11 @@ def take_step(model, optimizer, scaler, asked, lengths, settings, algo, ranks):
     }), phases
 
 
+def median_step(steps):
+    """The step, a dict, whose seconds are the median; of an even number the slower of the two."""
+    return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
+
+
 def prompt_tokens(device):
     return 128 if device == "cuda" else 8
 
@@ -186,9 +191,9 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
         step = partial(take_step, model, optimizer, scaler, asked, lengths, own, algo, ranks)
         if device == "cuda":
             step()                                 # the first step of a size compiles its kernels
-        steps = sorted((step()[0] for _ in range(repeats)), key=lambda figures: figures["step"])
+        median = median_step([step()[0] for _ in range(repeats)])
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
-               "group": group, **steps[repeats // 2], "device_memory_gb": device_memory_gb()}
+               "group": group, **median, "device_memory_gb": device_memory_gb()}
 
 
 def plot_step(result, plt):
