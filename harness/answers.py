@@ -6,7 +6,7 @@ Other TeX is compared by math-verify: pip install math-verify.
 import functools
 import logging
 import re
-import time
+import signal
 from decimal import Decimal
 
 from qerl import UserError
@@ -91,7 +91,7 @@ def is_right(completion, answer, anywhere=False):
     What counts stands in a box or between the tags (given_answer): the last that is closed, so in
     "\\boxed{5}, no, \\boxed{7" the 5. With `anywhere`, as in evaluation, a completion with neither
     is read by its last number. A number may have a unit, but "18 M" is none: nobody knows whether
-    metres or millions. None where one second did not tell: see is_equal.
+    metres or millions. None where it took too long to tell: see is_equal.
     """
     assert answer is not None              # a question without a clear answer never gets here
     given = given_answer(completion)
@@ -141,14 +141,37 @@ def plain(text):
     return text
 
 
+class TooSlow(BaseException):
+    """Raised by the alarm; no `except Exception` of sympy stops it."""
+
+
+def within(seconds, function):
+    """What a function returns; TooSlow after so many seconds. In the main thread alone."""
+    def stop(signum, frame):
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        return function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+patience = 1.0                 # seconds for the next TeX answer, between 0.2 and 1
+
+
 @functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
 def is_equal(given, answer, prose=False):
     """Is this the answer, both in TeX? prose: `given` is a text that ends in what it answers.
 
-    Only what is neither the same text nor the same number goes to math-verify, which has a second
-    to read a text and one to compare (in the main thread: it sets an alarm). None if that was not
-    enough: nobody is rewarded for TeX that takes for ever.
+    Only what is neither the same text nor the same number goes to math-verify, which reads both and
+    compares them within `patience`: a second, which shrinks by a tenth at each text that takes longer
+    and grows by as much at each that does not. So 512 slow texts take two minutes. None for a slow text:
+    nobody is rewarded for TeX that takes for ever.
     """
+    global patience
     if "".join(given.split()) == "".join(answer.split()):
         return True
     number = one_number(given)
@@ -160,11 +183,17 @@ def is_equal(given, answer, prose=False):
         from math_verify import parse, verify
     except ImportError:
         raise UserError("answers in TeX need the package math-verify; pip install math-verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)       # else it warns of each timeout
-    start = time.monotonic()
-    right = verify(
-        parse(f"\\boxed{{{answer}}}", parsing_timeout=1),
-        parse(given if prose else f"\\boxed{{{given}}}", parsing_timeout=1),
-        timeout_seconds=1,
-    )
-    return None if not right and time.monotonic() - start > 1 else right
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
+
+    def compare():
+        right = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+        text = given if prose else f"\\boxed{{{given}}}"
+        return verify(right, parse(text, parsing_timeout=None), timeout_seconds=None)
+
+    try:
+        right = within(patience, compare)
+        patience = min(1, patience / 0.9)
+    except TooSlow:
+        right = None
+        patience = max(0.2, patience * 0.9)
+    return right

@@ -15,6 +15,7 @@ import train_gsm8k
 from common import FOREIGN_QUESTIONS, FOREIGN_ROWS, QUICK, batch_of, refused, run_main
 from common import without_times
 from harness import data as data_module
+from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_box, last_number, one_number
 from harness.data import math_questions, read_questions
 from harness.run_folder import write_jsonl
@@ -424,3 +425,15 @@ def test_answers_that_take_for_ever_earn_nothing_and_are_counted(text, right):
     clock = types.SimpleNamespace(seconds={"rollout": 1}, since_restart=lambda: 1)
     assert train_gsm8k.describe(samples, batch, clock, qerl)["timeouts"] == count
     assert time.monotonic() - start < 20                       # 5 s each were 40 s
+
+
+def test_each_slow_answer_leaves_less_time_for_the_next(monkeypatch):
+    """So that a rollout of different slow texts is bounded; a quick answer is still read right."""
+    pytest.importorskip("math_verify")
+    assert is_right(r"\boxed{\frac{x}{2}}", r"\frac12 x")
+    monkeypatch.setattr(answers, "patience", 0.5)
+    for i in range(12):
+        assert is_right(f"\\boxed{{x^{{1000000}}+{i}}}", "(x+1)^{1000000}") is None
+    assert answers.patience == 0.2
+    assert is_right(r"\boxed{\frac{x}{4}}", r"\frac14 x")
+    assert answers.patience > 0.2
