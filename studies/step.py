@@ -313,7 +313,7 @@ def plot_memory(result, plt):
     bars = {}
     for row in sorted(result["rows"], key=lambda row: row["weights_gb"]):
         model = f"{row['model'].split('-')[-1]}\ncap {row['cap_gb']:g}" if row["cap_gb"] else row["model"]
-        for phase in row["peak_gb"]:
+        for phase in row["rest_gb"]:
             rest = {"activations and the rest": max(0.0, row["rest_gb"][phase])}
             bars[f"{model}\n{phase}"] = parts_of(row, phase) | rest
     return plot_bars(plt, {"peak of a GRPO step, by phase": bars}, "GB (10⁹ bytes)")
