@@ -45,14 +45,13 @@ import transformers
 from safetensors.torch import save_file
 
 import qerl
-from harness.report import save_figure
-from harness.flags import Parser, check_device, full_name, require_flag
-from harness.instruments import Clock, command_line, environment
-from harness.memory import is_out_of_memory
+from harness.command import Parser, check_device, command_line, end, full_name, one_line
+from harness.command import require_flag
+from harness.folders import atomic_write, creating
+from harness.machine import Clock, environment, is_out_of_memory
 from harness.ranks import Ranks
-from harness.run_folder import atomic_write, creating
+from harness.report import save_figure
 from harness.small_policy import warm_start
-from harness.stops import end, one_line
 from studies import claims, compare, entropy, peers, results
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts

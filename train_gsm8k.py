@@ -23,22 +23,19 @@ import torch
 import qerl
 from harness.answers import is_right
 from harness.batches import effective_sizes, make_batch, pick_groups
-from harness.checkpoint import restore, stored_settings
-from harness.checks import check_settings, require_finite_policy, require_finite_rollout
-from harness.checks import require_finite_update, require_rank_fits, say_what_stays
-from harness.data import first_of_each, load_questions, next_questions, with_prompts
-from harness.flags import dtype_name, full_name, parse_flags, require_flag, setting, use_device
-from harness.folders import load_with_progress, policy_fingerprints, save_packed
-from harness.full_weights import train_all_weights
-from harness.instruments import Clock, peak_memory_gb
-from harness.keeper import Keeper, lasting, open_run, read_saved, require_same_policy
-from harness.memory import find_fit, keep_decoded
+from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
+from harness.command import require_flag, require_rank_fits, say_what_stays, setting, use_device
+from harness.data import ChatText, check_tokens, first_of_each, load_questions, next_questions
+from harness.data import with_prompts
+from harness.export import save_packed
+from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
+from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
+from harness.machine import Clock, find_fit, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
-from harness.run_folder import atomic_write, write_jsonl
-from harness.sharded import ShardedCheckpoint, SharedPasses
+from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
+from harness.run import require_finite_rollout, require_finite_update, require_same_policy, restore
+from harness.run import stored_settings
 from harness.small_policy import ByteText, warm_start
-from harness.stops import one_line
-from harness.text import ChatText, check_tokens
 from qerl import UserError
 
 
@@ -272,7 +269,7 @@ def find_algo(settings):
 def load_all(settings, algo, ranks=Ranks(), saved=None):
     """(model, tokenizer, questions to train on, held-out questions, memory.Fit).
 
-    saved: of keeper.read_saved, where a run is resumed.
+    saved: of run.read_saved, where a run is resumed.
     """
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
     if settings.model:

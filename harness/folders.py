@@ -1,7 +1,15 @@
-"""Folders of a model's weights: written whole or not at all, kept in a cache, packed in NVFP4.
+"""Folders that a stop at any moment leaves whole: a run's, a model's, and the cache ~/.cache/qerl.
 
-Such a packed folder is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor writes it and as
-qerl.load_model, vLLM and transformers read it.
+A run's has
+
+    metrics.jsonl            one object a step
+    samples.jsonl            all completions of one question, at the first step and each checkpoint
+    answers_before.jsonl     each held-out question with the policy's answers, before training
+    answers_after.jsonl      and after it
+    checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
+    adapter/                 LoRA as PEFT stores it
+    summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
+    .lock                    held while a process runs here
 """
 import contextlib
 import glob
@@ -11,26 +19,195 @@ import json
 import math
 import os
 import shutil
+import sys
 import uuid
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import safetensors
-import safetensors.torch
-import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig
 
 import qerl
 from harness.ranks import Ranks
-from harness.run_folder import atomic_write, naming
+from qerl import UserError
 
-SHARD_BYTES = 2 * 10 ** 9          # of a shard at most, unless one tensor alone is larger
 
-INDEX = "model.safetensors.index.json"
+FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
+         "summary.json", "curve.png", "report.html", "eval.json"]
 
+
+def atomic_write(path, data):
+    """Write str or bytes beside `path`, then rename.
+
+    A reader, or who comes after a kill -9, finds the old file or the new one, never half of one.
+    """
+    temporary = f"{path}.tmp"
+    with naming(temporary):
+        try:
+            with open(temporary, "wb") as f:
+                f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError:                     # half a file only fills a disk that is full
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def naming(path):
+    """Let an OSError name the file, which one from write or fsync does not."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or path
+        raise
+
+
+@contextlib.contextmanager
+def creating(folder, flag="--out"):
+    """Around what first writes in the folder of a flag, so that an OSError names them."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"{flag} {folder}: cannot be written ({e.strerror}); choose another folder")
+
+
+def choose_folder(stem, resume):
+    """The folder of a run that --out does not name: stem-N.
+
+    With --resume the newest that has a checkpoint, else a new one.
+    """
+    needed = "checkpoint.safetensors" if resume else ""     # a start that failed is not resumed
+    found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
+    numbers = [os.path.dirname(path).rsplit("-", 1)[1] for path in found]
+    newest = max((int(n) for n in numbers if n.isdecimal()), default=0)     # "1²" is no number
+    if not resume:
+        return new_folder_after(stem, newest)
+    if not newest:
+        raise UserError(
+            f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out "
+            "or start without --resume"
+        )
+    return f"{stem}-{newest}"
+
+
+def new_folder_after(stem, number):
+    """Create stem-N, N above `number` and the first that no other run has taken meanwhile."""
+    with creating(f"{stem}-{number + 1}"):
+        while True:
+            number += 1
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(f"{stem}-{number}")
+                return f"{stem}-{number}"
+
+
+def open_folder(out, resume):
+    """Create and lock the folder of a run; returns the lock, to be kept until the process ends."""
+    if resume and not os.path.isdir(out):
+        raise UserError(
+            f"--resume --out {out}: no such folder; name a run's or start without --resume"
+        )
+    lock = FileLock(f"{out}/.lock")
+    with creating(out):
+        os.makedirs(out, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
+        except NotImplementedError:         # by some network file systems
+            print(f"warning: --out {out}: cannot be locked; start no second run there", file=sys.stderr)
+    try:
+        refuse_to_overwrite(out, resume)
+    except UserError:
+        lock.release()
+        raise
+    return lock
+
+
+def traces(out):
+    """The files of a run in this folder; logs that are still empty do not count."""
+    found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
+    begun = ("metrics.jsonl", "samples.jsonl")
+    return [name for name in found if name not in begun or os.path.getsize(f"{out}/{name}")]
+
+
+def refuse_to_overwrite(out, resume):
+    """A folder's files stay: a new run needs an empty one, --resume the checkpoint of the run."""
+    found = traces(out)
+    # Before its first checkpoint a run writes these at most.
+    later = [name for name in found if name != "answers_before.jsonl"]
+    resumable = not later or "checkpoint.safetensors" in found
+    if found and not resume:
+        going_on = "add --resume to go on with it or " if resumable else ""
+        raise UserError(
+            f"--out {out}: already holds a run ({found[0]}); {going_on}choose another folder"
+        )
+    if not resumable:
+        raise UserError(
+            f"--resume --out {out}: has no checkpoint.safetensors, but {later[0]} is there and stays; "
+            "start a new run in another --out"
+        )
+
+
+def remove_if_empty(lock):
+    """Take away the folder of a run of which nothing came but the lock."""
+    out = os.path.dirname(lock.lock_file)
+    if os.listdir(out) == [".lock"]:
+        lock.release()                      # Windows removes no open file
+        with contextlib.suppress(OSError):  # "." or a link stays, and a lock that another took
+            os.remove(lock.lock_file)
+            os.rmdir(out)
+
+
+def read_jsonl(path):
+    """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
+    objects = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                try:
+                    objects.append(json.loads(line))
+                except (ValueError, RecursionError):
+                    continue
+    return objects
+
+
+def write_jsonl(path, objects):
+    atomic_write(path, "".join(json.dumps(o) + "\n" for o in objects))
+
+
+def append_jsonl(path, entry):
+    """Add a line; behind one that a kill has torn it begins a new one."""
+    with naming(path), open(path, "ab+") as f:
+        torn = b""
+        if f.seek(0, os.SEEK_END):
+            f.seek(-1, os.SEEK_END)
+            torn = b"\n" if f.read() != b"\n" else b""
+        f.write(torn + json.dumps(entry, allow_nan=False).encode() + b"\n")
+
+
+def read_log(folder, last_step):
+    """The metrics up to last_step. What a killed process logged after it is cut from the files.
+
+    A log that was lost ends no run: it goes on without the steps that it lacks.
+    """
+    kept = {}
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        kept[name] = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
+        write_jsonl(f"{folder}/{name}", kept[name])
+    metrics = kept["metrics.jsonl"]
+    if len(metrics) < last_step:
+        print(f"warning: {folder}/metrics.jsonl lacks {last_step - len(metrics)} of the "
+              f"{last_step} steps before; it goes on with step {last_step + 1}", file=sys.stderr)
+    return metrics
+
+
+# --------------------------------------------------------------------------------------------------
+# Folders of a model's weights
 
 @contextlib.contextmanager
 def writing(folder):
@@ -41,63 +218,6 @@ def writing(folder):
         text = getattr(e, "strerror", None) or qerl.reason(e)
         raise qerl.UserError(f"{folder}: cannot be written ({text}); free some space, or choose another "
                              "folder") from e
-
-
-class ShardWriter:
-    """Keeps the tensors that it is given until they fill a shard, then writes them."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.shards = []           # a list of the names in each that is written
-        self.waiting = {}          # {name: tensor on the CPU} of the next
-        self.waiting_bytes = 0
-        self.total_bytes = 0
-
-    def add(self, name, tensor):
-        """Take charge of a tensor of any device."""
-        if self.waiting and self.waiting_bytes + tensor.nbytes > SHARD_BYTES:
-            self.write_shard()
-        self.waiting[name] = tensor.cpu().contiguous()
-        self.waiting_bytes += tensor.nbytes
-        self.total_bytes += tensor.nbytes
-
-    def path(self, number):
-        """Where a shard is written before their count is known."""
-        return f"{self.folder}/{number}.safetensors"
-
-    def write_shard(self):
-        path = self.path(len(self.shards))
-        with writing(self.folder):
-            safetensors.torch.save_file(self.waiting, path, {"format": "pt"})
-            # The library gives a file to its owner alone; here whoever may enter the folder reads it.
-            os.chmod(path, os.stat(self.folder).st_mode & 0o666)
-            with open(path, "rb+") as f:
-                os.fsync(f.fileno())
-        self.shards.append(list(self.waiting))
-        self.waiting = {}
-        self.waiting_bytes = 0
-
-    def close(self):
-        """Write the last shard, give all their names, and write the index if there are several."""
-        self.write_shard()
-        count = len(self.shards)
-        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        if count == 1:
-            names = ["model.safetensors"]
-        place = {}                                     # tensor name -> name of its file
-        with writing(self.folder):
-            for i, name in enumerate(names):
-                os.rename(self.path(i), f"{self.folder}/{name}")
-                place.update(dict.fromkeys(self.shards[i], name))
-            if count > 1:
-                index = {"metadata": {"total_size": self.total_bytes}, "weight_map": place}
-                atomic_write(f"{self.folder}/{INDEX}", json.dumps(index, indent=1))
-
-
-def size_gb(folder):
-    """What the weights of a folder take on disk, in 10^9 bytes."""
-    paths = glob.glob(f"{glob.escape(folder)}/*.safetensors")
-    return sum(os.path.getsize(path) for path in paths) / 1e9
 
 
 def files_fingerprint(folder, pattern="*.safetensors", samples=256, size=4096):
@@ -122,28 +242,6 @@ def generation_config(folder):
         return GenerationConfig.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return GenerationConfig.from_model_config(config)
-
-
-def copy_companions(source, folder, quantization=None):
-    """Copy what stands beside the weights, with another quantization_config, or none.
-
-    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone:
-    whoever serves the folder samples from the policy that was evaluated here, without a
-    repetition_penalty, top_k and the like.
-    """
-    for path in sorted(glob.glob(f"{glob.escape(source)}/*")):
-        companion = path.endswith((".json", ".txt", ".jinja", "tokenizer.model"))
-        if companion and "safetensors" not in os.path.basename(path):
-            shutil.copy(path, folder)
-    stored = generation_config(source)
-    ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    atomic_write(f"{folder}/generation_config.json", json.dumps(ids, indent=1))
-    with open(f"{source}/config.json", "rb") as f:
-        config = json.load(f)
-    config.pop("quantization_config", None)
-    if quantization:
-        config["quantization_config"] = quantization
-    atomic_write(f"{folder}/config.json", json.dumps(config, indent=1))
 
 
 def check_new_folder(out, source):
@@ -177,8 +275,46 @@ def new_folder(out, source):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
+    """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
+    with tqdm(desc=desc, unit="layer", delay=2, disable=not Ranks().main) as bar:
+
+        def make_checkpoint(files, *rest):
+            checkpoint = checkpoint_class(files, *rest)
+            make_layer = checkpoint.linear
+            bar.total = sum(name.endswith("input_layernorm.weight") for name in files)
+
+            def linear(prefix, leaves, *shape):
+                bar.update(leaves == ["down_proj"])    # the last one of a block
+                return make_layer(prefix, leaves, *shape)
+
+            checkpoint.linear = linear
+            return checkpoint
+
+        return qerl.load_model(folder, *settings, checkpoint_class=make_checkpoint, **options)
+
+
+def model_name(folder):
+    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
+    path = os.path.realpath(folder)
+    above, name = os.path.split(path)
+    if os.path.basename(above) == "snapshots":
+        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
+    return name
+
+
+def policy_fingerprints(folder, eos):
+    """What a policy is made of: {"weights": of the folder's files, "config": of config.json and eos}.
+
+    Each a SHA-256; of the weights that of pieces of them, which other weights or codes do not share.
+    """
+    with open(f"{folder}/config.json", "rb") as f:
+        config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
+    return {"weights": files_fingerprint(folder), "config": config.hexdigest()}
+
+
 # --------------------------------------------------------------------------------------------------
-# What is made or fetched once and kept for later runs: the folder ~/.cache/qerl
+# What is made or fetched once and kept for later runs
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
@@ -234,167 +370,6 @@ def made_once(name, make, source=None):
     return folder
 
 
-# --------------------------------------------------------------------------------------------------
-# Loading with a bar; NVFP4
-
-def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
-    """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
-    with tqdm(desc=desc, unit="layer", delay=2, disable=not Ranks().main) as bar:
-
-        def make_checkpoint(files, *rest):
-            checkpoint = checkpoint_class(files, *rest)
-            make_layer = checkpoint.linear
-            bar.total = sum(name.endswith("input_layernorm.weight") for name in files)
-
-            def linear(prefix, leaves, *shape):
-                bar.update(leaves == ["down_proj"])    # the last one of a block
-                return make_layer(prefix, leaves, *shape)
-
-            checkpoint.linear = linear
-            return checkpoint
-
-        return qerl.load_model(folder, *settings, checkpoint_class=make_checkpoint, **options)
-
-
-# What compressed-tensors calls NVFP4A16: weights in NVFP4, activations as they are.
-NVFP4A16 = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-        "symmetric": True, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn",
-    }}},
-}
-
-
-def is_packed(folder):
-    """Whether a layer of this folder is in 4 bits."""
-    return qerl.Checkpoint(qerl.open_tensors(folder, "cpu")).is_packed
-
-
-def require_16_bit(folder, flag):
-    """Refuse a folder of which a layer is in 4 bits: `flag` needs the weights before that."""
-    qerl.require(not is_packed(folder), f"{flag}: {folder} is in 4 bits already; give the model before it "
-                                        "was quantised, or leave the flag out")
-
-
-def named_parts(name, packed, block_scale, global_scale):
-    """What quantize_nvfp4 returns of the layer `name`, under compressed-tensors' names."""
-    return {
-        f"{name}.weight_packed": packed,
-        f"{name}.weight_scale": block_scale,
-        f"{name}.weight_global_scale": global_scale,
-    }
-
-
-def stacked_parts(names, sizes, packed, block_scale, global_scale):
-    """The same, on the CPU, of layers that were quantised as one, stacked along out.
-
-    They share a global scale: vLLM multiplies q, k, v and gate, up as one weight and keeps the largest
-    of their global scales for all, so different ones would decode to other weights than those stored.
-    """
-    rows = zip(names, packed.split(sizes), block_scale.split(sizes))
-    found = {}
-    for name, codes, scales in rows:
-        found.update(named_parts(name, codes.cpu(), scales.cpu(), global_scale.cpu().clone()))
-    return found
-
-
-def write_packed_folder(source, found, folder):
-    """Write the model of the 16-bit folder `source` with other tensors in their place.
-
-    found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight".
-    """
-    files = qerl.open_tensors(source, "cpu")
-    writer = ShardWriter(folder)
-    for name, tensor in found.items():
-        writer.add(name, tensor)
-    for name, file in files.items():
-        if name not in found and f"{name}_packed" not in found:
-            writer.add(name, file.get_tensor(name))
-    writer.close()
-    copy_companions(source, folder, NVFP4A16)
-
-
-def quantize_as_one(weights, size=2 ** 20):
-    """quantize_nvfp4 of weights [out, in] stacked along out, so many numbers at a time.
-
-    So that it takes little memory. A last row with the largest number of all gives each of these
-    pieces the global scale of the whole.
-    """
-    rows = max(1, size // weights[0].shape[1])
-    last = torch.zeros_like(weights[0][:1])
-    last[0, 0] = max(weight.abs().max() for weight in weights)
-    codes = []
-    scales = []
-    for piece in torch.cat(weights).split(rows):
-        packed, block_scale, global_scale = qerl.quantize_nvfp4(torch.cat([piece, last]))
-        codes.append(packed[:-1])
-        scales.append(block_scale[:-1])
-    return torch.cat(codes), torch.cat(scales), global_scale
-
-
-@dataclass
-class Packer(qerl.Checkpoint):
-    """Writes what a model reads, its linear layers in NVFP4, and keeps nothing of it.
-
-    The layers that QeRL stacks are those that vLLM multiplies as one: see stacked_parts.
-    """
-    writer: ShardWriter = None
-
-    def tensor(self, name, shape):
-        self.writer.add(name, self.read(name, shape))
-        return torch.empty(shape, device="meta")
-
-    def norm(self, name, size, eps):
-        return self.tensor(f"{name}.weight", (size,))
-
-    def linear(self, prefix, leaves, sizes, in_features, bias):
-        names = [f"{prefix}.{leaf}" for leaf in leaves]
-        qerl.require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not "
-                                            "divisible by NVFP4's block of 16; it cannot be saved so")
-        weights = [self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
-        parts = quantize_as_one(weights)
-        for name, tensor in stacked_parts(names, sizes, *parts).items():
-            self.writer.add(name, tensor)
-        if bias:
-            for name, size in zip(names, sizes):
-                self.tensor(f"{name}.bias", (size,))
-
-
-def write_rounded_folder(source, folder, device):
-    """Write the model of the 16-bit folder `source`, its layers rounded to NVFP4 one after the other.
-
-    device: where they are rounded; neither it nor the host ever holds the whole model.
-    """
-    writer = ShardWriter(folder)
-    load_with_progress(source, device=device, desc="quantising",
-                       checkpoint_class=partial(Packer, writer=writer))
-    writer.close()
-    copy_companions(source, folder, NVFP4A16)
-
-
-def save_packed(source, out, device, calibrated=None):
-    """Write the 16-bit folder `source` in NVFP4 to the new folder `out`, and say so.
-
-    calibrated(): a folder of NVFP4 weights to be copied; without it they are rounded, on device.
-    """
-    check_new_folder(out, source)
-    require_16_bit(source, "--save-quantized")
-    made = calibrated() if calibrated else None
-    with new_folder(out, source) as temporary:
-        if made:
-            for name in os.listdir(made):
-                if "safetensors" in name:       # the weights; the tokenizer is the source's of now
-                    shutil.copyfile(f"{made}/{name}", f"{temporary}/{name}")
-            copy_companions(source, temporary, NVFP4A16)
-        else:
-            write_rounded_folder(source, temporary, device)
-    print(f"saved {out}, {size_gb(out):.3g} GB of weights; docs/serving.md says who reads it")
-
-
 def cached_folder(source, name, key, make):
     """The folder that make(path) filled when it was first asked for with this key (JSON).
 
@@ -406,22 +381,3 @@ def cached_folder(source, name, key, make):
     digest = hashlib.sha256(made_of.encode()).hexdigest()
     name = f"{model_name(source)}-{name}-{digest[:12]}"
     return made_once(name, make, source)
-
-
-def model_name(folder):
-    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
-    path = os.path.realpath(folder)
-    above, name = os.path.split(path)
-    if os.path.basename(above) == "snapshots":
-        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
-    return name
-
-
-def policy_fingerprints(folder, eos):
-    """What a policy is made of: {"weights": of the folder's files, "config": of config.json and eos}.
-
-    Each a SHA-256; of the weights that of pieces of them, which other weights or codes do not share.
-    """
-    with open(f"{folder}/config.json", "rb") as f:
-        config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
-    return {"weights": files_fingerprint(folder), "config": config.hexdigest()}

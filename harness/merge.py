@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 import qerl
-from harness.flags import Parser, full_name
-from harness.folders import ShardWriter, copy_companions, new_folder, size_gb
-from harness.stops import one_line
+from harness.command import Parser, full_name, one_line
+from harness.export import ShardWriter, copy_companions, size_gb
+from harness.folders import new_folder
 
 PREFIX = "base_model.model."       # before the model's own names in an adapter of PEFT
 # What an adapter of PEFT may ask for beyond W + (α/r) B A.

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from harness.batches import move_samples, pick_groups
-from harness.flags import require_flag
-from harness.memory import is_out_of_memory
-from qerl import UserError, reason
+from harness.machine import is_out_of_memory
+from qerl import UserError, reason, require
 
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max,
@@ -37,7 +36,7 @@ class Ranks:
             numbers = 1, 0, 0
         self.count, self.rank, self.local_rank = map(int, numbers)     # the last: of this machine
         self.main = self.rank == 0
-        self.serve = lambda: None      # with --shard: harness.sharded.SharedPasses.serve
+        self.serve = lambda: None      # with --shard: harness.layers.SharedPasses.serve
 
     def check(self, settings):
         """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
@@ -47,17 +46,18 @@ class Ranks:
                                 "start by torchrun --nproc_per_node=2 or more")
             return
         shares = settings.updates * self.count
-        require_flag(settings.prompts % shares == 0, "prompts", settings.prompts,
-                     f"is not divisible by --updates {settings.updates} times {self.count} "
-                     "processes")
-        require_flag(settings.method == "qerl", "method", settings.method,
-                     "the neighbours run in one process; start without torchrun (--quantizer alone "
-                     "runs in several)")
-        require_flag(settings.lora_rank or not settings.shard, "lora_rank", settings.lora_rank,
-                     "trains the weights themselves, which --shard cuts; leave one of the two out")
-        if settings.shard and settings.keep_activations:
-            raise UserError("--keep-activations: with --shard a block is computed again in backward; "
-                            "leave one of the two out")
+        require(settings.prompts % shares == 0,
+                f"--prompts {settings.prompts}: is not divisible by --updates {settings.updates} times "
+                f"{self.count} processes")
+        require(settings.method == "qerl",
+                f"--method {settings.method}: the neighbours run in one process; start without torchrun "
+                "(--quantizer alone runs in several)")
+        require(settings.lora_rank or not settings.shard,
+                "--lora-rank 0: trains the weights themselves, which --shard cuts; leave one of the two "
+                "out")
+        require(not (settings.shard and settings.keep_activations),
+                "--keep-activations: with --shard a block is computed again in backward; leave one of "
+                "the two out")
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
@@ -66,13 +66,14 @@ class Ranks:
         """
         if self.count == 1:
             return device
-        require_flag(device in ("cuda", "cpu"), "device", device,
-                     "torchrun's processes choose their GPUs themselves; use cuda or cpu")
+        require(device in ("cuda", "cpu"),
+                f"--device {device}: torchrun's processes choose their GPUs themselves; use cuda or cpu")
         backend = "gloo"
         if device == "cuda":
             here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
-            require_flag(here <= torch.cuda.device_count(), "nproc-per-node", here,
-                         f"only {torch.cuda.device_count()} GPUs are here; start as many processes")
+            require(here <= torch.cuda.device_count(),
+                    f"--nproc-per-node {here}: only {torch.cuda.device_count()} GPUs are here; start as "
+                    "many processes")
             torch.cuda.set_device(self.local_rank)
             device = f"cuda:{self.local_rank}"
             backend = "nccl"

@@ -16,9 +16,8 @@ import sys
 import jinja2
 
 import qerl
-from harness.flags import Parser
-from harness.run_folder import atomic_write, read_jsonl
-from harness.stops import one_line
+from harness.command import Parser, one_line
+from harness.folders import atomic_write, read_jsonl
 from qerl import UserError, reason
 
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -14,8 +14,7 @@ import tempfile
 
 import methods
 import train_gsm8k
-from harness.flags import Parser
-from harness.stops import one_line
+from harness.command import Parser, one_line
 
 HEADER = "method                              KL   left  entropy  gradient  rollout s  update s"
 ROW = ("{name:30} {mismatch_kl:7.5f} {effective_completions:6.1%} {entropy:8.3f} {gradient_norm:9.4f} "

@@ -30,7 +30,7 @@ their own already, GPTQ comes nearer.
 import torch
 
 import qerl
-from harness.folders import stacked_parts
+from harness.export import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
 

@@ -28,7 +28,7 @@ does not promise that the model is nearer.
 import torch
 
 import qerl
-from harness.folders import stacked_parts
+from harness.export import stacked_parts
 from methods import OtherCodes
 
 

@@ -28,7 +28,7 @@ qat.py. Its codes are fitted to the text that they were calibrated on.
 import torch
 
 import qerl
-from harness.folders import stacked_parts
+from harness.export import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
 from methods.parts.quantizers import round_e2m1

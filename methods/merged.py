@@ -29,7 +29,7 @@ if the log's mismatch_kl stays small beside that of the noise.
 import torch
 
 import qerl
-from harness.memory import free_memory
+from harness.machine import free_memory
 from methods import Method
 from methods.parts.eight_bit import current_weight
 

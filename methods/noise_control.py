@@ -32,8 +32,7 @@ it cost our small policy accuracy (methods/README.md). The others are for ablati
 import math
 
 import qerl
-from harness.checks import require_noise
-from harness.flags import require_flag
+from harness.command import require_flag, require_noise
 from methods import Method
 
 SMALLEST = 1e-4                # sigma stays between these: our choice

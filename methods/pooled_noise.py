@@ -26,7 +26,7 @@ import torch
 
 import qerl
 from harness.batches import join_rollouts
-from harness.checks import require_noise
+from harness.command import require_noise
 from methods import Method
 from methods.rollout_correction import correction
 from qerl import require

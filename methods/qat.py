@@ -44,8 +44,9 @@ import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
 
 import qerl
-from harness.full_weights import TrainedLinear, replace_layers
-from harness.folders import cached_folder, named_parts, require_16_bit, write_packed_folder
+from harness.export import named_parts, require_16_bit, write_packed_folder
+from harness.folders import cached_folder
+from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.quantizers import round_e2m1
 from methods.parts.worked import answer_logits, rows_of, worked_sequences

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.folders import require_16_bit
+from harness.export import require_16_bit
 from methods import Method
 from methods.parts.worked import Worked, answer_logits, batches_of, rows_of, worked_sequences
 

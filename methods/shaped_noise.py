@@ -24,7 +24,7 @@ import math
 import torch
 
 import qerl
-from harness.checks import require_noise
+from harness.command import require_noise
 from methods import Method
 
 PLACES = ("attention", "mlp", "first", "last")

@@ -11,7 +11,7 @@ from itertools import product
 from statistics import fmean as mean
 from typing import NamedTuple
 
-from harness.flags import require_flag
+from harness.command import require_flag
 from methods.parts.quantizers import QUANTIZERS
 from studies.study import NO_NOISE, arguments, run_study, table, with_error, write_lines
 

@@ -17,10 +17,10 @@ import torch
 import qerl
 import train_gsm8k
 from harness.batches import cut_rows
-from harness.flags import Parser, require_flag, require_value
-from harness.instruments import command_line, environment
+from harness.command import Parser, command_line, require_flag, require_value
+from harness.folders import atomic_write, creating
+from harness.machine import environment
 from harness.report import save_figure
-from harness.run_folder import atomic_write, creating
 from studies.plots import plot_lines
 from studies.study import name_in_rows, positive, standard_error
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 import qerl
-from harness.instruments import Clock
+from harness.machine import Clock
 from studies.random_models import SHAPES, config_of, random_prompts
 from studies.step import device_memory_gb, median_step, prompt_tokens
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import qerl
-from harness.sharded import ShardedCheckpoint
+from harness.layers import ShardedCheckpoint
 
 
 class Shape(NamedTuple):

@@ -17,9 +17,9 @@ import io
 import json
 import os
 
+from harness.command import Parser, require_flag
+from harness.folders import atomic_write
 from harness.report import learning_curve, save_figure
-from harness.flags import Parser, require_flag
-from harness.run_folder import atomic_write
 from studies import claims, compare
 from studies.study import finished_runs, read_json, steps_of
 

@@ -14,10 +14,9 @@ import torch
 
 import qerl
 from harness.batches import make_batch
-from harness.instruments import Clock, peak_memory_gb
-from harness.memory import cache_bytes, keep_activations
+from harness.layers import SharedPasses
+from harness.machine import Clock, cache_bytes, keep_activations, peak_memory_gb
 from harness.ranks import Ranks
-from harness.sharded import SharedPasses
 from methods import jetrl
 from studies.plots import plot_bars, plot_lines
 from studies.random_models import RandomWeights, ShardedRandomWeights, random_model, random_prompts

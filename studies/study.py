@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from harness.flags import Parser, full_name, require_flag, require_value
-from harness.keeper import lasting
+from harness.command import Parser, full_name, require_flag, require_value
 from harness.data import load_questions
-from harness.run_folder import atomic_write, creating, read_jsonl
+from harness.folders import atomic_write, creating, read_jsonl
+from harness.run import lasting
 from harness.small_policy import warm_start
 from qerl import UserError, model_folder
 from train_gsm8k import read_settings

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import qerl
 import train_gsm8k
-from harness import keeper
+import harness.run
 from harness.batches import Batch
-from harness.full_weights import train_all_weights
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
+from harness.layers import train_all_weights
 from methods import jetrl
 from studies import claims, study
 from test_qerl import HERE, scales
@@ -256,7 +256,7 @@ def finished_run(command, **_):
     """subprocess.call for a run that ends at once, with what row_of reads."""
     folder = command[command.index("--out") + 1]
     os.makedirs(folder)
-    settings = keeper.lasting(train_gsm8k.read_settings(command[2:]))
+    settings = harness.run.lasting(train_gsm8k.read_settings(command[2:]))
     with open(f"{folder}/summary.json", "w") as f:
         json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5,
             "seconds": 1.0, "hardware": "none"}, f)

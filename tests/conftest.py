@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
 from harness import folders, report
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
 from harness.small_policy import made_up_problems
 
 

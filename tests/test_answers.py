@@ -18,7 +18,7 @@ from harness import data as data_module
 from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_box, last_number, one_number
 from harness.data import math_questions, read_questions
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
 from harness.small_policy import made_up_problems
 
 

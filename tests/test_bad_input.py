@@ -27,14 +27,12 @@ import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_learned, copied, files_below, killed_at, logged_steps
 from common import refused, run_main, scored_by_letters, used_folder, without_times
-from harness import checkpoint
-from harness import data, folders, keeper
-from harness import run_folder
-from harness.text import ChatText, check_tokens
-from harness.flags import parse_flags
-from harness.data import math_questions
+import harness.run
+from harness import data, folders
+from harness.command import parse_flags
+from harness.data import ChatText, check_tokens, math_questions
+from harness.folders import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.ranks import Ranks
-from harness.run_folder import choose_folder, read_jsonl, read_log, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from methods.parts import calibration
 from methods.parts import quantizers
@@ -61,12 +59,12 @@ def test_no_file_of_a_run_is_overwritten(tmp_path, name):
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine\n")
     with pytest.raises(qerl.UserError, match="already holds a run .* choose another folder"):
-        run_folder.open_folder(str(tmp_path), resume=False)
+        folders.open_folder(str(tmp_path), resume=False)
 
 
 def test_a_log_takes_no_nan(tmp_path):
     with pytest.raises(ValueError):
-        keeper.append_jsonl(tmp_path / "log.jsonl", {"kl": math.nan})
+        harness.run.append_jsonl(tmp_path / "log.jsonl", {"kl": math.nan})
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
@@ -112,7 +110,7 @@ def test_a_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypatch, caps
     settings = json.loads(metadata["settings"])
     del settings["start_seed"]
     metadata["settings"] = json.dumps(settings | {"no_more": 3})
-    metadata["sha256"] = checkpoint.content_hash({k: metadata[k] for k in ("state", "settings")},
+    metadata["sha256"] = harness.run.content_hash({k: metadata[k] for k in ("state", "settings")},
         tensors)
     save_file(tensors, path, metadata)
     before = path.read_bytes()
@@ -235,7 +233,7 @@ def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
     options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
                "--eval-questions", 2)
-    rename, line = (os, "replace"), (keeper, "append_jsonl")
+    rename, line = (os, "replace"), (harness.run, "append_jsonl")
     renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
     assert renames >= 12
     kills = [(rename, n, "before") for n in range(1, renames + 1)]
@@ -289,14 +287,14 @@ def windows(monkeypatch):
 def test_no_open_file_is_replaced(qwen, data, tmp_path, monkeypatch, capsys, windows):
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1,
         "--eval-questions", 2)
-    save = keeper.save_checkpoint
+    save = harness.run.save_checkpoint
 
     def stopped(folder, model, optimizer, generators, state, settings):
         save(folder, model, optimizer, generators, state, settings)
         if state["step"] == 2:
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "save_checkpoint", stopped)
+        patch.setattr(harness.run, "save_checkpoint", stopped)
         with pytest.raises(SystemExit) as stop:
             run_main(monkeypatch, *options, "--out", tmp_path / "run")
     assert stop.value.code == 130
@@ -449,8 +447,8 @@ def test_advice_on_a_folder_in_use_can_be_followed(tmp_path):
     """A run that was stopped before its first checkpoint is begun anew with --resume."""
     (tmp_path / "answers_before.jsonl").write_text("a")
     with pytest.raises(qerl.UserError, match="add --resume"):
-        run_folder.open_folder(str(tmp_path), resume=False)
-    run_folder.open_folder(str(tmp_path), resume=True).release()
+        folders.open_folder(str(tmp_path), resume=False)
+    folders.open_folder(str(tmp_path), resume=True).release()
 
 
 def test_ranks_differ_at_any_step_and_seed():
@@ -556,7 +554,7 @@ def test_an_index_names_no_file_elsewhere(qwen, tmp_path):
 
 
 def test_every_file_is_read_and_written_as_utf_8():
-    """Whatever LANG says. /proc, which harness/memory.py reads, holds ASCII."""
+    """Whatever LANG says. /proc, which harness/machine.py reads, holds ASCII."""
     paths = [path
         for folder in ("", "harness/", "methods/") for path in glob.glob(f"{HERE}/{folder}*.py")]
     seen, wrong = 0, []
@@ -569,7 +567,7 @@ def test_every_file_is_read_and_written_as_utf_8():
             if opens or ast.unparse(call.func) == "open":
                 seen += 1
                 if not re.search(r"utf-8|'[rwa]b\+?'",
-                        ast.unparse(call)) and not path.endswith(("memory.py", "test_qerl.py")):
+                        ast.unparse(call)) and not path.endswith(("machine.py", "test_qerl.py")):
                     wrong.append((path, call.lineno))
     assert seen > 15 and wrong == []
 
@@ -578,7 +576,7 @@ def test_every_file_is_read_and_written_as_utf_8():
 def test_a_run_ends_well_where_nobody_can_read_it(ending, output):
     """Standard output is closed, or of an encoding without a folder's letters, or no one reads on.
     """
-    program = "from harness.stops import one_line\nwith one_line():\n    print('\\xfc')"
+    program = "from harness.command import one_line\nwith one_line():\n    print('\\xfc')"
     shell = ["bash", "-c", f"{shlex.join([sys.executable, '-c', program])} {ending}"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     ended = subprocess.run(shell, cwd=HERE, env=environment, capture_output=True, text=True)
@@ -618,9 +616,9 @@ def test_bad_input_is_one_line_and_exit_2(
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    lock = run_folder.open_folder(str(tmp_path), resume=False)
+    lock = folders.open_folder(str(tmp_path), resume=False)
     with pytest.raises(qerl.UserError, match="in use"):
-        run_folder.open_folder(str(tmp_path), resume=False)
+        folders.open_folder(str(tmp_path), resume=False)
     lock.release()
 
 

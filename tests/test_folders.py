@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import qerl
-from harness import checks
-from harness.text import ChatText
-from harness.checkpoint import save_adapter
+from harness import command
+from harness.data import ChatText
+from harness.export import save_adapter
 from test_qerl import STORED, break_tensor, make_folder, packed_layer, relative, with_lora
 
 
@@ -48,5 +48,5 @@ def test_quantised_activations_are_said_to_stay(qwen, tmp_path, capsys, activati
     stored = STORED | {"config_groups": {"group_0": group}}
     folder = break_tensor(
         qwen[0], tmp_path, packed_layer, lambda c: c.update(quantization_config=stored))
-    checks.say_what_stays(qerl.load_model(folder).config)
+    command.say_what_stays(qerl.load_model(folder).config)
     assert ("activations stay 16 bit" in capsys.readouterr().out) == said

@@ -14,7 +14,7 @@ import qerl
 import train_gsm8k
 from common import QUICK, all_trained, fp8_neighbour, refused
 from common import sample_step, stopped_and_resumed
-from harness.full_weights import train_all_weights
+from harness.layers import train_all_weights
 from methods import flashrl, jetrl
 from methods.parts import eight_bit, fp8_blocks, fp8_layers
 from studies import cross_compile, step

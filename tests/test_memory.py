@@ -10,7 +10,7 @@ import bench
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, scored_by_letters, without_times
-from harness import memory
+from harness import machine
 from harness.batches import Batch
 from studies.random_models import random_model
 from test_qerl import with_lora
@@ -60,11 +60,11 @@ def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypa
     """
     scored_by_letters(monkeypatch)
     monkeypatch.setattr(train_gsm8k, "keep_decoded",
-                        lambda model, collect: memory.keep_decoded(model, collect, small=0))
+                        lambda model, collect: machine.keep_decoded(model, collect, small=0))
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
     decoded, adapters = {}, {}
     for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
-        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        monkeypatch.setattr(machine, "free_memory", lambda device: free)
         counted, dequantize = [], qerl.dequantize_nvfp4
         monkeypatch.setitem(qerl.FORMATS, "nvfp4",
             replace(qerl.FORMATS["nvfp4"],
@@ -84,11 +84,11 @@ def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
     size = sum(2 * layer.weight.dequantize(torch.bfloat16).numel()
         for layer in model.quantized_layers())
     for free in (2 * size - 2, 2 * size):
-        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        monkeypatch.setattr(machine, "free_memory", lambda device: free)
         # it is small: it stays as it is
-        memory.keep_decoded(model)
+        machine.keep_decoded(model)
         assert all(layer.weight is before[id(layer)] for layer in model.quantized_layers())
-        memory.keep_decoded(model, small=0)
+        machine.keep_decoded(model, small=0)
         same = [layer.weight is before[id(layer)] for layer in model.quantized_layers()]
         assert all(same) or (free == 2 * size and kept and not any(same))
     for layer in model.quantized_layers():
@@ -102,11 +102,11 @@ def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     cache = qerl.KVCache(model, 3, 100)
     cache.reserve(100)
     size = sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
-    monkeypatch.setattr(memory, "free_memory", lambda device: size)
-    assert memory.slots_that_fit(model, 100, share=1.0) == 3
+    monkeypatch.setattr(machine, "free_memory", lambda device: size)
+    assert machine.slots_that_fit(model, 100, share=1.0) == 3
     assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
-    assert memory.slots_that_fit(model, 10 ** 6) == 1
-    assert memory.slots_that_fit(model, 1, share=1.0) == 256
+    assert machine.slots_that_fit(model, 10 ** 6) == 1
+    assert machine.slots_that_fit(model, 1, share=1.0) == 256
 
 
 def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
@@ -123,11 +123,11 @@ def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
         return generate(*args, **options)
     monkeypatch.setattr(qerl, "generate", watched)
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 6)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
     first = used[0]
     assert 1 < first < 256 and set(used) == {first} and budgets == {512}
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10 ** 9)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 9)
     for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
         used.clear()
         run_main(monkeypatch, *options, "--resume", *more)
@@ -148,13 +148,13 @@ def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     for recompute_blocks, values in ((0, kept), (blocks, recomputed)):
         model.recompute_in_backward(recompute_blocks)
         free = trained + logits + 1000 * 4 * values
-        monkeypatch.setattr(memory, "free_memory", lambda device: free)
-        assert memory.micro_tokens_that_fit(model, share=1.0) == 1000
+        monkeypatch.setattr(machine, "free_memory", lambda device: free)
+        assert machine.micro_tokens_that_fit(model, share=1.0) == 1000
         assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
-    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
-    assert memory.micro_tokens_that_fit(model) == 512
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1e15)
-    assert memory.micro_tokens_that_fit(model) == 16384
+    monkeypatch.setattr(machine, "free_memory", lambda device: 0)
+    assert machine.micro_tokens_that_fit(model) == 512
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1e15)
+    assert machine.micro_tokens_that_fit(model) == 16384
 
 
 def test_blocks_keep_their_activations_where_memory_allows(family, monkeypatch):
@@ -167,19 +167,19 @@ def test_blocks_keep_their_activations_where_memory_allows(family, monkeypatch):
     for recomputed in (0, 3, 7, blocks):
         kept = (blocks - recomputed) * (5 * d + 3 * wide)
         values = blocks * d + kept + (10 * d + 5 * wide) * bool(recomputed)
-        monkeypatch.setattr(memory, "room_for_updates", lambda model: 1000 * values)
-        memory.keep_activations(model, 1000)
+        monkeypatch.setattr(machine, "room_for_updates", lambda model: 1000 * values)
+        machine.keep_activations(model, 1000)
         assert model.recompute_blocks == recomputed
-        memory.keep_activations(model, 1001)
+        machine.keep_activations(model, 1001)
         assert model.recompute_blocks > recomputed or recomputed == blocks
 
 
 def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr(memory, "HOST", str(tmp_path / "meminfo"))
+    monkeypatch.setattr(machine, "HOST", str(tmp_path / "meminfo"))
     # there is no such file
-    assert memory.free_memory(cpu) == memory.UNKNOWN
+    assert machine.free_memory(cpu) == machine.UNKNOWN
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
-    assert memory.free_memory(cpu) == 3000 * 1024
+    assert machine.free_memory(cpu) == 3000 * 1024
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert memory.free_memory(cpu) == 1000 * 1024
+    assert machine.free_memory(cpu) == 1000 * 1024

@@ -16,7 +16,7 @@ import train_gsm8k
 import common
 from common import QUICK, refused, sample_step, stopped_and_resumed
 from harness.batches import Batch, effective_sizes, make_batch
-from harness.full_weights import train_all_weights
+from harness.layers import train_all_weights
 from harness.ranks import Ranks
 from harness.small_policy import ByteText
 from methods import deep_grpo, maspo, qurl, rollout_correction

@@ -16,10 +16,11 @@ import bench
 import qerl
 import train_gsm8k
 from common import refused, run_main
-from harness import checkpoint, sharded
-from harness.checkpoint import read_checkpoint
+import harness.layers
+import harness.run
+from harness.folders import read_jsonl
 from harness.ranks import Ranks
-from harness.run_folder import read_jsonl
+from harness.run import read_checkpoint
 from studies import step as step_of
 from test_qerl import CONFIGS, HERE, SIZES, gpu, make_folder, with_lora
 
@@ -276,11 +277,11 @@ def test_ranks_agree_on_flags_data_and_model(qwen, monkeypatch, tmp_path):
         ranks.agree_on_flags(settings)
 
     model = with_lora(qwen[0])
-    checksum = checkpoint.weights_checksum(model)
-    assert checksum == checkpoint.weights_checksum(with_lora(qwen[0]))
+    checksum = harness.run.weights_checksum(model)
+    assert checksum == harness.run.weights_checksum(with_lora(qwen[0]))
     # one code of one weight
     model.blocks[1].mlp.down.weight.parts[0][0, 0] ^= 1
-    assert checksum != checkpoint.weights_checksum(model)
+    assert checksum != harness.run.weights_checksum(model)
 
 
 def test_a_rank_says_that_another_is_gone(monkeypatch):
@@ -360,10 +361,10 @@ def test_gathered_weights_compute_the_same(deep, alone, weights):
     """Logits, a rollout and gradients, bit for bit; no layer keeps its own between passes."""
     whole = with_lora(deep, weights=weights)
     whole.recompute_in_backward()
-    cut = with_lora(deep, weights=weights, checkpoint_class=sharded.ShardedCheckpoint)
+    cut = with_lora(deep, weights=weights, checkpoint_class=harness.layers.ShardedCheckpoint)
     assert all(t.numel() == 0
-        for layer in cut.quantized_layers() for t in sharded.packed_tensors(layer.weight))
-    passes = sharded.SharedPasses(cut, Ranks())
+        for layer in cut.quantized_layers() for t in harness.layers.packed_tensors(layer.weight))
+    passes = harness.layers.SharedPasses(cut, Ranks())
     storages = {layer.weight.parts[0].untyped_storage().data_ptr()
                 for layer in cut.quantized_layers()}
     # buffers, for three blocks
@@ -386,8 +387,8 @@ def test_gpu_gathered_weights_compute_the_same(tmp_path):
         folder = make_folder(tmp_path / "wide", "wide")[0]
         whole = with_lora(folder, device="cuda")
         whole.recompute_in_backward()
-        cut = with_lora(folder, device="cuda", checkpoint_class=sharded.ShardedCheckpoint)
-        passes = sharded.SharedPasses(cut, Ranks())
+        cut = with_lora(folder, device="cuda", checkpoint_class=harness.layers.ShardedCheckpoint)
+        passes = harness.layers.SharedPasses(cut, Ranks())
         results = [passes_of(model, temperature=0.0) for model in (whole, cut)]
         for name in results[0].keys() - {"logprobs"}:
             torch.testing.assert_close(
@@ -399,8 +400,8 @@ def test_gpu_gathered_weights_compute_the_same(tmp_path):
 
 def loaded_by(monkeypatch, rank, count, folder):
     """A folder's model as this rank of so many keeps it."""
-    monkeypatch.setattr(sharded, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=count))
-    return qerl.load_model(str(folder), checkpoint_class=sharded.ShardedCheckpoint)
+    monkeypatch.setattr(harness.layers, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=count))
+    return qerl.load_model(str(folder), checkpoint_class=harness.layers.ShardedCheckpoint)
 
 
 def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
@@ -411,10 +412,10 @@ def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
         layers = loaded_by(monkeypatch, rank, 3, qwen[0]).quantized_layers()
         pieces.append([layer.piece for layer in layers])
     for whole, layer, *parts in zip(model.quantized_layers(), layers, *pieces):
-        packed = sharded.packed_tensors(whole.weight)
+        packed = harness.layers.packed_tensors(whole.weight)
         share = sum(t.nbytes for t in packed) / 3
-        assert all(share <= len(part) < share + 2 * sharded.ALIGNMENT for part in parts)
-        again = sharded.tensors_in(torch.cat(parts), layer.layout, 3 * sharded.ALIGNMENT)
+        assert all(share <= len(part) < share + 2 * harness.layers.ALIGNMENT for part in parts)
+        again = harness.layers.tensors_in(torch.cat(parts), layer.layout, 3 * harness.layers.ALIGNMENT)
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
                    for a, b in zip(again, packed))
 
@@ -484,7 +485,7 @@ def test_ranks_compare_weights_of_which_each_keeps_a_piece(qwen, tmp_path, monke
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    sums = [checkpoint.weights_checksum(loaded_by(monkeypatch, rank, 2, folder))
+    sums = [harness.run.weights_checksum(loaded_by(monkeypatch, rank, 2, folder))
             for rank, folder in ((0, qwen[0]), (1, qwen[0]), (1, other))]
     assert sums[0] == sums[1] != sums[2]
 

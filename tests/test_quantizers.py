@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import qerl
 import train_gsm8k
 from common import QUICK, refused, run_main, stopped_and_resumed, widened, without_times
-from harness import folders
+from harness import export, folders
 from harness.data import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
@@ -355,7 +355,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, data, tmp
     before = qat.answer_loss(student, teacher, rows).item()
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert qat.answer_loss(student, teacher, rows).item() < before
-    folders.write_packed_folder(folder, qat.packed_tensors(student), tmp_path)
+    export.write_packed_folder(folder, qat.packed_tensors(student), tmp_path)
     trained = qerl.load_model(str(tmp_path))
     with torch.no_grad():
         logits = trained(rows.tokens)
@@ -460,7 +460,7 @@ def test_quantizers_that_make_no_sense_are_refused(
         qwen, data, tmp_path, cache, monkeypatch, capsys, options, message):
     """packed: a folder in NVFP4. narrow: a model with 200 inner features."""
     monkeypatch.chdir(tmp_path)
-    folders.save_packed(qwen[0], "packed", "cpu")
+    export.save_packed(qwen[0], "packed", "cpu")
     shutil.copytree(qwen[0], "narrow")
     break_tensor(qwen[0], tmp_path / "narrow", widened, lambda c: c.update(intermediate_size=200))
     base = ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out")

@@ -9,7 +9,7 @@ import pytest
 
 from common import REPORT_TOKENS
 from harness import report
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
 from test_qerl import HERE
 
 REPORT_METRICS = {

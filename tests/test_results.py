@@ -7,7 +7,7 @@ import pytest
 import bench
 import qerl
 from common import made_up_rows, note_run
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
 from studies import claims, results
 from test_qerl import HERE
 

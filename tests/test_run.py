@@ -24,14 +24,14 @@ import train_gsm8k
 from common import BOXED, LEARNING, QUICK, QUIZ_EOS, QUIZ_TOKENS, TAGGED, assert_learned
 from common import command, files_below, flat_policy, recorded, refused, run_main
 from common import scored_by_letters, without_times
-from harness import keeper
+import harness.run
 from harness.answers import final_number, is_right
 from harness.batches import cut_rows, make_batch
-from harness.checkpoint import adapter_tensors, read_checkpoint
-from harness.full_weights import train_all_weights
-from harness.instruments import flat
+from harness.export import adapter_tensors
+from harness.folders import read_jsonl
+from harness.layers import train_all_weights
 from harness.ranks import Ranks
-from harness.run_folder import read_jsonl
+from harness.run import flat, read_checkpoint
 from harness.small_policy import ByteText, made_up_problems
 from test_qerl import relative, scales
 
@@ -559,7 +559,7 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
     assert_learned(read_jsonl(tmp_path / "whole" / "metrics.jsonl"), calls)
     whole = files_below(tmp_path / "whole")
-    save = keeper.save_checkpoint
+    save = harness.run.save_checkpoint
 
     def stopped(*given):
         if given[-2]["step"] == step:
@@ -569,7 +569,7 @@ def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, opti
                       6):                        # in step 1 there is only the checkpoint before it
         resume = ("--resume",) if step > 1 else ()
         with monkeypatch.context() as patch:
-            patch.setattr(keeper, "save_checkpoint", stopped)
+            patch.setattr(harness.run, "save_checkpoint", stopped)
             with pytest.raises(SystemExit):
                 run_main(patch, *options, "--out", tmp_path / "run", *resume)
     calls.clear()
@@ -776,9 +776,9 @@ def test_a_resumed_run_goes_on_in_its_tracker(qwen, data, tmp_path, monkeypatch,
         original(self, logged)
         if logged["step"] == 3:
             raise KeyboardInterrupt
-    original = keeper.Keeper.log
+    original = harness.run.Keeper.log
     with monkeypatch.context() as patch:
-        patch.setattr(keeper.Keeper, "log", log)
+        patch.setattr(harness.run.Keeper, "log", log)
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *options)
     run_main(monkeypatch, *options, "--resume")
@@ -840,14 +840,14 @@ def test_a_float16_gradient_that_overflows_costs_its_step_alone(qwen, data, tmp_
     scored_by_letters(monkeypatch)
     options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 3, "--save-every", 1,
         "--dtype", "float16")
-    save, adapters = keeper.save_checkpoint, []
+    save, adapters = harness.run.save_checkpoint, []
 
     def stopped(folder, model, optimizer, generators, state, settings):
         save(folder, model, optimizer, generators, state, settings)
         adapters.append([p.detach().clone() for p in qerl.trainable(model).values()])
         if state["step"] == stop_at:
             raise KeyboardInterrupt
-    monkeypatch.setattr(keeper, "save_checkpoint", stopped)
+    monkeypatch.setattr(harness.run, "save_checkpoint", stopped)
     for stop_at, name in ((None, "whole"), (2, "cut")):
         with monkeypatch.context() as patch:
             losses_times(patch, 1e9, 1)
@@ -924,9 +924,9 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
         if state["step"] == 5:
             raise KeyboardInterrupt
         save(folder, model, optimizer, generators, state, settings)
-    save = keeper.save_checkpoint
+    save = harness.run.save_checkpoint
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "save_checkpoint", stopped)
+        patch.setattr(harness.run, "save_checkpoint", stopped)
         with pytest.raises(SystemExit) as stop:
             run_main(monkeypatch, *options, "--out", tmp_path / "cut")
     assert stop.value.code == 130 and f"--resume --out {tmp_path / 'cut'}" in capsys.readouterr().err
@@ -942,7 +942,7 @@ def test_samples_jsonl_holds_a_group_and_is_cut_at_resume(qwen, tmp_path, monkey
 def test_answers_before_and_after_and_the_report(qwen, data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     reported = []
-    monkeypatch.setattr(keeper, "report_on",
+    monkeypatch.setattr(harness.run, "report_on",
         lambda folder: reported.append((folder, sorted(os.listdir(folder)))))
     run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 1,
         "--eval-questions", 5, "--out", out)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 import qerl
 import train_gsm8k
 from common import killed_at, refused, run_main, used_folder, widened
-from harness import checkpoint, folders, merge
-from harness.checkpoint import save_adapter
+from harness import export, merge
+from harness.export import save_adapter
 from methods.parts import quantizers
 from test_qerl import HERE, INDEX, SIZES, UP, break_tensor, compressed_tensors_nvfp4, make_folder
 from test_qerl import relative, with_lora
@@ -36,7 +36,7 @@ SAVING = ("--device", "cpu", "--quantizer", "rtn", "--save-quantized")      # an
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(folders, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
 
 
 def tensors_of(folder):
@@ -118,7 +118,7 @@ def test_weights_are_quantised_as_one_whatever_the_pieces(dtype):
     weights = [(torch.randn(rows, 64) * size).to(dtype)
                for rows, size in ((50, 1), (33, 0.1), (7, 1e-3))]
     for size in (64, 1000, 10 ** 6):
-        pairs = zip(folders.quantize_as_one(weights, size),
+        pairs = zip(export.quantize_as_one(weights, size),
             qerl.quantize_nvfp4(torch.cat(weights)))
         assert all(torch.equal(ours.float(), whole.float()) for ours, whole in pairs)
 
@@ -139,7 +139,7 @@ def test_a_sharded_folder_is_saved_as_a_whole_one(qwen, tmp_path, monkeypatch, d
 MEMORY = """
 import sys, threading, time
 import torch
-from harness import folders
+from harness import export
 
 
 def anonymous():
@@ -152,12 +152,12 @@ def watch():
         time.sleep(0.002)
 
 small, big, out = sys.argv[1:]
-folders.SHARD_BYTES = 10 ** 7
-folders.save_packed(small, out + "-small", "cpu")           # what imports and first uses take
+export.SHARD_BYTES = 10 ** 7
+export.save_packed(small, out + "-small", "cpu")           # what imports and first uses take
 before = anonymous()
 peak = [before]
 threading.Thread(target=watch, daemon=True).start()
-folders.save_packed(big, out, "cpu")
+export.save_packed(big, out, "cpu")
 print("grown by", peak[0] - before)
 """
 
@@ -204,8 +204,8 @@ def test_saving_takes_memory_for_a_part_of_the_model(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
 @pytest.mark.parametrize("event,number,when", [
-    ((folders.safetensors.torch, "save_file"), 2, "after"),
-    ((os, "rename"), 2, "after"), ((folders.shutil, "copy"), 1, "after"),
+    ((export.safetensors.torch, "save_file"), 2, "after"),
+    ((os, "rename"), 2, "after"), ((export.shutil, "copy"), 1, "after"),
 ])
 def test_a_kill_leaves_no_half_folder(qwen, tmp_path, small_shards, event, number, when):
     options = ("--model", qwen[0], *SAVING, tmp_path / "out")
@@ -217,7 +217,7 @@ def test_a_kill_leaves_no_half_folder(qwen, tmp_path, small_shards, event, numbe
 
 
 def saved(qwen, tmp_path):
-    folders.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
+    export.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
     return tmp_path / "packed"
 
 
@@ -269,7 +269,7 @@ def test_an_adapter_of_a_saved_folder_is_merged_into_what_its_codes_stand_for(qw
         exact = tensors_of(qwen[0])[key]
         if "_proj.weight" in key:
             layer = key.removesuffix(".weight")
-            A, B = (checkpoint.adapter_tensors(ours)[f"base_model.model.{layer}.lora_{half}.weight"]
+            A, B = (export.adapter_tensors(ours)[f"base_model.model.{layer}.lora_{half}.weight"]
                 for half in "AB")
             exact = exact + B @ A
         torch.testing.assert_close(tensor, exact)
@@ -296,7 +296,7 @@ def test_a_written_folder_samples_from_the_policy_that_was_evaluated(tmp_path, s
     if stored:
         path.write_text(json.dumps(stored))
     adapter, _ = adapter_of(source, tmp_path / "adapter")
-    folders.save_packed(source, str(tmp_path / "saved"), "cpu")
+    export.save_packed(source, str(tmp_path / "saved"), "cpu")
     merge.merge(adapter, str(tmp_path / "merged"))
     expected = {name: (stored or SIZES)[name]
         for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
@@ -353,7 +353,7 @@ def test_serving_commands_are_known():
 
 
 @pytest.mark.parametrize("module,name,error", [
-    (folders.safetensors.torch, "save_file", SafetensorError("No space left on device")),
+    (export.safetensors.torch, "save_file", SafetensorError("No space left on device")),
     (os, "rename", PermissionError(errno.EACCES, "Permission denied")),
 ])
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(

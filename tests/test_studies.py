@@ -13,7 +13,7 @@ import train_gsm8k
 from common import finished_run, made_up_rows, note_run, quick_study, run_missing
 from common import study_arguments
 from harness import folders, small_policy
-from harness.run_folder import write_jsonl
+from harness.folders import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from studies import claims, claims_pictures, compare, entropy, factorial, study
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qerl
-from harness.full_weights import TrainedLinear, replace_layers
+from harness.layers import TrainedLinear, replace_layers
 
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
 PLAIN = qerl.PackedWeight(None)        # attention and MLP ask a layer's weight for `interleaved`

@@ -9,7 +9,7 @@ import contextlib
 import torch
 
 import qerl
-from harness.full_weights import TrainedLinear, replace_layers
+from harness.layers import TrainedLinear, replace_layers
 from methods.parts.fp8_blocks import choose_recipe, multiply, quantize
 
 

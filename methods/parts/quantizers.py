@@ -12,7 +12,8 @@ import inspect
 import torch
 
 import qerl
-from harness.folders import cached_folder, is_packed, load_with_progress, write_packed_folder
+from harness.export import is_packed, write_packed_folder
+from harness.folders import cached_folder, load_with_progress
 from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences

@@ -1,11 +1,22 @@
-"""What there is room for: weights that stay decoded, sequences decoded at once, tokens of a pass."""
+"""The machine: what its memory has room for; what a run takes of it, in seconds and bytes."""
+import contextlib
 import os
+import platform
 import re
+import sys
+import time
 from dataclasses import dataclass
 
 import torch
+import transformers
 
 import qerl
+
+try:
+    import resource
+except ImportError:                         # Windows knows it, too, by another name
+    resource = None
+
 
 HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
 UNKNOWN = 4e9                                  # bytes taken to be free where nobody says
@@ -68,7 +79,7 @@ class Fit:
 def find_fit(model, settings, longest, saved):
     """The Fit of a run; longest: tokens of a prompt and its completion.
 
-    A resumed run (saved: keeper.read_saved, or None) keeps its own unless the flags are given: on the
+    A resumed run (saved: run.read_saved, or None) keeps its own unless the flags are given: on the
     first number the random numbers depend, on the second the order of sums. On a GPU it also chooses
     the blocks whose activations are kept.
     """
@@ -145,3 +156,57 @@ def keep_activations(model, tokens):
     while recomputed < len(model.blocks) and tokens * activations(model, recomputed) > room:
         recomputed += 1
     model.recompute_in_backward(recomputed)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run takes
+
+class Clock:
+    """Seconds spent in each phase of a step: `with clock("rollout"): ...`."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        self.restart()
+
+    def restart(self):
+        self.seconds = {}
+        self.began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def since_restart(self):
+        return time.perf_counter() - self.began
+
+
+def peak_memory_gb(device):
+    """The most memory in use so far, in 10^9 bytes: of the GPU, or of the process on a CPU.
+
+    0 on Windows, which Python does not ask.
+    """
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    if resource is None:
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def environment(device):
+    """Date, hardware and versions, as every file of results states them."""
+    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if torch.device(device).type == "cuda":
+        hardware = torch.cuda.get_device_name()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": qerl.kernels and qerl.kernels.triton.__version__,
+    }

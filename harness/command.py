@@ -1,0 +1,322 @@
+"""The command line: flags made from a dataclass, checks of what is typed, errors as one line."""
+import argparse
+import contextlib
+import errno
+import inspect
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field, fields
+
+import safetensors
+import torch
+from filelock import BaseFileLock
+
+import qerl
+from harness.folders import remove_if_empty
+from harness.machine import is_out_of_memory
+from harness.ranks import Ranks
+from qerl import UserError
+
+
+def setting(default, remark, choices=None):
+    """A dataclass field that is also a flag: --help says `remark`, `choices` limit the values."""
+    return field(default=default, metadata={"remark": remark, "choices": choices})
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with a UserError instead of a usage text and an exit."""
+
+    def __init__(self, description, **options):
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            require_value(name, value)
+        return args
+
+
+def default_text(name, default, presets):
+    """The end of a flag's help, its default and where a preset differs: (default 64; small 16)."""
+    parts = []
+    if default is not None:
+        parts.append(f"default {default}")
+    for preset, values in presets.items():
+        if name in values:
+            parts.append(f"{preset} {values[name]}")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def parse_flags(settings_class, description, presets, argv=None):
+    """The flags given on the command line, as {field: value}; flags not given are left out.
+
+    argv: the command line, by default the process's own. --help ends with what the docstring of
+    settings_class says after its first line.
+    """
+    legend = inspect.getdoc(settings_class).partition("\n\n")[2]
+    parser = Parser(description, usage="%(prog)s [flags]", epilog=legend)
+    for f in fields(settings_class):
+        flag = "--" + f.name.replace("_", "-")
+        remark = f.metadata["remark"]
+        if f.type is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=remark)
+        elif f.type is list:
+            parser.add_argument(flag, nargs="+", metavar="NAME", help=remark)
+        else:
+            choices = f.metadata["choices"]
+            metavar = None if choices else f.type.__name__.upper()
+            remark += default_text(f.name, f.default, presets)
+            parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
+    given = vars(parser.parse_args(argv))
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def require_value(name, value):
+    """Refuse an empty text, as an unset variable of the shell leaves it, or a NUL, also in a list."""
+    values = value if isinstance(value, list) else [value]
+    require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
+    require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
+
+
+def require_flag(ok, name, value, what):
+    """Unless ok, raise the one line that names a flag, its value and what is wrong with it."""
+    if not ok:
+        raise UserError(f"--{name.replace('_', '-')} {value}: {what}")
+
+
+def check_device(name):
+    """Refuse a --device that is neither the CPU nor a GPU of this machine."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    mps = device is not None and device.type == "mps"
+    require_flag(not mps, "device", name,
+                 "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here "
+                 "was tried on one; use --device cpu")
+    known = device is not None and device.type in ("cuda", "cpu")
+    require_flag(known, "device", name, "unknown; use cuda or cpu")
+    require_flag(device.type != "cpu" or not device.index, "device", name,
+                 "a CPU has no number; use --device cpu")
+    if device.type == "cuda":
+        there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+        require_flag(there, "device", name, "no such CUDA GPU here; use --device cpu")
+
+
+def use_device(name):
+    """The torch.device of this name; a GPU becomes the current one, on which kernels start."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device
+
+
+def dtype_name(given, device):
+    """--dtype as it was given or, if that is auto, the name of the dtype that suits the device."""
+    if given != "auto":
+        return given
+    return str(qerl.default_dtype(torch.device(device))).removeprefix("torch.")
+
+
+def full_name(model):
+    """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
+    if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
+        return model
+    chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
+    if os.environ.get("RANK", "0") == "0":             # of torchrun's processes the first speaks
+        print(f"--model {model} means Qwen/{model}{chat}")
+    return f"Qwen/{model}{chat}"
+
+def command_line():
+    """The command that started this process, as far as a process can know."""
+    program = ["python"]
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        program = ["torchrun", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
+    return shlex.join([*program, os.path.basename(sys.argv[0]), *sys.argv[1:]])
+
+
+# --------------------------------------------------------------------------------------------------
+# What the flags may be
+
+def check_settings(settings):
+    """Refuse, by name, values that cannot be meant."""
+    def each(names, ok, what):
+        for name in names:
+            require_flag(ok(getattr(settings, name)), name, getattr(settings, name), what)
+    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
+          "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
+    each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed",
+          "start_seed", "weight_decay", "clip_high"],
+         lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
+    each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
+         "must be positive and finite")
+    each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
+    each(["seed", "start_seed"], lambda n: n < 2 ** 63, "must be below 2**63")
+    each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
+    require_flag(settings.start_seed == 0 or not settings.model, "start_seed", settings.start_seed,
+                 "is for the small built-in policy; leave it out with --model")
+    require_flag(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
+                 f"is not divisible by --updates {settings.updates}; change one of them")
+    one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
+    require_flag(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
+                 settings.sigma_end,
+                 "an exponential schedule needs both sigmas positive (or both 0: no noise)")
+    require_flag(settings.quantizer == "rtn" or settings.weights == "nvfp4", "quantizer",
+                 settings.quantizer, "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn")
+    if settings.lora_rank == 0:
+        require_flag(settings.weights == "bf16", "lora_rank", 0,
+                     "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
+        require_flag(settings.beta == 0, "beta", settings.beta,
+                     "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
+    check_device(settings.device)
+    if settings.save_quantized is not None:
+        check_saving(settings)
+
+
+def check_saving(settings):
+    """Refuse what goes with no --save-quantized."""
+    def fits(ok, what):
+        require_flag(ok, "save_quantized", settings.save_quantized, what)
+    fits(settings.model, "saves a real model; name it with --model")
+    fits(settings.weights == "nvfp4",
+         f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out")
+    fits(settings.method == "qerl",
+         f"saves what --quantizer makes; leave --method {settings.method} out")
+    fits(not settings.resume and not settings.eval_only,
+         "neither trains nor measures; leave --resume and --eval-only out")
+    fits(not settings.shard, "cuts no weights; leave --shard out")
+    fits(Ranks().count == 1, "is done by one process; start without torchrun")
+
+
+def require_noise(settings):
+    """Refuse a method that does something with the noise where there is none."""
+    if max(settings.sigma_start, settings.sigma_end) == 0 or settings.stages == 1:
+        raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
+                        "0.01 and --stages 10")
+
+
+def require_rank_fits(model, rank):
+    """Refuse a rank of LoRA above what the smallest layer can have."""
+    layers = model.quantized_layers() if rank else []
+    shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in layers]
+    smallest = min(map(min, shapes), default=0)
+    require_flag(rank <= smallest, "lora_rank", rank,
+                 f"the smallest layer has {smallest} features; lower it")
+
+
+def say_what_stays(config):
+    """Say so where a model's folder asks for quantised activations (W4A4): they stay as they are."""
+    stored = json.dumps(getattr(config, "quantization_config", None), default=str)
+    if '"input_activations": {' in stored:
+        print("the model's folder asks for 4-bit activations, too; here activations stay 16 bit "
+              "(32 on a CPU), only weights are 4 bit")
+
+
+# --------------------------------------------------------------------------------------------------
+# How a program ends that cannot go on: one line with the thing and the remedy, and an exit status
+
+LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model itself does not fit, "
+               "use 4-bit --weights, --quantizer rtn or a smaller --model")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass
+class Run:
+    """What the last line of a run that stops has to know of it."""
+    folder: str = None             # where it lives; None: nothing to go on with
+    lock: BaseFileLock = None      # of the folder, released at the end
+
+
+@contextlib.contextmanager
+def one_line():
+    """Around a whole program: an error that the user can mend is one line, not a traceback.
+
+    Gives a Run to be filled in. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    """
+    run = Run()
+    if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield run
+    except UserError as e:
+        leave_no_empty_folder(run)
+        end(str(e))
+    except BrokenPipeError:
+        sys.exit(141)
+    except (OSError, safetensors.SafetensorError) as e:
+        leave_no_empty_folder(run)
+        end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
+    except RecursionError:
+        end("JSON nested too deeply, in a line of --data or in the model's config.json; "
+            "mend or remove it")
+    except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
+        if not is_out_of_memory(e):
+            raise
+        end(f"out of memory; {LESS_MEMORY}{how_to_go_on(run.folder)}")
+    except KeyboardInterrupt:
+        ranks = Ranks()
+        if not ranks.local_rank:
+            print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
+        ranks.leave(130)
+    finally:
+        if run.lock:
+            run.lock.release()
+        flush_quietly()
+
+
+def leave_no_empty_folder(run):
+    """Take a new run's folder away again, if nothing came of it."""
+    if run.lock:
+        remove_if_empty(run.lock)
+    if run.folder and not os.path.isdir(run.folder):
+        run.folder = None
+
+
+def end(message):
+    """End with an error's line and status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    flush_quietly()
+    Ranks().leave(2)
+
+
+def what_failed(error, folder):
+    """What an operating system's error is about, and the remedy."""
+    file = getattr(error, "filename", None)
+    if getattr(error, "errno", None) in FULL or "No space left" in str(error):
+        place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
+        return f"{place}: the disk is full, or the file larger than it may be; free some space"
+    if isinstance(error, PermissionError):
+        if file and os.path.isfile(file) and not os.access(file, os.R_OK):
+            return f"{error}; let it be read"
+        return f"{error}; let it be written, and close the program that has it open"
+    return f"{error}; mend or remove what it names"
+
+
+def how_to_go_on(folder):
+    """What to type after a stop, if there is something to go on with."""
+    if folder is None:
+        return ""
+    return f"; go on with the same command and --resume --out {folder}"
+
+
+def flush_quietly():
+    """Write what is still to be printed; to nowhere if no one reads on, as after `| head`."""
+    if sys.stdout is None:                  # closed before the start
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,397 @@
+"""What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
+import hashlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict, fields
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from tqdm import tqdm
+
+import qerl
+from harness.command import command_line
+from harness.export import save_adapter
+from harness.folders import append_jsonl, atomic_write, choose_folder, open_folder, read_log
+from harness.machine import environment
+from harness.report import one_group, report_on
+from qerl import UserError
+
+
+# Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
+FREE = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
+        "shard", "log", "preset", "save_quantized")
+
+
+def lasting(settings):
+    """What a checkpoint must agree with: all settings but FREE."""
+    kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
+    return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
+
+
+def read_saved(settings, must_agree=None):
+    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint."""
+    return read_checkpoint(settings.out, lasting(settings), must_agree)
+
+
+def require_same_policy(state, model, folder):
+    """Refuse to go on with another model, or other 4-bit codes, than the run in `folder` adapts."""
+    changed = {
+        "weights": "other weights than --model has now, or other 4-bit codes than --quantizer finds "
+                   "now, with other code, libraries or hardware",
+        "config": "another config.json or other EOS tokens than --model has now",
+    }
+    for part, ours in model.fingerprints.items():
+        if state.get(part, ours) != ours:       # an older checkpoint lacks "config"
+            raise UserError(f"--resume: {folder} was begun with {changed[part]}; bring back the "
+                            "model's files or the cache of that time, or start a new run")
+
+
+def open_run(settings):
+    """Choose, create and lock the run's folder -> (folder, lock)."""
+    folder = settings.out
+    if folder is None:
+        name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
+        folder = choose_folder(f"runs/{name}-{settings.weights}-{settings.algo}", settings.resume)
+    return folder, open_folder(folder, settings.resume)
+
+
+PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
+            "length {length:.0f}, {tokens_per_s:.0f} tok/s")
+
+
+class Keeper:
+    """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
+
+    state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
+    far, seconds, accuracies.
+    """
+
+    def __init__(self, settings, ranks):
+        self.settings = settings
+        self.ranks = ranks
+        self.writes = ranks.main               # of several processes one
+        self.folder = settings.out
+        self.saved = read_saved(settings) if settings.resume else None
+        self.state = self.saved[0] if self.saved else {"step": 0, "drawn": 0, "seconds": 0.0}
+        log = settings.log if self.writes else None
+        self.track = open_tracker(log, self.folder, lasting(settings), self.state)
+
+    def begin(self, model, optimizer, scaler, generators, algo, fit, questions):
+        """Take charge of these and put them where the saved checkpoint had them -> state.
+
+        generators: list of torch.Generator; fit: a memory.Fit; questions: all, whose content a
+        resumed run must share.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.generators = generators
+        self.algo = algo
+        data = fingerprint(questions)
+        if self.ranks.count > 1:
+            self.ranks.agree({
+                "the questions' fingerprint": data[:12],
+                "the weights' checksum": weights_checksum(model),
+                "the checkpoint's step": self.saved[0]["step"] if self.saved else None,
+            })
+        if self.saved:
+            _, tensors = self.saved
+            if self.state["data"] != data:
+                raise UserError(
+                    f"--resume: {self.folder} was started with other questions, answers or prompts than "
+                    "the data and the model's chat template now give; bring those back or name another "
+                    "--out")
+            require_same_policy(self.state, model, self.folder)
+            restore(tensors, model, optimizer, generators)
+            scaler.load_state_dict(self.state["scaler"])
+            algo.state = self.state["method"]
+            print(f"resumed {self.folder} after step {self.state['step']}")
+        else:
+            if self.settings.resume:
+                print(f"{self.folder} has no checkpoint yet: starting over")
+            self.state.update(data=data, **model.fingerprints)
+        self.state.update(asdict(fit))
+        self.metrics = []
+        if self.saved and self.writes:
+            self.metrics = read_log(self.folder, self.state["step"])
+        self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
+        self.started = time.perf_counter() - self.state["seconds"]
+        return self.state
+
+    def steps(self, clock):
+        """The numbers of the steps that are left, behind a bar on stderr; each restarts the clock."""
+        total = self.settings.steps
+        self.bar = tqdm(range(self.state["step"], total), initial=self.state["step"], total=total,
+                        unit="step", disable=not self.writes)
+        for step in self.bar:
+            clock.restart()
+            yield step
+
+    def save_if_due(self, samples, batch, tokenizer):
+        """Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too."""
+        step = self.state["step"]
+        due = step % self.settings.save_every == 0 or step == self.settings.steps
+        if self.writes and (due or step == 1):
+            group = one_group(samples, batch, tokenizer)
+            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+        if due:
+            self.save()
+
+    def save(self):
+        self.state["seconds"] = time.perf_counter() - self.started
+        self.state["scaler"] = self.scaler.state_dict()
+        self.state["method"] = getattr(self.algo, "state", {})
+        if self.writes:
+            save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
+                            lasting(self.settings))
+
+    def log(self, metrics):
+        """Add a step's figures, of all ranks, to metrics.jsonl, and to the tracker if there is one."""
+        logged = self.ranks.join(metrics)
+        require_finite_metrics(logged)
+        self.state["step"] = logged["step"]
+        if not self.writes:
+            return
+        self.bar.set_postfix_str(PROGRESS.format(**logged))
+        self.metrics.append(logged)
+        append_jsonl(f"{self.folder}/metrics.jsonl", logged)
+        self.track(logged, logged["step"])
+
+    def finish(self, held_out_questions):
+        """Write summary.json, report.html and curve.png, say what came of the run."""
+        if not self.writes:
+            return
+        state = self.state
+        seconds = time.perf_counter() - self.started
+        accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}
+        summary = {
+            "command": command_line(),
+            **accuracies,
+            "held_out_questions": held_out_questions,
+            "steps": self.settings.steps,
+            "seconds": seconds,
+            "settings": lasting(self.settings),
+            **environment(self.settings.device),
+        }
+        atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
+
+        def change(name):
+            known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
+            return " -> ".join(f"{accuracy:.1%}" for accuracy in known)
+
+        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
+              f"look at {self.folder}/report.html")
+        report_on(self.folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoint
+
+NEW_RUN = "start a new run in another --out, and keep this folder's adapter"
+
+
+def content_hash(metadata, tensors):
+    """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
+    digest = hashlib.sha256()
+    for key in ("state", "settings"):
+        digest.update(f"{key} {metadata[key]}\n".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def fingerprint(questions):
+    """SHA-256 of the questions, their answers and their prompts, in their order."""
+    asked = [(q["question"], q["answer"], q["prompt"]) for q in questions]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def weights_checksum(model):
+    """The sum of all bytes of a model, which another model's hardly ever is."""
+    tensors = list(model.state_dict().values())
+    for layer in model.quantized_layers():
+        tensors += weight_tensors(layer.weight)
+    sums = [tensor.flatten().view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).sum().item()
+
+
+def weight_tensors(weight):
+    """The tensors of a qerl.PackedWeight or fp4_kernels.TiledWeight."""
+    if isinstance(weight, qerl.PackedWeight):
+        return list(weight.parts)
+    return [getattr(weight, f.name) for f in fields(weight)]
+
+
+def save_checkpoint(folder, model, optimizer, generators, state, settings):
+    """Write the adapter, if there is one, then all that the next step depends on, as one file.
+
+    generators: list of torch.Generator; state and settings: what JSON can hold.
+    """
+    tensors = {f"rng.{i}": generator.get_state() for i, generator in enumerate(generators)}
+    for name, p in qerl.trainable(model).items():
+        tensors[f"model.{name}"] = p.detach()
+        for key, value in optimizer.state[p].items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    metadata = {
+        "state": json.dumps(state, allow_nan=False),
+        "settings": json.dumps(settings, allow_nan=False),
+    }
+    metadata["sha256"] = content_hash(metadata, tensors)
+    # Not before the first step: an adapter without a checkpoint is one that lost it.
+    if state["step"] and model.quantized_layers()[0].rank:
+        save_adapter(model, f"{folder}/adapter", model.name_or_path)
+    stored = safetensors.torch.save(tensors, metadata=metadata)
+    atomic_write(f"{folder}/checkpoint.safetensors", stored)
+
+
+def stored_settings(folder):
+    """The settings that the run in `folder` was begun with; none without a sound checkpoint."""
+    try:
+        with safe_open(f"{folder}/checkpoint.safetensors", framework="pt") as f:
+            return json.loads(f.metadata()["settings"])
+    except Exception:                   # read_checkpoint will say what is wrong
+        return {}
+
+
+def read_checkpoint(folder, settings, must_agree=None):
+    """(state, tensors) of the last checkpoint, or None where there is none.
+
+    Refuses one that was made with other settings; must_agree: the names that count (default: all).
+    A setting that is newer than the checkpoint, or that it alone knows, does not count.
+    """
+    path = f"{folder}/checkpoint.safetensors"
+    if not os.path.exists(path):
+        return None
+    with open(path, "rb"):              # of a file that may not be read safetensors says "not there"
+        pass
+    try:
+        with safe_open(path, framework="pt") as f:
+            metadata = f.metadata() or {}
+            # Copies, because Windows replaces no file from which tensors are still mapped.
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
+    except Exception as e:              # whatever a damaged header may lead to
+        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
+    if not {"state", "settings", "sha256"} <= metadata.keys():
+        raise UserError(f"{path}: not a checkpoint of this version of the program; {NEW_RUN}")
+    if metadata["sha256"] != content_hash(metadata, tensors):
+        raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
+    state = json.loads(metadata["state"])
+    then = json.loads(metadata["settings"])
+    counted = set(must_agree or settings) & settings.keys() & then.keys()
+    for name in sorted(counted):
+        if settings[name] != then[name]:
+            raise UserError(
+                f"--resume: {folder} was started with {name} = {then[name]}, "
+                f"now it is {settings[name]}; give the same settings or another --out"
+            )
+    return state, tensors
+
+
+@torch.no_grad()
+def restore(tensors, model, optimizer=None, generators=()):
+    """Put a checkpoint's tensors where save_checkpoint took them from."""
+    for i, generator in enumerate(generators):
+        generator.set_state(tensors[f"rng.{i}"])
+    for name, p in qerl.trainable(model).items():
+        p.copy_(tensors[f"model.{name}"])
+        prefix = f"optimizer.{name}."
+        for key in [k for k in tensors if optimizer and k.startswith(prefix)]:
+            value = tensors[key]
+            if value.dim() > 0:             # AdamW's moments; its step count stays on the CPU
+                value = value.to(p.device)
+            optimizer.state[p][key.removeprefix(prefix)] = value
+
+
+# --------------------------------------------------------------------------------------------------
+# What ends a run before NaN or infinity reach its policy, its checkpoint or its log
+
+KEPT = "stopped, the last checkpoint is kept"
+
+
+def require_finite_rollout(rollout, remedy):
+    """Refuse completions of a policy whose logits are NaN or infinite."""
+    sampled = torch.stack([rollout.logprobs, rollout.entropy])
+    if not torch.isfinite(sampled).all():
+        raise UserError(f"the policy's logits are NaN or infinite: {KEPT}; {remedy}")
+
+
+def require_finite_update(losses, norm, scaler):
+    """Stop before an optimiser step that would put NaN into the policy.
+
+    A gradient that overflowed in float16 is no reason, as long as the scaler (torch.amp.GradScaler)
+    can scale it less: it leaves this step out and halves its scale.
+    """
+    loss = sum(loss for loss, _ in losses)
+    left_out = scaler.is_enabled() and scaler.get_scale() > 1
+    if not math.isfinite(loss) or not (math.isfinite(norm) or left_out):
+        raise UserError(
+            f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr"
+        )
+
+
+@torch.no_grad()
+def require_finite_policy(model, prompt):
+    """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
+    tokens = torch.tensor([prompt], device=model.device)
+    logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
+    for name, tensor in {**qerl.trainable(model), "a vector of logits": logits}.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"after this update {name} holds NaN or infinity: {KEPT}; "
+                "start again with a lower --lr"
+            )
+
+
+def require_finite_metrics(metrics):
+    """Refuse a step's figures if one is no number; JSON has none for NaN and infinity."""
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(
+                f"step {metrics['step']}: {name} is {value}: {KEPT}; "
+                "start again with a lower --lr or less noise (--sigma-start)"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Trackers
+
+
+def flat(metrics):
+    """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
+    numbers = {}
+    for key, value in metrics.items():
+        if isinstance(value, dict):
+            numbers.update((f"{key}/{inner}", v) for inner, v in value.items())
+        else:
+            numbers[key] = value
+    return numbers
+
+
+def open_tracker(name, folder, settings, state):
+    """A function (metrics, step) that sends a step's metrics to TensorBoard or Weights & Biases.
+
+    Without a name it does nothing. settings: what the tracker shows as the run's configuration;
+    state: of the run, which keeps W&B's id so that a resumed run goes on there. Raises UserError.
+    """
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(folder, purge_step=state["step"] + 1)
+            return lambda metrics, step: [
+                writer.add_scalar(key, value, step) for key, value in flat(metrics).items()]
+        if name == "wandb":
+            import wandb
+            run = wandb.init(project="qerl", name=os.path.basename(folder), dir=folder,
+                             config=settings, id=state.get("wandb"), resume="allow")
+            state["wandb"] = run.id
+            return lambda metrics, step: run.log(flat(metrics), step=step)
+    except Exception as e:                  # no package, no key, no connection
+        raise UserError(f"--log {name}: {qerl.reason(e)}; pip install {name}, log in there, or leave "
+                        "--log out")
+    return lambda metrics, step: None
