@@ -17,18 +17,14 @@ from harness.report import save_figure
 from studies.claims_pictures import LINES, compared, plot_curves, plot_differences
 from studies.factorial import ARMS, CHANGES, FLAGS, QUESTIONS
 from studies.factorial import at_rate, best_rates, by_model, differences, measured_starts, rates_of
-from studies.factorial import with_gains
-from studies.study import arguments, rate_text, run_study, start_of, table, with_error, write_lines
+from studies.study import arguments, grouped, rate_text, run_study, start_of, table, with_error
+from studies.study import write_lines
 
 MEASURES = ["accuracy_after", "greedy_after", "training_accuracy"]
 REACHED = ["pass@1", "greedy", "training accuracy"]
-# Parts of a run, as slices of its steps. The first tenth has no noise; in the next two its sigma is
-# largest.
-PHASES = {
-    "first step": lambda count: slice(0, 1),
-    "10 to 30 %": lambda count: slice(round(0.1 * count), round(0.3 * count)),
-    "second half": lambda count: slice(round(0.5 * count), count),
-}
+# Parts of a run, as fractions of its steps; the first step alone is one, too. The first tenth has no
+# noise; in the next two its sigma is largest.
+PHASES = {"first step": (0, 0), "10 to 30 %": (0.1, 0.3), "second half": (0.5, 1)}
 # What is asked of the steps, beside each arm's mean.
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
 # What phases.md shows of the steps: title, scale and digits.
@@ -48,20 +44,23 @@ def cell(values, scale=100, digits=1):
 # --------------------------------------------------------------------------------------------------
 # What each arm reaches
 
+def reached(rows):
+    return [cell([row[measure] for row in rows]) for measure in MEASURES]
+
+
 def arms_table(rows):
     """A line for each model, arm and learning rate: means and standard errors over the seeds."""
     starts = [measured_starts(rows, measure) for measure in ("accuracy_before", "greedy_before")]
     lines = []
-    for model, arm, lr in sorted({(r["model"], r["arm"], r["lr"]) for r in rows}):
-        same = [r for r in rows if (r["model"], r["arm"], r["lr"]) == (model, arm, lr)]
-        own = sorted({start_of(r) for r in same})
-        before = [[found[start] for start in own if start in found] for found in starts]
+    for (model, arm, lr), same in sorted(grouped(rows, "model", "arm", "lr").items()):
+        own = {start_of(row) for row in same}
+        before = [[found[start] for start in own & found.keys()] for found in starts]
         lines.append([
             model, arm, rate_text(lr), len(same),
-            ", ".join(sorted({str(r["steps"]) for r in same})),
+            ", ".join(sorted({str(row["steps"]) for row in same})),
             ", ".join(with_error(values) for values in before if values) or "-",
-            *(with_error([r[measure] for r in same]) for measure in MEASURES),
-            with_error([r["entropy"] for r in same], scale=1, digits=3),
+            *reached(same),
+            cell([row["entropy"] for row in same], scale=1, digits=3),
         ])
     return table(["model", "arm", "lr", "seeds", "steps", "before: pass@1, greedy", *REACHED,
                   "entropy, nats"], lines)
@@ -70,13 +69,13 @@ def arms_table(rows):
 def best_table(rows):
     """A line for each model and arm at its own best rate; see best_rates."""
     lines = []
-    for model, by in by_model(rows).items():
-        for arm, lr in best_rates(by.values()).items():
-            tried = sorted({rate for (name, rate), _ in by if name == arm})
-            same = [r for (setting, _), r in by.items() if setting == (arm, lr)]
-            reached = [with_error([r[measure] for r in same]) for measure in MEASURES]
-            lines.append([model, arm, ", ".join(map(rate_text, tried)), rate_text(lr), len(same),
-                          *reached])
+    for (model,), of_model in sorted(grouped(rows, "model").items()):
+        tried = grouped(of_model, "arm", "lr")
+        for arm, lr in best_rates(of_model).items():
+            rates = sorted(rate for name, rate in tried if name == arm)
+            same = tried[arm, lr]
+            lines.append([model, arm, ", ".join(map(rate_text, rates)), rate_text(lr), len(same),
+                          *reached(same)])
     return table(["model", "arm", "rates tried", "best", "seeds", *REACHED], lines)
 
 
@@ -94,7 +93,7 @@ def answers(by, questions, measures, scale=100, digits=1):
 def differences_table(rows, questions_of):
     """The answers of each model to questions_of({(setting, seed): row})."""
     lines = []
-    for model, by in by_model(with_gains(rows)).items():
+    for model, by in by_model(rows).items():
         lines += [[model, *line] for line in answers(by, questions_of(by), [*MEASURES, "gained"])]
     return table(["model", "lr", "what", "seeds", *REACHED, "pass@1 gained"], lines)
 
@@ -133,13 +132,11 @@ def larger_rates(by):
 
     The latter, "both", is as in the paper, whose 16 bit has the smaller rate.
     """
-    tried = {setting for setting, _ in by}
     for low, high in combinations(rates_of(by), 2):
         rates = f"{rate_text(low)} to {rate_text(high)}"
         for arm in ARMS:
             yield rates, arm, [((arm, high), (arm, low))]
-        if {("nvfp4+aqn", low), ("nvfp4+aqn", high)} <= tried:
-            yield rates, "both, 16 bit at the smaller", [(("nvfp4+aqn", high), ("bf16", low))]
+        yield rates, "both, 16 bit at the smaller", [(("nvfp4+aqn", high), ("bf16", low))]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,8 +145,11 @@ def larger_rates(by):
 def phase_means(metrics, measure):
     """{phase: the mean of a measure over its steps, nan where it has none}; metrics: a run's steps."""
     values = [step[measure] for step in metrics]
-    chosen = {phase: values[part(len(values))] for phase, part in PHASES.items()}
-    return {phase: mean(some) if some else math.nan for phase, some in chosen.items()}
+    means = {}
+    for phase, (begin, end) in PHASES.items():
+        some = values[round(begin * len(values)):round(end * len(values)) or 1]
+        means[phase] = mean(some) if some else math.nan
+    return means
 
 
 def phase_table(runs, measure, scale, digits):
@@ -161,18 +161,12 @@ def phase_table(runs, measure, scale, digits):
         {**row, **phase_means(metrics, measure)} for row, metrics in runs
         if all(step.get(measure) is not None for step in metrics)
     ]
+    own = {arm: [(arm, None)] for arm in ARMS}
     asked = {what: QUESTIONS[what] for what in ASKED_OF_STEPS}
     lines = []
     for model, by in by_model(means).items():
-        for lr in rates_of(by):
-            same = {key: row for key, row in by.items() if row["lr"] == lr}
-            for arm in ARMS:
-                own = [row for row in same.values() if row["arm"] == arm]
-                if own:
-                    cells = [cell([row[phase] for row in own], scale, digits) for phase in PHASES]
-                    lines.append([model, rate_text(lr), arm, len(own), *cells])
-            found = answers(same, at_equal_rates(same, asked), PHASES, scale, digits)
-            lines += [[model, *line] for line in found]
+        questions = at_equal_rates(by, own | asked)
+        lines += [[model, *line] for line in answers(by, questions, PHASES, scale, digits)]
     return table(["model", "lr", "what", "seeds", *PHASES], lines)
 
 

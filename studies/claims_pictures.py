@@ -4,7 +4,7 @@ from statistics import fmean as mean
 
 import numpy as np
 
-from studies.factorial import QUESTIONS, at_rate, by_model, differences, rates_of, with_gains
+from studies.factorial import QUESTIONS, at_rate, by_model, differences, rates_of
 from studies.study import rate_text, standard_error
 
 # What the curves show of the steps, a row of panels each.
@@ -79,14 +79,13 @@ ASKED = {
     "4 bits by GPTQ": "NVFP4 by GPTQ\nminus BF16 (mean of\nboth, as on the left)",
     "both, 4 bits by AWQ": "NVFP4 by AWQ + AQN\nminus BF16\nwithout AQN",
 }
-# Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 31 seeds.
-T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13,
-       2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04]
+# Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 11 seeds.
+T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 def interval(values):
     """Half the width of the 95 % interval of the mean of two values or more."""
-    return T95[min(len(values), 31) - 2] * standard_error(values)
+    return T95[min(len(values), 11) - 2] * standard_error(values)
 
 
 def compared(rows):
@@ -95,7 +94,7 @@ def compared(rows):
     after, gained: pass@1's differences by seed, in points, lists of numbers.
     """
     found = {}
-    for model, by in by_model(with_gains(rows)).items():
+    for model, by in by_model(rows).items():
         for lr in rates_of(by):
             answers = {}
             for what in ASKED:

@@ -9,50 +9,39 @@ made of them; flags that are not named here go to train_gsm8k.py.
 """
 from itertools import product
 from statistics import fmean as mean
-from typing import NamedTuple
 
 from harness.command import require_flag
 from methods.parts.quantizers import QUANTIZERS
-from studies.study import NO_NOISE, arguments, run_study, table, with_error, write_lines
+from studies.study import NO_NOISE, arguments, grouped, run_study, table, with_error, write_lines
 
-
-class Row(NamedTuple):
-    """A method as the table has it: the weights that sample, those that train, and its flags."""
-    rollout: str
-    training: str
-    flags: list
-
-
-FULL = ["--weights", "bf16", "--lora-rank", "0", "--beta", "0"]
-NVFP4 = "NVFP4 + LoRA"
-ROWS = {
-    "qerl": Row(f"{NVFP4}, noise", NVFP4, []),
-    "no noise": Row(NVFP4, NVFP4, NO_NOISE),
-    "bf16": Row("BF16 + LoRA", "BF16 + LoRA", ["--weights", "bf16", *NO_NOISE]),
-    "rollout_correction:token-tis": Row(f"{NVFP4}, noise", NVFP4, []),
-    "rollout_correction:sequence-mis": Row(f"{NVFP4}, noise", NVFP4, []),
-    "rollout_correction:bypass": Row(f"{NVFP4}, noise", NVFP4, []),
-    "flashrl:int8": Row("INT8, activations too", "BF16 + LoRA", []),
-    "flashrl:fp8": Row("FP8, activations too", "BF16 + LoRA", []),
-    "qurl:acr": Row(f"{NVFP4}, noise", NVFP4, []),
-    "qurl:int8": Row("INT8, activations too", "BF16, all weights", FULL),
-    "jetrl:unified": Row("FP8, activations too", "the same in FP8, LoRA in 16 bit", []),
-    "jetrl:training": Row(f"{NVFP4}, noise", "NVFP4 as FP8, LoRA in 16 bit", []),
-    "fp16": Row("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16", []),
-    "rilq": Row(f"{NVFP4}, noise", f"{NVFP4} from RILQ", []),
-    "qat:distil": Row("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA", []),
-    "four_over_six": Row(f"{NVFP4}, noise", NVFP4, []),
-    "awq": Row(f"{NVFP4}, noise", NVFP4, []),
-    "gptq": Row(f"{NVFP4}, noise", NVFP4, []),
-    "noise_control:divergence": Row(f"{NVFP4}, noise by its divergence", NVFP4, []),
-    "noise_control:entropy": Row(f"{NVFP4}, noise by the entropy", NVFP4, []),
-    "pooled_noise": Row(f"{NVFP4}, four draws of noise a group", NVFP4, []),
-    "deep_grpo": Row(f"{NVFP4}, noise, branches", NVFP4, []),
-    "maspo": Row(f"{NVFP4}, noise", NVFP4, []),
+LORA = "NVFP4 + LoRA"
+NOISY = "NVFP4 + LoRA, noise"
+# A method's weights: those that sample, those that train.
+METHODS = {
+    "qerl": (NOISY, LORA),
+    "no noise": (LORA, LORA),
+    "bf16": ("BF16 + LoRA", "BF16 + LoRA"),
+    "rollout_correction:token-tis": (NOISY, LORA),
+    "rollout_correction:sequence-mis": (NOISY, LORA),
+    "rollout_correction:bypass": (NOISY, LORA),
+    "flashrl:int8": ("INT8, activations too", "BF16 + LoRA"),
+    "flashrl:fp8": ("FP8, activations too", "BF16 + LoRA"),
+    "qurl:acr": (NOISY, LORA),
+    "qurl:int8": ("INT8, activations too", "BF16, all weights"),
+    "jetrl:unified": ("FP8, activations too", "the same in FP8, LoRA in 16 bit"),
+    "jetrl:training": (NOISY, "NVFP4 as FP8, LoRA in 16 bit"),
+    "fp16": ("NVFP4 + LoRA, noise, float16", "NVFP4 + LoRA, float16"),
+    "rilq": (NOISY, "NVFP4 + LoRA from RILQ"),
+    "qat:distil": ("QAT's NVFP4 + LoRA, noise", "QAT's NVFP4 + LoRA"),
+    "four_over_six": (NOISY, LORA),
+    "awq": (NOISY, LORA),
+    "gptq": (NOISY, LORA),
+    "noise_control:divergence": ("NVFP4 + LoRA, noise by its divergence", LORA),
+    "noise_control:entropy": ("NVFP4 + LoRA, noise by the entropy", LORA),
+    "pooled_noise": ("NVFP4 + LoRA, four draws of noise a group", LORA),
+    "deep_grpo": ("NVFP4 + LoRA, noise, branches", LORA),
+    "maspo": (NOISY, LORA),
 }
-WITHOUT_FILE = ("qerl", "no noise", "bf16")
-# The files that choose codes, and their names in --quantizer; the others round to nearest.
-CODES = {name.replace("-", "_"): name for name in QUANTIZERS}
 
 
 def flags_of(small):
@@ -60,14 +49,11 @@ def flags_of(small):
 
     Training all weights wants a lower learning rate than LoRA.
     """
-    found = {}
-    for arm, row in ROWS.items():
-        method = [] if arm in WITHOUT_FILE else ["--method", arm]
-        if arm in CODES:
-            method += ["--quantizer", CODES[arm]]
-        rate = ["--lr", "1e-4" if small else "1e-6"] if row.flags == FULL else []
-        found[arm] = [*method, *row.flags, *rate]
-    return found
+    flags = {arm: f"--method {arm}" for arm in METHODS}
+    for name in QUANTIZERS:                     # the others round to the nearest code
+        flags[name.replace("-", "_")] += f" --quantizer {name}"
+    flags["qurl:int8"] += f" --weights bf16 --lora-rank 0 --beta 0 --lr {'1e-4' if small else '1e-6'}"
+    return flags | {"qerl": "", "no noise": NO_NOISE, "bf16": f"--weights bf16 {NO_NOISE}"}
 
 
 TITLES = ["model", "method", "sampled with", "trained", "memory, GB", "seconds a step", "mismatch K3",
@@ -79,28 +65,26 @@ def methods_table(rows):
 
     The gain is over QeRL's run of the same seed, in brackets how many seeds both have.
     """
+    groups = grouped(rows, "model", "arm")
     lines = []
-    models = sorted({r["model"] for r in rows})
-    for model, arm in product(models, ROWS):
-        same = [r for r in rows if (r["model"], r["arm"]) == (model, arm)]
+    for model, arm in product(sorted({row["model"] for row in rows}), METHODS):
+        same = groups.get((model, arm), [])
         if not same:
             continue
-        qerl = {r["seed"]: r["accuracy_after"] for r in rows
-                if (r["model"], r["arm"]) == (model, "qerl")}
-        before = [r["accuracy_before"] for r in same if "accuracy_before" in r]
-        gains = [r["accuracy_after"] - qerl[r["seed"]] for r in same if r["seed"] in qerl]
+        qerl = {row["seed"]: row["accuracy_after"] for row in groups.get((model, "qerl"), [])}
+        before = [row["accuracy_before"] for row in same if "accuracy_before" in row]
+        gains = [row["accuracy_after"] - qerl[row["seed"]] for row in same if row["seed"] in qerl]
         lines.append([
             model,
             arm,
-            ROWS[arm].rollout,
-            ROWS[arm].training,
-            f"{max(r['peak_memory_gb'] for r in same):.1f}",
-            f"{mean(r['seconds_a_step'] for r in same):.2f}",
-            f"{max(0.0, mean(r['mismatch_kl'] for r in same)):.1e}",      # 0 but for rounding
+            *METHODS[arm],
+            f"{max(row['peak_memory_gb'] for row in same):.1f}",
+            f"{mean(row['seconds_a_step'] for row in same):.2f}",
+            f"{max(0.0, mean(row['mismatch_kl'] for row in same)):.1e}",     # 0 but for rounding
             with_error(before) if before else "-",
-            with_error([r["accuracy_after"] for r in same]),
+            with_error([row["accuracy_after"] for row in same]),
             f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
-            with_error([r["greedy_after"] for r in same]),
+            with_error([row["greedy_after"] for row in same]),
             len(same),
         ])
     return table(TITLES, lines)
@@ -116,8 +100,7 @@ def make_tables(out, rows, steps):
 
 def main(argv):
     """The exit status: 1 if a run failed."""
-    args = arguments(argv, __doc__, list(ROWS), list(ROWS), seeds=(5, 2), out="runs/methods")
+    args = arguments(argv, __doc__, METHODS, list(METHODS), seeds=(5, 2), out="runs/methods")
     require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
                  "each an --out of its own")
-    flags = flags_of(small=args.model == [None])
-    return run_study(flags, args, make_tables, same=["--lr", str(args.lrs[0])])
+    return run_study(flags_of(not args.model), args, make_tables, same=["--lr", str(args.lrs[0])])

@@ -8,36 +8,37 @@ from statistics import fmean as mean
 
 from studies.study import NO_NOISE, start_of
 
-ARMS = {
-    "nvfp4+aqn": ["--weights", "nvfp4"],
-    "nvfp4": ["--weights", "nvfp4", *NO_NOISE],
-    "bf16+aqn": ["--weights", "bf16"],
-    "bf16": ["--weights", "bf16", *NO_NOISE],
+ARMS = {}
+for codes, flags in {
+    "nvfp4": "--weights nvfp4",
+    "bf16": "--weights bf16",
     # NVFP4 again, by calibrated codes; the other arms round to the nearest.
-    "gptq+aqn": ["--weights", "nvfp4", "--quantizer", "gptq"],
-    "gptq": ["--weights", "nvfp4", "--quantizer", "gptq", *NO_NOISE],
-    "awq+aqn": ["--weights", "nvfp4", "--quantizer", "awq"],      # as the paper, section 4.1
-    "awq": ["--weights", "nvfp4", "--quantizer", "awq", *NO_NOISE],
-    "nf4": ["--weights", "nf4", *NO_NOISE],
-    "mxfp4": ["--weights", "mxfp4", *NO_NOISE],
+    "gptq": "--weights nvfp4 --quantizer gptq",
+    "awq": "--weights nvfp4 --quantizer awq",                   # as the paper, section 4.1
+}.items():
+    ARMS[f"{codes}+aqn"] = flags
+    ARMS[codes] = f"{flags} {NO_NOISE}"
+ARMS |= {
+    "nf4": f"--weights nf4 {NO_NOISE}",
+    "mxfp4": f"--weights mxfp4 {NO_NOISE}",
     # Without LoRA there is no reference policy to stay near.
-    "full": ["--weights", "bf16", "--lora-rank", "0", "--beta", "0", *NO_NOISE],
+    "full": f"--weights bf16 --lora-rank 0 --beta 0 {NO_NOISE}",
 }
 # One change each to NVFP4 with AQN; the figures named are the paper's.
 ABLATIONS = {
-    "linear": ["--schedule", "linear"],                                          # Fig. 9
-    "cosine": ["--schedule", "cosine"],
-    "logarithmic": ["--schedule", "logarithmic"],
-    "sigma x4": ["--sigma-start", "4e-2", "--sigma-end", "2e-3"],
-    "sigma / 4": ["--sigma-start", "2.5e-3", "--sigma-end", "1.25e-4"],
-    "sigma 5e-2": ["--sigma-start", "5e-2"],          # section 4.1's, where Table 4 has 1e-2
-    "four draws": ["--method", "pooled_noise"],       # of noise a group instead of one a batch
-    "rank 16": ["--lora-rank", "16"],                                            # Fig. 10
-    "rank 64": ["--lora-rank", "64"],
-    "rank 128": ["--lora-rank", "128"],
-    "dapo": ["--algo", "dapo"],
-    "tis": ["--tis", "2"],
-    "random reward": ["--reward", "random"],
+    "linear": "--schedule linear",                                          # Fig. 9
+    "cosine": "--schedule cosine",
+    "logarithmic": "--schedule logarithmic",
+    "sigma x4": "--sigma-start 4e-2 --sigma-end 2e-3",
+    "sigma / 4": "--sigma-start 2.5e-3 --sigma-end 1.25e-4",
+    "sigma 5e-2": "--sigma-start 5e-2",          # section 4.1's, where Table 4 has 1e-2
+    "four draws": "--method pooled_noise",       # of noise a group instead of one a batch
+    "rank 16": "--lora-rank 16",                                            # Fig. 10
+    "rank 64": "--lora-rank 64",
+    "rank 128": "--lora-rank 128",
+    "dapo": "--algo dapo",
+    "tis": "--tis 2",
+    "random reward": "--reward random",
 }
 FLAGS = {**ARMS, **ABLATIONS}
 # Each question of the factorial: the arms with what is asked about, and the arms without, in
@@ -98,17 +99,17 @@ def measured_starts(rows, measure):
     return {start_of(r): r[measure] for r in rows if measure in r}
 
 
-def with_gains(rows):
-    """The rows with "gained": pass@1 after minus before, nan where that was not measured."""
-    before = measured_starts(rows, "accuracy_before")
-    return [{**r, "gained": r["accuracy_after"] - before.get(start_of(r), math.nan)} for r in rows]
-
-
 def by_model(rows):
-    """{model: {(setting, seed): row}}, models in the order of their names."""
+    """{model: {(setting, seed): row}}, models in the order of their names.
+
+    The rows have "gained", too: pass@1 after minus before, nan where that was not measured.
+    """
+    before = measured_starts(rows, "accuracy_before")
     models = {}
     for r in sorted(rows, key=lambda r: r["model"]):
-        models.setdefault(r["model"], {})[(r["arm"], r["lr"]), r["seed"]] = r
+        gained = r["accuracy_after"] - before.get(start_of(r), math.nan)
+        by = models.setdefault(r["model"], {})
+        by[(r["arm"], r["lr"]), r["seed"]] = {**r, "gained": gained}
     return models
 
 
@@ -118,18 +119,18 @@ def rates_of(by):
 
 
 def at_rate(pairs, lr):
-    """Pairs of arms as pairs of settings."""
-    return [((arm, lr), (other, lr)) for arm, other in pairs]
+    """Pairs of arms as pairs of settings; the second may be None."""
+    return [((arm, lr), other and (other, lr)) for arm, other in pairs]
 
 
 def differences(by, pairs, measure):
     """By seed, the mean over pairs (setting, other) of setting minus other: of seeds that have all.
 
-    by: {(setting, seed): {measure: value}}.
+    by: {(setting, seed): {measure: value}}. other: None for the setting's own value.
     """
     seeds = sorted({seed for _, seed in by})
     return [
-        mean(by[a, seed][measure] - by[b, seed][measure] for a, b in pairs)
+        mean(by[a, seed][measure] - (by[b, seed][measure] if b else 0.0) for a, b in pairs)
         for seed in seeds
-        if all((setting, seed) in by for pair in pairs for setting in pair)
+        if all((setting, seed) in by for pair in pairs for setting in pair if setting)
     ]

@@ -13,88 +13,62 @@
 import csv
 import glob
 import gzip
-import io
 import json
 import os
 
 from harness.command import Parser, require_flag
-from harness.folders import atomic_write
 from harness.report import learning_curve, save_figure
 from studies import claims, compare
-from studies.study import finished_runs, read_json, steps_of
+from studies.study import finished_runs, grouped, read_json, steps_of
 
 MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
-RUN_COLUMNS = ["study", "name", "model", "arm", "weights", "aqn", "lora", "algo", "lr", "seed",
-               "start_seed", "steps", "accuracy_before", "greedy_before", "accuracy_after",
-               "greedy_after", "training_accuracy", "entropy", "mismatch_kl", "peak_memory_gb",
-               "seconds_a_step", "seconds", "hardware", "commit"]
-STEP_COLUMNS = ["study", "run", "step", "accuracy", "entropy", "mismatch_kl", "effective_completions"]
 TEXTS = {"study", "name", "run", "model", "arm", "weights", "algo", "hardware", "commit"}
 # The runs of learning/ whose curve a page shows.
 SHOWN = ["default", "gsm8k-0.5b", "paper-reward-0.5b"]
 
 
+def opened(path, mode):
+    """A packed file, plain or gzip's."""
+    of_kind = gzip.open if path.endswith(".gz") else open
+    return of_kind(path, mode, encoding="utf-8", newline="")
+
+
 def read_csv(path):
     """The rows of a packed file, {column: value}, without the values that a row lacks."""
-    opened = gzip.open if path.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8", newline="") as f:
+    with opened(path, "rt") as f:
         return [{column: text if column in TEXTS else json.loads(text)
                  for column, text in row.items() if text} for row in csv.DictReader(f)]
 
 
-def write_csv(path, columns, rows):
-    """Pack rows; equal rows give equal bytes."""
-    packed = io.StringIO()
-    writer = csv.DictWriter(packed, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({column: value if column in TEXTS else json.dumps(value)
-                         for column, value in row.items()})
-    data = packed.getvalue().encode()
-    atomic_write(path, gzip.compress(data, mtime=0) if path.endswith(".gz") else data)
+def text_of(value):
+    """A value as a packed file has it; of a number six significant digits, as tables show fewer."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def six_digits(step):
-    """A step's numbers rounded to six significant digits, which is all that its tables show."""
-    return {column: float(f"{value:.6g}") if type(value) is float else value
-            for column, value in step.items()}
-
-
-def read_studies(folder):
-    """{study: (rows, steps)} of the packed files; for these see study.finished_runs and steps_of."""
-    studies = {}
-    for row in read_csv(f"{folder}/runs.csv"):
-        rows, steps = studies.setdefault(row.pop("study"), ([], {}))
-        rows.append(row)
-        steps[row["name"]] = []
-    for step in read_csv(f"{folder}/steps.csv.gz"):
-        _, steps = studies[step.pop("study")]
-        steps[step.pop("run")].append(step)
-    return studies
-
-
-def write_studies(folder, studies):
-    """Pack what read_studies reads."""
-    write_csv(f"{folder}/runs.csv", RUN_COLUMNS,
-              ({"study": study, **row} for study, (rows, _) in studies.items() for row in rows))
-    write_csv(f"{folder}/steps.csv.gz", STEP_COLUMNS,
-              ({"study": study, "run": run, **six_digits(step)} for study, (_, steps) in studies.items()
-               for run, of_run in steps.items() for step in of_run))
+def append_csv(path, rows):
+    """Add rows to a packed file, what they have of its columns."""
+    with opened(path, "rt") as f:
+        columns = next(csv.reader(f))
+    with opened(path, "at") as f:
+        writer = csv.DictWriter(f, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writerows({column: text_of(value) for column, value in row.items()} for row in rows)
 
 
 def add_runs(folder, runs, study):
     """Pack the finished runs of a folder, too, as runs of a study."""
-    studies = read_studies(folder)
-    rows, steps = studies.setdefault(study, ([], {}))
+    require_flag(study.partition("/")[0] in MAKERS, "add", study, "must begin with claims or methods")
     new = finished_runs(runs)
     require_flag(new, "add", runs, "holds no finished run; name the --out of a study")
-    require_flag(study.partition("/")[0] in MAKERS, "add", study, "must begin with claims or methods")
+    known = {row["name"] for row in read_csv(f"{folder}/runs.csv") if row["study"] == study}
     for row in new:
-        require_flag(row["name"] not in steps, "add", study, f"has {row['name']} already")
-    rows += new
-    steps |= steps_of(runs, new)
+        require_flag(row["name"] not in known, "add", study, f"has {row['name']} already")
+    append_csv(f"{folder}/runs.csv", [{**row, "study": study} for row in new])
+    for name, metrics in steps_of(runs, new).items():
+        append_csv(f"{folder}/steps.csv.gz",
+                   [{**step, "study": study, "run": name} for step in metrics])
     os.makedirs(f"{folder}/{study}", exist_ok=True)
-    write_studies(folder, studies)
 
 
 def make_tables(folder, plots):
@@ -102,19 +76,20 @@ def make_tables(folder, plots):
 
     plots: {name of a .json: the function that draws it}.
     """
-    for study, (rows, steps) in read_studies(folder).items():
-        MAKERS[study.partition("/")[0]](f"{folder}/{study}", rows, steps)
+    steps = grouped(read_csv(f"{folder}/steps.csv.gz"), "study", "run")
+    for (study,), rows in grouped(read_csv(f"{folder}/runs.csv"), "study").items():
+        of_runs = {row["name"]: steps.get((study, row["name"]), []) for row in rows}
+        MAKERS[study.partition("/")[0]](f"{folder}/{study}", rows, of_runs)
     for path in glob.glob(f"{glob.escape(folder)}/*/*.json"):
         stem = path.removesuffix(".json")
         if os.path.basename(stem) in plots:
             save_figure(f"{stem}.png", plots[os.path.basename(stem)], read_json(path))
-    runs = read_json(f"{folder}/learning/runs.json")
-    steps = read_csv(f"{folder}/learning/steps.csv.gz")
+    summaries = read_json(f"{folder}/learning/runs.json")
+    steps = grouped(read_csv(f"{folder}/learning/steps.csv.gz"), "run")
     for name in SHOWN:
-        held_out = {kind: (runs[name][f"{measure}_before"], runs[name][f"{measure}_after"])
+        held_out = {kind: [summaries[name][f"{measure}_{when}"] for when in ("before", "after")]
                     for kind, measure in (("pass@1", "accuracy"), ("greedy", "greedy"))}
-        of_run = [step for step in steps if step["run"] == name]
-        save_figure(f"{folder}/learning/{name}.png", learning_curve, of_run, held_out)
+        save_figure(f"{folder}/learning/{name}.png", learning_curve, steps[name,], held_out)
 
 
 def main(argv, plots):

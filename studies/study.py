@@ -1,14 +1,13 @@
 """Many runs of train_gsm8k.py, one after the other on each GPU: what studies have in common.
 
-A run is an arm, a model, a learning rate and a seed. Runs of one seed see the same questions in the
-same order. Each is a process with a folder of its own in the study's folder, and is resumed if it was
-stopped. When it ends, row.json in its folder says what came of it; tables and pictures are made from
-the folders that have one. Flags that a study does not know go to train_gsm8k.py.
+A run is an arm, a learning rate and a seed of one model. Runs of one seed see the same questions in
+the same order. Each is a process with a folder of its own in the study's folder, and is resumed if it
+was stopped. When it ends, row.json in its folder says what came of it; tables and pictures are made
+from the folders that have one. Flags that a study does not know go to train_gsm8k.py.
 """
 import glob
 import json
 import os
-import queue
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -16,20 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from statistics import fmean as mean
 from statistics import median, stdev
-from typing import NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 
 from harness.command import Parser, full_name, require_flag, require_value
-from harness.data import load_questions
-from harness.folders import atomic_write, creating, read_jsonl
+from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
-from harness.small_policy import warm_start
 from qerl import UserError, model_folder
 from train_gsm8k import read_settings
 
-NO_NOISE = ["--sigma-start", "0", "--sigma-end", "0"]
+NO_NOISE = "--sigma-start 0 --sigma-end 0"
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
 # Flags of train_gsm8k.py that a study sets for each run.
 OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--save-quantized",
@@ -39,10 +34,8 @@ OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--sav
 # --------------------------------------------------------------------------------------------------
 # Text
 
-def name_in_rows(model, own_start=False):
+def name_in_rows(model):
     """What rows call a model: a Hugging Face name or folder, or None, the small policy."""
-    if own_start:
-        return "small-own-starts"
     return os.path.basename(os.path.normpath(model)) if model else "small"
 
 
@@ -71,6 +64,14 @@ def table(titles, rows):
     return [lines[0], "|" + "---|" * len(titles), *lines[1:]]
 
 
+def grouped(rows, *keys):
+    """{values of the keys: the rows that have them}."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
 def positive(text):
     """A flag's whole number, at least 1."""
     if int(text) < 1:
@@ -90,48 +91,18 @@ def write_lines(path, lines):
 # --------------------------------------------------------------------------------------------------
 # A run
 
-class Run(NamedTuple):
-    """One training run of a study."""
-    arm: str
-    model: str | None              # a Hugging Face name or folder; None: the small policy
-    lr: float
-    seed: int
-    own_start: bool = False        # whether each seed begins with a small policy of its own making
-
-    @property
-    def labels(self):
-        """What its row says of it, beside settings and results."""
-        model = name_in_rows(self.model, self.own_start)
-        arm = self.arm.replace(" ", "").replace("/", "over").replace(":", "-")
-        return {
-            "name": f"{model}-{arm}-lr{self.lr}-seed{self.seed}",
-            "model": model,
-            "arm": self.arm,
-            "seed": self.seed,
-            "start_seed": self.seed if self.own_start else 0,      # of the small policy's making
-        }
-
-    def command(self, folder, flags, more, measure_start):
-        """The command line of this run: `flags` are the arm's, `more` those of all runs.
-
-        Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
-        answers to each question. measure_start: whether the policy is measured before its training,
-        too. Weights round to the nearest code, unless the arm has another --quantizer. A stopped run
-        has its settings in its checkpoint.
-        """
-        if os.path.exists(f"{folder}/checkpoint.safetensors"):
-            return [sys.executable, TRAIN, "--resume", "--out", folder, *more]
-        own = ["--lr", str(self.lr), "--seed", str(self.seed), "--out", folder]
-        own += ["--quantizer", "rtn", "--eval-samples", "4"]
-        if self.model:
-            own += ["--model", self.model]
-        if self.own_start:
-            own += ["--start-seed", str(self.seed)]
-        if not measure_start:
-            own.append("--skip-eval-before")
-        if os.path.isdir(folder):
-            own.append("--resume")
-        return [sys.executable, TRAIN, *own, *more, *flags]
+def labels_of(arm, lr, seed, args):
+    """What the row of a run says of it, beside settings and results."""
+    model = "small-own-starts" if args.own_starts else name_in_rows(args.model)
+    short = arm.replace(" ", "").replace("/", "over").replace(":", "-")
+    return {
+        "name": f"{model}-{short}-lr{lr}-seed{seed}",
+        "model": model,
+        "arm": arm,
+        "lr": lr,
+        "seed": seed,
+        "start_seed": seed if args.own_starts else 0,          # of the small policy's making
+    }
 
 
 def start_of(row):
@@ -139,16 +110,32 @@ def start_of(row):
     return row["model"], row["arm"], row.get("start_seed", 0)
 
 
+def command_of(run, flags, args):
+    """The command line of a run, its labels. flags: {arm: flags of train_gsm8k.py}, a text.
+
+    Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
+    answers to each question. Of the runs that begin with the same policy one measures it before its
+    training. Weights round to the nearest code, unless the arm has another --quantizer.
+    """
+    own = ["--lr", str(run["lr"]), "--seed", str(run["seed"]), "--quantizer", "rtn"]
+    own += ["--eval-samples", "4", "--resume", "--out", f"{args.out}/{run['name']}"]
+    if args.model:
+        own += ["--model", args.model]
+    else:
+        own += ["--start-seed", str(run["start_seed"])]
+    first_seed = args.own_starts or run["seed"] == args.seeds[0]
+    if not first_seed or run["lr"] != args.lrs[0]:
+        own.append("--skip-eval-before")
+    return [sys.executable, TRAIN, *own, *args.more, *flags[run["arm"]].split()]
+
+
 def row_of(run, folder):
-    """What a study keeps of a finished run; raises UserError if its log lacks a step."""
+    """What a study keeps of a finished run: its labels, and what its folder says."""
     summary = read_json(f"{folder}/summary.json")
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
-    if [step["step"] for step in metrics] != list(range(1, summary["steps"] + 1)):
-        raise UserError(f"{folder}/metrics.jsonl: does not hold the steps 1 to {summary['steps']}, each "
-                        "once; remove the folder, and the run is made again")
     settings = summary["settings"]
     return {
-        **run.labels,
+        **run,
         "weights": settings["weights"],
         "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
         "lora": settings["lora_rank"],                     # 0: full fine-tuning
@@ -182,106 +169,80 @@ def steps_of(out, rows):
 def visible_devices():
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
     gpus = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = named.split(",") if named else [str(i) for i in range(gpus)]
-    return names[:gpus] or ["cpu"]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    return named.split(",")[:gpus] or ["cpu"]
 
 
 def missing_runs(args):
-    """What a study's folder lacks -> [(Run, whether it measures its policy before training)].
+    """The labels of the runs that a study's folder lacks.
 
-    The first learning rate has all its arms and seeds before the next begins. Of the runs that begin
-    with the same policy one measures it, the first that is missing if none has.
+    The first learning rate has all its arms and seeds before the next begins.
     """
-    done = {row["name"]: row for row in finished_runs(args.out)}
-    measured = {start_of(row) for row in done.values() if "accuracy_before" in row}
-    wanted = [Run(arm, model, lr, seed, args.own_starts)
-              for lr, model, seed, arm in product(args.lrs, args.model, args.seeds, args.arms)]
-    missing = []
-    for run in wanted:
-        if run.labels["name"] not in done:
-            missing.append((run, start_of(run.labels) not in measured))
-            measured.add(start_of(run.labels))
+    done = {row["name"] for row in finished_runs(args.out)}
+    runs = [labels_of(arm, lr, seed, args)
+            for lr, seed, arm in product(args.lrs, args.seeds, args.arms)]
+    wanted = {run["name"]: run for run in runs}            # what is named twice is run once
+    missing = [run for name, run in wanted.items() if name not in done]
     print(f"{len(wanted)} runs, {len(missing)} missing")
     return missing
 
 
 def require_same_settings(args, same=()):
-    """Refuse to add to a study whose runs of a model had other settings than these flags give."""
-    for model in args.model:
-        path = f"{args.out}/{name_in_rows(model, args.own_starts)}.json"
-        given = ["--model", model] if model else []
-        settings = lasting(read_settings([*given, *same, *args.more]))
-        if os.path.exists(path):
-            theirs = read_json(path)
-            for name in sorted(settings.keys() & theirs.keys() - {"model"}):
-                require_flag(theirs[name] == settings[name], name, settings[name],
-                             f"the runs in {args.out} have {theirs[name]}; give another --out")
-        atomic_write(path, json.dumps(settings, indent=1))
+    """Refuse to add to a study whose runs of the model had other settings than these flags give."""
+    path = f"{args.out}/{name_in_rows(args.model)}.json"
+    given = ["--model", args.model] if args.model else []
+    settings = lasting(read_settings([*given, *same, *args.more]))
+    theirs = read_json(path) if os.path.exists(path) else settings
+    for name in sorted(settings.keys() & theirs.keys() - {"model"}):
+        require_flag(theirs[name] == settings[name], name, settings[name],
+                     f"the runs in {args.out} have {theirs[name]}; give another --out")
+    atomic_write(path, json.dumps(settings, indent=1))
 
 
-def prepare(missing, args):
-    """Find or make what the runs begin with; what cannot be had is named here, once."""
-    for model in {run.model for run, _ in missing}:
-        load_questions(args.settings.data, args.settings.eval, model)
-        if model:
-            model_folder(full_name(model))
-    for seed in {run.labels["start_seed"] for run, _ in missing if run.model is None}:
-        warm_start(seed)
-
-
-def run_one(run, measure_start, device, flags, args):
+def run_one(run, device, flags, args):
     """Make a run and its row on "cpu" or the GPU of this number -> whether it failed."""
-    folder = f"{args.out}/{run.labels['name']}"
+    folder = f"{args.out}/{run['name']}"
+    os.makedirs(folder, exist_ok=True)
     environment = dict(os.environ)
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
     else:
         environment["CUDA_VISIBLE_DEVICES"] = device
-    print(f"{device}: {run.labels['name']}", flush=True)
-    command = run.command(folder, flags[run.arm], args.more, measure_start)
+    print(f"{device}: {run['name']}", flush=True)
     with open(f"{folder}.log", "ab") as log:
-        status = subprocess.call(command, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                                 stderr=log)
-    try:
-        if status:
-            raise UserError(f"ended with status {status}; {folder}.log says why")
-        atomic_write(f"{folder}/row.json", json.dumps(row_of(run, folder), indent=1))
-    except UserError as e:
-        print(f"{run.labels['name']}: {e}", flush=True)
+        status = subprocess.call(command_of(run, flags, args), env=environment,
+                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    if status:
+        print(f"{run['name']}: ended with status {status}; {folder}.log says why", flush=True)
         return True
+    atomic_write(f"{folder}/row.json", json.dumps(row_of(run, folder), indent=1))
     return False
 
 
 def run_all(missing, flags, args):
     """Make the runs, as many at once as there are devices -> whether one of them failed.
 
-    missing: see missing_runs; flags: {arm: flags of train_gsm8k.py}. Ctrl-C reaches the runs, too:
-    they stop, and no other is begun.
+    Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
     devices = (["cpu"] if args.settings.device == "cpu" else visible_devices()) * args.jobs
-    free = queue.SimpleQueue()
-    for device in devices:
-        free.put(device)
+    runs = iter(missing)                    # the threads share it
 
-    def make(run, measure_start):
-        device = free.get()
-        try:
-            return run_one(run, measure_start, device, flags, args)
-        finally:
-            free.put(device)
+    def work(device):
+        return [run_one(run, device, flags, args) for run in runs]
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        return any(list(pool.map(make, *zip(*missing))))
+        try:
+            return any(sum(pool.map(work, devices), []))
+        finally:
+            list(runs)
 
 
 def arguments(argv, description, arms, default_arms, seeds, out):
     """The command line of a study. seeds: by default so many, (of the small policy, of a model)."""
     p = Parser(description)
-    p.add_argument("--model", nargs="+", default=[None],
-                   help="names or folders (default: the small policy)")
-    p.add_argument("--arms", nargs="+", choices=arms, default=default_arms,
-                   help=f"of {', '.join(arms)} (default {', '.join(default_arms)})", metavar="ARM")
+    p.add_argument("--model", help="name or folder (default: the small policy)")
+    p.add_argument("--arms", nargs="+", choices=arms, default=default_arms, metavar="ARM",
+                   help=f"of {', '.join(arms)} (default {', '.join(default_arms)})")
     p.add_argument("--lrs", nargs="+", type=float,
                    help="learning rates (default 5e-5; small policy 3e-3)")
     p.add_argument("--seeds", nargs="+", type=int,
@@ -299,16 +260,9 @@ def arguments(argv, description, arms, default_arms, seeds, out):
         if flag.partition("=")[0] in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; use --arms, --lrs, --seeds")
     args.settings = read_settings(args.more)
-    small = args.model == [None]
-    require_flag(small or not args.own_starts, "own-starts", "", "is for the small policy")
-    args.lrs = args.lrs or [3e-3 if small else 5e-5]
-    args.seeds = args.seeds or list(range(seeds[0] if small else seeds[1]))
-    for name in ("model", "arms", "lrs", "seeds"):                # what is named twice is run once
-        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
-    names = [name_in_rows(model) for model in args.model]
-    for name in names:
-        require_flag(names.count(name) == 1, "model", name, "is what two of them are called in "
-                     "the tables; rename a folder")
+    require_flag(not (args.model and args.own_starts), "own-starts", "", "is for the small policy")
+    args.lrs = args.lrs or [5e-5 if args.model else 3e-3]
+    args.seeds = args.seeds or list(range(seeds[1] if args.model else seeds[0]))
     return args
 
 
@@ -320,17 +274,11 @@ def run_study(flags, args, make_tables, same=()):
     """
     failed = False
     if not args.tables:
-        with creating(args.out):
-            os.makedirs(args.out, exist_ok=True)
-        try:
-            with FileLock(f"{args.out}/lock", timeout=0):
-                require_same_settings(args, same)
-                missing = missing_runs(args)
-                if missing:
-                    prepare(missing, args)
-                    failed = run_all(missing, flags, args)
-        except Timeout:
-            raise UserError(f"--out {args.out}: another study runs here; wait for it or choose another folder")
+        if args.model:
+            model_folder(full_name(args.model))            # that it is there is seen once
+        os.makedirs(args.out, exist_ok=True)
+        require_same_settings(args, same)
+        failed = run_all(missing_runs(args), flags, args)
     rows = finished_runs(args.out)
     require_flag(rows or failed, "out", args.out, "holds no finished run; name the folder of a study")
     if rows:

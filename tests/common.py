@@ -232,13 +232,6 @@ def quick_study():
     return [*flags, "--steps", "2"]
 
 
-def run_missing(flags, args):
-    """What a study does between its arguments and its tables, without looking for the model and the
-    questions.
-    """
-    return study.run_all(study.missing_runs(args), flags, args)
-
-
 def study_arguments(tmp_path, *flags):
     os.makedirs(f"{tmp_path}/out", exist_ok=True)
     return study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out"], "a study",
@@ -255,7 +248,6 @@ def note_run(out, name, **columns):
 def finished_run(command, **_):
     """subprocess.call for a run that ends at once, with what row_of reads."""
     folder = command[command.index("--out") + 1]
-    os.makedirs(folder)
     settings = harness.run.lasting(train_gsm8k.read_settings(command[2:]))
     with open(f"{folder}/summary.json", "w") as f:
         json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5,

@@ -3,6 +3,7 @@ import os
 import shutil
 
 import pytest
+from matplotlib import pyplot
 
 import bench
 import qerl
@@ -19,11 +20,16 @@ def files_below(folder, ending):
 
 
 def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path, monkeypatch):
-    """Every picture, too; these are not drawn here, as another matplotlib draws other pixels."""
+    """Every picture is drawn, too, but not compared: another matplotlib draws other pixels."""
     drawn = set()
+    pyplot.switch_backend("Agg")
+
+    def note(path, draw, *data):
+        pyplot.close(draw(*data, pyplot))
+        drawn.add(os.path.relpath(path, tmp_path))
+
     for module in (claims, results):
-        monkeypatch.setattr(module, "save_figure",
-                            lambda path, *_: drawn.add(os.path.relpath(path, tmp_path)))
+        monkeypatch.setattr(module, "save_figure", note)
     left_out = shutil.ignore_patterns("table*.md", "phases.md", "*.png")
     shutil.copytree(f"{HERE}/results", tmp_path, dirs_exist_ok=True, ignore=left_out)
     results.make_tables(str(tmp_path), bench.PLOTS)
@@ -36,45 +42,30 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path, monkeyp
     assert drawn == pictures - {"learning/report.png"}           # which a browser made
 
 
-def test_packed_runs_are_read_as_they_were(tmp_path):
-    rows = [{**row, "lr": 0.1 + 0.2, "aqn": False} for row in made_up_rows()]
-    many_digits = {"step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": -0.0,
-                   "effective_completions": 1.0}
-    few_digits = {"step": 2, "accuracy": 0.0, "entropy": 123456.0, "mismatch_kl": 1e-9}
-    steps = {row["name"]: [many_digits, few_digits] for row in rows}
-    packed = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        results.write_studies(folder, {"claims": (rows, steps), "methods": (rows[:1], {})})
-        packed.append([(folder / name).read_bytes() for name in ("runs.csv", "steps.csv.gz")])
-    assert packed[0] == packed[1]                             # at any time, by any process
-    studies = results.read_studies(tmp_path / "a")
-    assert list(studies) == ["claims", "methods"] and studies["claims"][0] == rows
-    name = rows[0]["name"]
-    assert studies["methods"][1] == {name: []}
-    rounded = {**many_digits, "accuracy": 0.333333, "entropy": 6.66667e-12}
-    assert studies["claims"][1][name] == [rounded, few_digits]
-
-
 def test_runs_are_added_to_the_results(tmp_path, monkeypatch):
+    """They are read as they were, to six digits, and what was there before stays."""
     out, new = tmp_path / "results", tmp_path / "new"
     out.mkdir()
-    rows = list(made_up_rows())
-    results.write_studies(str(out), {"claims": (rows, {})})
+    packed = ("runs.csv", "steps.csv.gz")
+    for name in packed:
+        shutil.copy(f"{HERE}/results/{name}", out)
+    before = [results.read_csv(f"{out}/{name}") for name in packed]
     monkeypatch.setattr(results, "make_tables", lambda folder, plots: None)
     options = ["--out", str(out), "--add", str(new)]
     with pytest.raises(qerl.UserError, match="holds no finished run"):
         results.main([*options, "claims"], {})
-    step = {"step": 1, "accuracy": 0.5, "entropy": 1.0, "mismatch_kl": 0.0}
-    added = {**rows[0], "name": "another"}
-    note_run(new, **added)
-    write_jsonl(new / "another" / "metrics.jsonl", [{**step, "kl": 0.0}])
+    row = {**next(made_up_rows()), "lr": 0.1 + 0.2, "aqn": False}
+    step = {"step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": -0.0}
+    note_run(new, **row)
+    write_jsonl(new / row["name"] / "metrics.jsonl", [{**step, "kl": 0.0}])
     for study in ("claims", "claims/new"):
         results.main([*options, study], {})
-    with pytest.raises(qerl.UserError, match="add claims: has another already"):
+    with pytest.raises(qerl.UserError, match="add claims: has .* already"):
         results.main([*options, "claims"], {})
     with pytest.raises(qerl.UserError, match="must begin with claims or methods"):
         results.main([*options, "other"], {})
-    studies = results.read_studies(str(out))
-    assert studies["claims"][0] == [*rows, added]
-    assert studies["claims/new"] == ([added], {"another": [step]})
+    rows, steps = (results.read_csv(f"{out}/{name}") for name in packed)
+    assert [rows[:-2], steps[:-2]] == before
+    assert rows[-2:] == [{**row, "study": study, "lr": 0.3} for study in ("claims", "claims/new")]
+    rounded = {**step, "accuracy": 0.333333, "entropy": 6.66667e-12, "run": row["name"]}
+    assert steps[-2:] == [{**rounded, "study": study} for study in ("claims", "claims/new")]

@@ -5,15 +5,12 @@ import os
 
 import pytest
 import torch
-from filelock import FileLock
 from matplotlib import pyplot
 
 import qerl
 import train_gsm8k
-from common import finished_run, made_up_rows, note_run, quick_study, run_missing
-from common import study_arguments
+from common import finished_run, made_up_rows, quick_study, study_arguments
 from harness import folders, small_policy
-from harness.folders import write_jsonl
 from harness.small_policy import ByteText, made_up_problems, warm_start
 from studies import claims, claims_pictures, compare, entropy, factorial, study
 
@@ -102,7 +99,7 @@ def test_methods_are_compared_at_one_learning_rate(tmp_path, monkeypatch):
     compare.flags_of(small=True), compare.flags_of(small=False), claims.FLAGS])
 def test_every_arms_flags_go_together(flags):
     for arm in flags.values():
-        train_gsm8k.arguments(["--device", "cpu", *arm])
+        train_gsm8k.arguments(["--device", "cpu", *arm.split()])
 
 
 def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
@@ -125,74 +122,59 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     assert study.finished_runs(f"{tmp_path}/other") == []
 
 
-def test_an_arms_flags_win_and_studies_round_to_nearest():
-    run = study.Run("nvfp4", "some/Model", 1e-4, 0)
-    for arm, expected in (([], "rtn"), (["--quantizer", "gptq"], "gptq")):
-        command = run.command("runs/new", ["--weights", "nvfp4", *arm], ["--weights", "bf16"], True)
+def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path):
+    args = study_arguments(tmp_path, "--group", "4")
+    run = study.labels_of("a", 1e-4, 0, args)
+    for flags, expected in (("", "rtn"), ("--quantizer gptq", "gptq")):
+        command = study.command_of(run, {"a": f"--group 2 {flags}"}, args)
         settings = train_gsm8k.arguments([*command[2:], "--device", "cpu"])
-        assert (settings.weights, settings.quantizer) == ("nvfp4", expected)
+        assert (settings.group, settings.quantizer) == (2, expected)
 
 
-def test_a_stopped_run_goes_on_with_the_settings_of_its_checkpoint(tmp_path):
-    run = study.Run("bf16", None, 1e-3, 3)
-    for measure in (True, False):
-        command = run.command(str(tmp_path), study.NO_NOISE, [], measure)
-        assert ("--skip-eval-before" in command) is not measure and "--resume" in command
-    (tmp_path / "checkpoint.safetensors").touch()
-    command = run.command(str(tmp_path), study.NO_NOISE, ["--slots", "7"], True)
-    assert command[2:] == ["--resume", "--out", str(tmp_path), "--slots", "7"]
-
-
-def test_what_a_study_begins_with_is_looked_for_first(tmp_path, data, monkeypatch):
+def test_a_model_that_is_not_there_is_missed_before_any_run(tmp_path, monkeypatch):
     monkeypatch.setattr(study.subprocess, "call", None)
-    for options, message in ((["--data", f"{tmp_path}/none"], "no such folder"),
-                             (["--data", data], "Hugging Face does not give it")):
-        with pytest.raises(qerl.UserError, match=message):
-            claims.main(["--model", "no/such-model", "--out", f"{tmp_path}/{len(message)}", *options])
+    with pytest.raises(qerl.UserError, match="Hugging Face does not give it"):
+        claims.main(["--model", "no/such-model", "--out", f"{tmp_path}/out"])
 
 
-def test_a_run_that_leaves_nothing_to_read_ends_no_other(tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     def call(command, **_):
         finished_run(command)
-        folder = command[command.index("--out") + 1]
-        if "seed1" in folder:
-            write_jsonl(f"{folder}/metrics.jsonl", [{"step": 2}])
-        return int("-a-" in folder)
+        return int("-a-" in command[command.index("--out") + 1])
     monkeypatch.setattr(study.subprocess, "call", call)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
-    assert run_missing({"a": [], "b": []}, args)
-    assert [row["name"] for row in study.finished_runs(args.out)] == ["Model-b-lr5e-05-seed0"]
-    said = capsys.readouterr().out
-    assert said.count("ended with status 1") == 2
-    assert "metrics.jsonl: does not hold the steps 1 to 2" in said
+    assert study.run_all(study.missing_runs(args), {"a": "", "b": ""}, args)
+    names = [row["name"] for row in study.finished_runs(args.out)]
+    assert names == ["Model-b-lr5e-05-seed0", "Model-b-lr5e-05-seed1"]
+    assert capsys.readouterr().out.count("ended with status 1") == 2
 
 
 @pytest.mark.parametrize("own,expected", [
-    ([], [("nvfp4", 5e-5, 2)]),
-    (["--own-starts"], [("nvfp4", 5e-5, 2), ("nvfp4", 5e-5, 1), ("bf16", 5e-5, 1)]),
+    ([], [("nvfp4", 5e-5, 2), ("bf16", 5e-5, 2)]),
+    (["--own-starts"], [("nvfp4", 5e-5, 2), ("bf16", 5e-5, 2), ("nvfp4", 5e-5, 1), ("bf16", 5e-5, 1)]),
 ])
 def test_a_start_is_measured_once(tmp_path, own, expected):
-    """By the first missing run that begins with it, unless a finished run has measured it."""
-    model = "small-own-starts" if own else "small"
-    note_run(tmp_path, f"{model}-bf16-lr5e-05-seed2", model=model, arm="bf16", seed=2,
-             start_seed=2 if own else 0, accuracy_before=0.2)
+    """By the run of the first learning rate, and of the first seed if seeds share it."""
+    arms = ["nvfp4", "bf16"]
     args = study.arguments(
-        [*own, "--arms", "nvfp4", "bf16", "--seeds", "2", "1", "--lrs", "5e-5", "1e-4",
-         "--out", str(tmp_path)], "a study", list(factorial.ARMS), [], (2, 2), "results")
+        [*own, "--seeds", "2", "1", "2", "--lrs", "5e-5", "1e-4", "--out", str(tmp_path)],
+        "a study", arms, arms, (2, 2), "results")
     missing = study.missing_runs(args)
-    assert [(run.arm, run.lr, run.seed) for run, measured in missing if measured] == expected
-    assert len(missing) == 7
+    measured = [(run["arm"], run["lr"], run["seed"]) for run in missing
+                if "--skip-eval-before" not in study.command_of(run, dict.fromkeys(arms, ""), args)]
+    assert measured == expected
+    assert len(missing) == 8
 
 
-def test_seeds_may_have_starts_of_their_own():
-    run = study.Run("bf16", None, 1e-3, 3, own_start=True)
-    command = run.command("folder", [], [], measure_start=True)
-    assert command[command.index("--start-seed") + 1] == "3"
-    assert run.labels["name"] == "small-own-starts-bf16-lr0.001-seed3"
-    common = study.Run("bf16", None, 1e-3, 3).command("folder", [], [], measure_start=True)
-    assert "--start-seed" not in common
+def test_seeds_may_have_starts_of_their_own(tmp_path):
+    for flags, start, model in ((["--own-starts"], "3", "small-own-starts"), ([], "0", "small")):
+        args = study.arguments(flags, "a study", ["a"], ["a"], (1, 1), str(tmp_path))
+        run = study.labels_of("a", 1e-3, 3, args)
+        command = study.command_of(run, {"a": ""}, args)
+        assert command[command.index("--start-seed") + 1] == start
+        assert run["name"] == f"{model}-a-lr0.001-seed3"
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
@@ -223,7 +205,6 @@ def test_a_study_takes_the_gpus_that_it_was_given(monkeypatch):
     (["--quantizer=gptq"], "--quantizer=gptq: the study sets it"),
     (["--foo"], "unrecognized arguments: --foo"),
     (["--group", "1"], "--group 1: advantages compare"),
-    (["--model", "a/same", "b/same"], "--model same: is what two of them are called"),
     (["--own-starts", "--model", "a"], "own-starts .*: is for the small policy"),
     (["--tables"], "out: holds no finished run"),
 ])
@@ -231,12 +212,6 @@ def test_a_study_refuses_what_it_cannot_run(tmp_path, study_of, flags, message):
     with pytest.raises(qerl.UserError, match=message):
         study_of.main(["--out", str(tmp_path / "out"), *flags])
     assert not os.listdir(tmp_path)
-
-
-def test_two_studies_do_not_share_a_folder(tmp_path):
-    with FileLock(tmp_path / "lock"):
-        with pytest.raises(qerl.UserError, match="another study runs here"):
-            claims.main(["--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("flags,message", [
@@ -249,7 +224,7 @@ def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
     """How a run's work is cut does not matter, nor where the model lies."""
     study.require_same_settings(study_arguments(tmp_path, "--prompts", "8"))
     args = study_arguments(tmp_path, *flags)
-    args.model = ["moved/Model"]
+    args.model = "moved/Model"
     if message is None:
         return study.require_same_settings(args)
     with pytest.raises(qerl.UserError, match=message):
