@@ -31,7 +31,7 @@ from transformers import AutoConfig, GenerationConfig
 
 import qerl
 from harness.ranks import Ranks
-from qerl import UserError
+from qerl import UserError, require
 
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
@@ -244,24 +244,18 @@ def generation_config(folder):
     return GenerationConfig.from_model_config(config)
 
 
-def check_new_folder(out, source):
-    """Refuse to write a model to `out` where something is, or into the folder that is read, if any."""
-    empty = os.path.isdir(out) and not os.listdir(out)
-    qerl.require(empty or not os.path.lexists(out),
-                 f"{out}: is a file, or is not empty; choose another folder, or remove what it holds")
-    if source:
-        read = os.path.realpath(source)
-        inside = os.path.commonpath([read, os.path.realpath(out)]) == read
-        qerl.require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
-
-
 @contextlib.contextmanager
 def new_folder(out, source):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
     source: the folder that is read, or None. A kill leaves at most OUT.xxxxxxxx.tmp. Raises UserError.
     """
-    check_new_folder(out, source)
+    empty = os.path.isdir(out) and not os.listdir(out)
+    require(empty or not os.path.lexists(out),
+            f"{out}: is a file, or is not empty; choose another folder, or remove what it holds")
+    read = os.path.realpath(source or out)
+    inside = source and os.path.commonpath([read, os.path.realpath(out)]) == read
+    require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
     temporary = f"{os.path.abspath(out)}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with writing(out):

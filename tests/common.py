@@ -143,14 +143,14 @@ def killed_at(event, number, when, *args):
         module, name = event
         original, calls = getattr(module, name), []
 
-        def counted(*given):
+        def counted(*given, **options):
             calls.append(given)
             if len(calls) == number and when == "amid":
                 with open(given[0], "a") as f:
                     f.write('{"step": 1, "rew')
             if len(calls) == number and when != "after":
                 os.kill(os.getpid(), signal.SIGKILL)
-            original(*given)
+            original(*given, **options)
             if len(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
         setattr(module, name, counted)
