@@ -27,7 +27,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import huggingface_hub
@@ -1079,39 +1079,57 @@ def has_signal(rewards):
 
 @dataclass(frozen=True)
 class Objective:
-    """What tells one objective from another. The loss of a token is policy_loss's for all.
+    """What tells one objective from another.
 
-    It is divided by `length` of its completion, and by `count` of all processes' minibatch.
+    The loss of a token is divided by `length` of its completion, and by `count` of all processes'
+    minibatch.
     """
     length: Callable                # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
     count: Callable                 # mask -> a number
-    divide_by_std: bool = True      # advantages: Eq. 4's division
+    scale: Callable                 # rewards [P, G] -> what r - mean(r) is divided by
+    log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
+    weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
     drop_truncated: bool = False    # a completion that was cut off gives no gradient
+    defaults: dict = field(default_factory=dict)           # of the training's settings
 
 
-def own_length(mask, limit):
+def own_length(mask, limit=None):
     return mask.sum(1, keepdim=True).clamp_min(1)
+
+
+def deviation(rewards):
+    """The sample's standard deviation, over G - 1, of each group; 1e-4 as in TRL."""
+    return rewards.std(1, keepdim=True) + 1e-4
 
 
 OBJECTIVES = {
     # Eq. 3: the mean over completions of the mean over their tokens
-    "grpo": Objective(own_length, count=len),
+    "grpo": Objective(own_length, len, deviation),
     # arXiv 2503.14476: the mean over all tokens
-    "dapo": Objective(lambda mask, limit: 1, count=torch.sum, redraw=True, drop_truncated=True),
+    "dapo": Objective(lambda mask, limit: 1, torch.sum, deviation, redraw=True, drop_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
-    "dr-grpo": Objective(lambda mask, limit: limit, count=len, divide_by_std=False),
+    "dr-grpo": Objective(lambda mask, limit: limit, len, lambda rewards: 1),
+    # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
+    "gspo": Objective(own_length, len, deviation,
+                      log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
+                      defaults=dict(clip_low=3e-4, clip_high=4e-4)),
+    # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
+    "cispo": Objective(lambda mask, limit: 1, torch.sum, deviation, weighted_logprob=True,
+                       defaults=dict(clip_low=1.0, clip_high=4.0)),
+    # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
+    # ratio of a completion is the product of its tokens'
+    "rloo": Objective(own_length, len, lambda rewards: 1 - 1 / rewards.shape[1],
+                      log_ratio=lambda x, mask: x.sum(1, keepdim=True)),
 }
 
 
-def group_advantages(rewards, algorithm="grpo", eps=1e-4):
+def group_advantages(rewards, algorithm="grpo"):
     """rewards [P, G] -> advantages [P, G] (Eq. 4), exactly 0 in groups without signal.
 
-    algorithm: a name in OBJECTIVES. The standard deviation is the sample's, over G - 1; eps as in TRL.
+    algorithm: a name in OBJECTIVES.
     """
-    advantages = rewards - rewards.mean(1, keepdim=True)
-    if OBJECTIVES[algorithm].divide_by_std:
-        advantages = advantages / (rewards.std(1, keepdim=True) + eps)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / OBJECTIVES[algorithm].scale(rewards)
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
@@ -1132,7 +1150,7 @@ def bounded(log_ratio):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
-                ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0):
+                ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0, algorithm="grpo"):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs [B, C]; advantages [B] or [B, C];
@@ -1140,14 +1158,21 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     token_weights. Over a whole minibatch they add up to 1, so that the losses of its micro-batches
     simply add up to its loss. KL is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ:
     never negative, and unbiased if π_θ drew the tokens (here π_rollout did). With tis, the cap of
-    truncated_importance, that multiplies the gain, not the KL.
+    truncated_importance, that multiplies the gain, not the KL. algorithm: a name in OBJECTIVES.
     """
+    objective = OBJECTIVES[algorithm]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
     if tis:
         advantage = advantage * truncated_importance(old_logprobs, rollout_logprobs, tis)
-    ratio = bounded(logprobs - old_logprobs).exp()
+    log_ratio = logprobs - old_logprobs
+    if objective.log_ratio:
+        log_ratio = objective.log_ratio(log_ratio, weights > 0)
+    ratio = bounded(log_ratio).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    if objective.weighted_logprob:
+        gain = clipped.detach() * advantage * logprobs
+    else:
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
     x = torch.zeros_like(logprobs) if ref_logprobs is None else bounded(ref_logprobs - logprobs)
     kl = x.exp() - x - 1
     return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
@@ -1287,10 +1312,10 @@ def gather_rows(x, index):
     return F.embedding(index, x)
 
 
-def token_logprobs(model, prompts, completions, length, chunk=2048):
+def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
     """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
 
-    At temperature 1; the result is 0 at padding. length: int64 [B], of the completions. The output
+    Of softmax(logits / temperature); 0 at padding. length: int64 [B], of the completions. The output
     layer runs on `chunk` tokens at a time: [tokens, V] logits never exist whole.
     """
     device = completions.device
@@ -1301,6 +1326,8 @@ def token_logprobs(model, prompts, completions, length, chunk=2048):
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]
     hidden = gather_rows(hidden, packing.before)           # the token before predicts a token
+    if temperature != 1:
+        hidden = hidden / temperature                      # and so the logits
     logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
     return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
 

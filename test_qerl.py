@@ -776,14 +776,14 @@ def test_an_advantage_of_zero_is_no_loss_whatever_the_ratio():
     assert logprobs.grad.tolist() == [[0, 0], [0, -0.25]]
 
 
-def trl_trainer(folder, tmp_path, **options):
+def trl_trainer(folder, tmp_path, kind="GRPO", **options):
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-    config = GRPOConfig(
+    config = getattr(trl, f"{kind}Config")(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, bf16=False,
-        use_cpu=True, report_to=[], gradient_checkpointing=False, epsilon=0.2, epsilon_high=0.28,
-        steps_per_generation=1, use_bias_correction_kl=False, **options)
-    return GRPOTrainer(
+        use_cpu=True, report_to=[], gradient_checkpointing=False, epsilon=0.2,
+        steps_per_generation=1, **options)
+    return getattr(trl, f"{kind}Trainer")(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
@@ -791,15 +791,24 @@ def trl_trainer(folder, tmp_path, **options):
         processing_class=transformers.AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.mark.parametrize("algorithm,beta", [
-    ("grpo", 0.0), ("grpo", 0.04), ("dapo", 0.0), ("dr-grpo", 0.0),
+GSPO = dict(loss_type="grpo", importance_sampling_level="sequence")
+CISPO = dict(loss_type="cispo", epsilon_high=1.28)         # there the cap itself, here what is above 1
+
+
+@pytest.mark.parametrize("algorithm,beta,temperature,options", [
+    ("grpo", 0.0, 1.0, dict(loss_type="grpo")),
+    ("grpo", 0.04, 0.7, dict(loss_type="grpo", use_bias_correction_kl=False)),
+    ("dapo", 0.0, 1.0, dict(loss_type="dapo")),
+    ("dr-grpo", 0.0, 1.0, dict(loss_type="dr_grpo")),
+    ("gspo", 0.0, 1.0, GSPO),
+    ("cispo", 0.0, 1.0, CISPO),
+    ("rloo", 0.0, 1.0, dict(kind="RLOO")),
 ])
-def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
+def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta, temperature, options):
     """The gradients compared are those of the norms."""
     folder = qwen[0]
-    loss_type = algorithm.replace("-", "_")
-    trainer = trl_trainer(
-        folder, tmp_path, loss_type=loss_type, beta=beta, max_completion_length=20)
+    trainer = trl_trainer(folder, tmp_path, beta=beta, max_completion_length=20,
+                          temperature=temperature, **{"epsilon_high": 0.28} | options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     torch.manual_seed(0)
@@ -808,13 +817,16 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
     mask = qerl.length_mask(length, 9)
     completions = torch.randint(20, 250, (4, 9)) * mask
     ours = qerl.load_model(folder, weights="bf16", lora_rank=2, train_norms=True)
-    logprobs = qerl.token_logprobs(ours, prompts, completions, length)
+    logprobs = qerl.token_logprobs(ours, prompts, completions, length, temperature)
     # So far apart that some ratios are clipped.
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
-    advantages = qerl.group_advantages(torch.tensor([[2.2, 0.0, 0.2, 2.0]]))[0]
+    rewards = torch.tensor([[2.2, 0.0, 0.2, 2.0]])
+    advantages = qerl.group_advantages(rewards, algorithm)[0]
     weights = qerl.token_weights(mask, algorithm, 20)
+    clip_low = 1.0 if algorithm == "cispo" else 0.2
     loss, kl = qerl.policy_loss(
-        logprobs, old, advantages, weights, 0.2, 0.28, reference if beta else None, beta)
+        logprobs, old, advantages, weights, clip_low, 0.28, reference if beta else None, beta,
+        algorithm=algorithm)
     loss.backward()
     theirs = trainer._compute_loss(trainer.model, {
         "prompt_ids": torch.tensor(prompts),
@@ -823,6 +835,7 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
         "completion_mask": mask.long(),
         "advantages": advantages,
         "old_per_token_logps": old,
+        "old_logps": old.sum(1),
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     })
@@ -832,6 +845,28 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta):
         their_grad = trainer.model.get_parameter(f"{norm.name}.weight").grad
         assert relative(norm.weight.grad, their_grad) < 1e-3
     assert (kl.item() > 0) == (beta > 0)
+
+
+def test_advantages_by_hand():
+    """RLOO compares with the mean of the others; a group without a signal has none."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.5], [1.0] * 5])
+    others = (rewards.sum(1, keepdim=True) - rewards) / 4
+    torch.testing.assert_close(qerl.group_advantages(rewards, "rloo"), rewards - others)
+    expected = (rewards[0] - 0.5) / (0.5 + 1e-4)               # the sample's deviation is 0.5
+    torch.testing.assert_close(qerl.group_advantages(rewards)[0], expected)
+    assert qerl.group_advantages(rewards)[1].tolist() == [0] * 5
+
+
+def test_logprobs_at_a_temperature(qwen):
+    """Those of training are those of the sampler, whose distribution is softmax(logits / T)."""
+    model = with_lora(qwen[0])
+    rollout = qerl.generate(model, [[5, 6, 7], [8, 9]], 12, 2, temperature=0.6,
+                            generator=torch.Generator().manual_seed(0))
+    prompts = [[5, 6, 7]] * 2 + [[8, 9]] * 2
+    logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length, 0.6)
+    assert relative(logprobs, rollout.logprobs) < 1e-4
+    plain = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+    assert relative(plain, rollout.logprobs) > 0.01
 
 
 def test_mismatch_and_its_correction_by_hand():

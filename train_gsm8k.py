@@ -68,6 +68,9 @@ class Settings:
     prompts: int = setting(64, "questions a step")
     group: int = setting(8, "completions a question [T4]")
     max_new_tokens: int = setting(512, "tokens of a completion at most")
+    temperature: float = setting(1.0, "of the sampling, and of all log-probabilities of the training")
+    top_p: float = setting(1.0, "sample among the likeliest tokens that reach this; log-probabilities "
+                                "are of all")
     slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
 
     # Adaptive Quantization Noise
@@ -107,7 +110,9 @@ class Settings:
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
                          ["auto", "bfloat16", "float16", "float32"])
     eval_questions: int = setting(0, "held-out questions of each set, 0: all")
-    eval_samples: int = setting(1, "answers to each of them, of which pass@1 is the mean")
+    eval_samples: int = setting(1, "answers to each of them, for pass@1, pass@2, pass@4 and so on")
+    eval_temperature: float = setting(0.6, "of these answers [E]")
+    eval_top_p: float = setting(0.95, "of these answers [E]")
     skip_eval_before: bool = setting(False, "do not measure the policy before its training")
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
@@ -153,7 +158,8 @@ def train(settings):
         with clock(phase):
             rollout = algo.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
-                eos=tokenizer.eos, slots=fit.slots, generator=sampling_rng, **options)
+                settings.temperature, settings.top_p, eos=tokenizer.eos, slots=fit.slots,
+                generator=sampling_rng, **options)
         with clock("reward"):
             require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
@@ -185,11 +191,11 @@ def train(settings):
         with clock("logprobs"), torch.no_grad():
             for rows in batch.micro_batches(batch.later_rows, fit.micro_tokens):
                 batch.old_logprobs[rows.index] = algo.token_logprobs(
-                    model, rows.prompts, rows.tokens, rows.length)
+                    model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             with algo.adapters_off(model):
                 for rows in batch.micro_batches(batch.reference_rows, fit.micro_tokens):
                     batch.ref_logprobs[rows.index] = algo.token_logprobs(
-                        model, rows.prompts, rows.tokens, rows.length)
+                        model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
@@ -216,14 +222,15 @@ def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=
     trained = qerl.trainable(model).values()
     for number, minibatch in enumerate(batch.minibatches):
         for rows in batch.micro_batches(minibatch, micro_tokens):
-            logprobs = algo.token_logprobs(model, rows.prompts, rows.tokens, rows.length)
+            logprobs = algo.token_logprobs(
+                model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             if number == 0:                    # the policy has not moved since it sampled
                 rows.old_logprobs = logprobs.detach()
                 batch.old_logprobs[rows.index] = rows.old_logprobs
             loss, kl = algo.policy_loss(                                                  # Eq. 3
                 logprobs, rows.old_logprobs, rows.advantages, rows.weights,
                 settings.clip_low, settings.clip_high, rows.ref_logprobs, settings.beta,
-                rows.rollout_logprobs, settings.tis)
+                rows.rollout_logprobs, settings.tis, settings.algo)
             scaler.scale(loss).backward()
             losses.append((loss.item(), kl.item()))
         ranks.add_gradients(trained)
@@ -461,28 +468,33 @@ def answer_all(model, tokenizer, questions, settings, fit, samples, temperature,
     return [(text, length) for _, text, length in sorted(ranks.collect(list(ours)))]
 
 
-def accuracy_by_source(questions, right):
-    """{the set that questions are from (--eval): the fraction of their answers that is right}.
+def pass_at(k, correct, samples):
+    """Probability that one of k answers is right, where `correct` of `samples` were: the unbiased
+    estimate (arXiv 2107.03374, Eq. 1)."""
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
-    right: a bool an answer, as many in a row for each question.
-    """
-    samples = len(right) // len(questions)
+
+def mean_by_source(questions, values):
+    """{the set that questions are from (--eval): the mean of its questions' values}."""
     by_source = {}
-    for i, ok in enumerate(right):
-        by_source.setdefault(questions[i // samples].get("source"), []).append(ok)
-    return {source: sum(oks) / len(oks) for source, oks in by_source.items()}
+    for question, value in zip(questions, values):
+        by_source.setdefault(question.get("source"), []).append(value)
+    return {source: sum(values) / len(values) for source, values in by_source.items()}
 
 
 def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
-    """Accuracies as fractions: the paper's pass@1 (temperature 0.6, top-p 0.95) and greedy.
+    """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
-    pass@1 is the mean over questions and `eval_samples` answers to each; of several sets of
-    questions (--eval) it is the mean of the sets' own. The first of the answers and the greedy ones
-    go to answers_WHEN.jsonl in the run's folder.
+    pass@1 is the mean over questions and `eval_samples` answers to each, pass@2, pass@4 and so on are
+    of as many; of several sets of questions (--eval) it is the mean of the sets' own. The first of the
+    answers and the greedy ones go to answers_WHEN.jsonl in the run's folder.
     """
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
-    measures = (("accuracy", settings.eval_samples, 0.6, 0.95), ("greedy", 1, 0.0, 1.0))
+    measures = (
+        ("accuracy", settings.eval_samples, settings.eval_temperature, settings.eval_top_p),
+        ("greedy", 1, 0.0, 1.0),
+    )
     for name, samples, temperature, top_p in measures:
         found = answer_all(
             model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks)
@@ -491,15 +503,18 @@ def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
                  for text, answer in answers_to(questions, texts)]
         for i, answer in enumerate(answers):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
-        shares = accuracy_by_source(questions, right)
-        accuracy = sum(shares.values()) / len(shares)
-        result[f"{name}_{when}"] = accuracy
-        if len(shares) > 1:
-            result.update((f"{name}_{source}_{when}", share) for source, share in shares.items())
-            print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
-        print(f"{'pass@1' if name == 'accuracy' else name} {when}: {accuracy:.1%} "
-              f"of {len(questions)} held-out questions, "
-              f"{sum(lengths) / len(lengths):.0f} tokens on average")
+        counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
+        for k in (2 ** i for i in range(samples.bit_length())):
+            shares = mean_by_source(questions, [pass_at(k, count, samples) for count in counts])
+            accuracy = sum(shares.values()) / len(shares)
+            label = name if k == 1 else f"pass@{k}"
+            result[f"{label}_{when}"] = accuracy
+            if len(shares) > 1:
+                result.update((f"{label}_{source}_{when}", share) for source, share in shares.items())
+                print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
+            print(f"{'pass@1' if label == 'accuracy' else label} {when}: {accuracy:.1%} "
+                  f"of {len(questions)} held-out questions, "
+                  f"{sum(lengths) / len(lengths):.0f} tokens on average")
     if settings.out and ranks.main:
         write_jsonl(f"{settings.out}/answers_{when}.jsonl", answers)
     return result
@@ -508,7 +523,7 @@ def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
 def describe(samples, batch, clock, algo):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
-    The accuracy is of noisy samples at temperature 1, and counts answers in a box or the tags alone:
+    The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
     that are trained on; groups_left_out is the share of the others.
     """
@@ -588,7 +603,7 @@ def read_settings(argv=None):
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
     if given.get("algo", "grpo") != "grpo":
-        values.update(NO_KL)
+        values.update(NO_KL | qerl.OBJECTIVES[given["algo"]].defaults)
     values.update(method_defaults(given.get("method", Settings.method)))
     weights = {**values, **given}.get("weights", Settings.weights)
     if preset == "paper" and weights == "bf16":

@@ -158,12 +158,15 @@ def check_settings(settings):
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
           "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed",
-          "start_seed", "weight_decay", "clip_high"],
+          "start_seed", "weight_decay", "clip_high", "eval_temperature"],
          lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["lr", "gradient_clip"], lambda x: 0 < x < math.inf, "must be positive and finite")
+    each(["lr", "gradient_clip", "temperature"], lambda x: 0 < x < math.inf,
+         "must be positive and finite")
+    each(["top_p", "eval_top_p"], lambda x: 0 < x <= 1, "must be above 0 and at most 1")
     each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
          "must be positive and finite")
-    each(["clip_low", "warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
+    each(["clip_low"], lambda x: 0 <= x <= 1, "must be in [0, 1]")
+    each(["warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["seed", "start_seed"], lambda n: n < 2 ** 63, "must be below 2**63")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     require_flag(settings.start_seed == 0 or not settings.model, "start_seed", settings.start_seed,

@@ -102,5 +102,10 @@ def find(name, settings):
     """The neighbour that --method names, checked against the other settings; raises UserError."""
     neighbour, variant = look_up(name)
     method = neighbour(settings, variant)
+    objective = qerl.OBJECTIVES[settings.algo]
+    other_ratio = objective.log_ratio or objective.weighted_logprob
+    qerl.require(not other_ratio or "policy_loss" not in vars(neighbour),
+                 f"--method {name}: its loss is of tokens' ratios, which --algo {settings.algo} does not "
+                 "clip; use --algo grpo, dapo or dr-grpo")
     method.check()
     return method

@@ -128,20 +128,21 @@ class Neighbour(Method):
         with noise, fp8(model, self.rollout_in_fp8):
             yield
 
-    def token_logprobs(self, model, prompts, completions, length):
+    def token_logprobs(self, model, prompts, completions, length, temperature=1.0):
         """In the trainer's arithmetic, in which the model stays for backward."""
         switch_fp8(model, self.training_in_fp8)
-        logprobs = qerl.token_logprobs(model, prompts, completions, length)
+        logprobs = qerl.token_logprobs(model, prompts, completions, length, temperature)
         if not self.measured:
-            self.measure(model, prompts, completions, length, logprobs.detach())
+            self.measure(model, prompts, completions, length, temperature, logprobs.detach())
         return logprobs
 
     @torch.no_grad()
-    def measure(self, model, prompts, completions, length, logprobs, some=8):
+    def measure(self, model, prompts, completions, length, temperature, logprobs, some=8):
         """What FP8 changes in log π_old of some of the step's completions, in nats a token."""
         mask = qerl.length_mask(length[:some], completions.shape[1])
         with fp8(model, not self.training_in_fp8):
-            other = qerl.token_logprobs(model, prompts[:some], completions[:some], length[:some])
+            other = qerl.token_logprobs(
+                model, prompts[:some], completions[:some], length[:some], temperature)
         error = (other - logprobs[:some])[mask].abs()
         self.measured = {"fp8_error": error.mean().item(), "fp8_largest_error": error.max().item()}
 

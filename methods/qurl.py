@@ -105,7 +105,7 @@ class Neighbour(Method):
             yield
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis):
+                    ref_logprobs, beta, rollout_logprobs, tis, algorithm="grpo"):
         r = truncation(old_logprobs, rollout_logprobs, tis)
         self.capped.append((r < 1)[weights > 0])
         capped = torch.cat(self.capped).float()

@@ -99,7 +99,7 @@ class Neighbour(Method):
         return qerl.adaptive_quantization_noise(model, sigma, generator)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis):
+                    ref_logprobs, beta, rollout_logprobs, tis, algorithm="grpo"):
         advantages = advantages[:, None]
         if self.kind:
             mask = weights > 0
