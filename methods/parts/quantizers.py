@@ -6,6 +6,7 @@ there; meanwhile the device holds one block of the 16-bit model. In that folder 
 global scale, and so do gate and up, as vLLM wants it; of layers that are rounded to nearest while
 loading each has its own.
 """
+import functools
 import importlib
 import inspect
 
@@ -28,10 +29,16 @@ def module_of(quantizer):
     return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
+@functools.cache
+def e2m1_tables(device):
+    """(bounds, magnitudes) of E2M1 on a device, where a CUDA graph may read them."""
+    return qerl.E2M1_BOUNDS.to(device), qerl.E2M1_MAGNITUDES.to(device)
+
+
 def round_e2m1(x):
     """x -> the nearest of E2M1's values, ties to the even code."""
-    magnitude = torch.bucketize(x.abs(), qerl.E2M1_BOUNDS.to(x.device))
-    return qerl.E2M1_MAGNITUDES.to(x.device)[magnitude].copysign(x)
+    bounds, magnitudes = e2m1_tables(x.device)
+    return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
 
 
 @torch.no_grad()
