@@ -47,7 +47,7 @@ from safetensors.torch import save_file
 import qerl
 from harness.command import Parser, check_device, command_line, end, full_name, one_line
 from harness.command import require_flag
-from harness.folders import atomic_write, creating
+from harness.folders import atomic_write, writing
 from harness.machine import Clock, environment, is_out_of_memory
 from harness.ranks import Ranks
 from harness.report import save_figure
@@ -573,7 +573,7 @@ def run(args):
     if args.what != "formats" and args.device == "cpu":
         print("on a CPU: these figures mean nothing")
     path = results_path(args)
-    with creating(args.out):
+    with writing(f"--out {args.out}"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
     result = {"command": command_line(), "rows": [], **environment(args.device)}
     for row in bench(args):

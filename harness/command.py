@@ -48,17 +48,6 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-def default_text(name, default, presets):
-    """The end of a flag's help, its default and where a preset differs: (default 64; small 16)."""
-    parts = []
-    if default is not None:
-        parts.append(f"default {default}")
-    for preset, values in presets.items():
-        if name in values:
-            parts.append(f"{preset} {values[name]}")
-    return f" ({'; '.join(parts)})" if parts else ""
-
-
 def parse_flags(settings_class, description, presets, argv=None):
     """The flags given on the command line, as {field: value}; flags not given are left out.
 
@@ -66,21 +55,23 @@ def parse_flags(settings_class, description, presets, argv=None):
     settings_class says after its first line.
     """
     legend = inspect.getdoc(settings_class).partition("\n\n")[2]
-    parser = Parser(description, usage="%(prog)s [flags]", epilog=legend)
+    parser = Parser(
+        description, usage="%(prog)s [flags]", epilog=legend, argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
         flag = "--" + f.name.replace("_", "-")
         remark = f.metadata["remark"]
         if f.type is bool:
-            parser.add_argument(flag, action="store_true", default=None, help=remark)
+            parser.add_argument(flag, action="store_true", help=remark)
         elif f.type is list:
             parser.add_argument(flag, nargs="+", metavar="NAME", help=remark)
         else:
+            given = {"default": f.default, **{name: p.get(f.name) for name, p in presets.items()}}
+            known = [f"{name} {value}" for name, value in given.items() if value is not None]
+            remark += f" ({'; '.join(known)})" if known else ""
             choices = f.metadata["choices"]
             metavar = None if choices else f.type.__name__.upper()
-            remark += default_text(f.name, f.default, presets)
             parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
-    given = vars(parser.parse_args(argv))
-    return {name: value for name, value in given.items() if value is not None}
+    return vars(parser.parse_args(argv))
 
 
 def require_value(name, value):
@@ -98,21 +89,13 @@ def require_flag(ok, name, value, what):
 
 def check_device(name):
     """Refuse a --device that is neither the CPU nor a GPU of this machine."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    mps = device is not None and device.type == "mps"
-    require_flag(not mps, "device", name,
+    require_flag(name != "mps", "device", name,
                  "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here "
                  "was tried on one; use --device cpu")
-    known = device is not None and device.type in ("cuda", "cpu")
-    require_flag(known, "device", name, "unknown; use cuda or cpu")
-    require_flag(device.type != "cpu" or not device.index, "device", name,
-                 "a CPU has no number; use --device cpu")
-    if device.type == "cuda":
-        there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-        require_flag(there, "device", name, "no such CUDA GPU here; use --device cpu")
+    known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name, re.ASCII)
+    require_flag(known, "device", name, "unknown; use cuda, cuda:1 or cpu")
+    require_flag(name == "cpu" or int(known[1] or 0) < torch.cuda.device_count(), "device", name,
+                 "no such CUDA GPU here; use --device cpu")
 
 
 def use_device(name):
@@ -262,9 +245,6 @@ def one_line():
     except (OSError, safetensors.SafetensorError) as e:
         leave_no_empty_folder(run)
         end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
-    except RecursionError:
-        end("JSON nested too deeply, in a line of --data or in the model's config.json; "
-            "mend or remove it")
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
@@ -302,9 +282,7 @@ def what_failed(error, folder):
         place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
         return f"{place}: the disk is full, or the file larger than it may be; free some space"
     if isinstance(error, PermissionError):
-        if file and os.path.isfile(file) and not os.access(file, os.R_OK):
-            return f"{error}; let it be read"
-        return f"{error}; let it be written, and close the program that has it open"
+        return f"{error}; let it be read and written, and close the program that has it open"
     return f"{error}; mend or remove what it names"
 
 

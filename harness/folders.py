@@ -31,7 +31,7 @@ from transformers import AutoConfig, GenerationConfig
 
 import qerl
 from harness.ranks import Ranks
-from qerl import UserError, require
+from qerl import UserError, reason, require
 
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
@@ -68,51 +68,43 @@ def naming(path):
 
 
 @contextlib.contextmanager
-def creating(folder, flag="--out"):
-    """Around what first writes in the folder of a flag, so that an OSError names them."""
+def writing(what):
+    """Around what first writes in a folder: a full disk, or a missing permission, is a UserError."""
     try:
         yield
-    except OSError as e:
-        raise UserError(f"{flag} {folder}: cannot be written ({e.strerror}); choose another folder")
+    except (OSError, safetensors.SafetensorError) as e:
+        text = getattr(e, "strerror", None) or reason(e)
+        raise UserError(f"{what}: cannot be written ({text}); free some space, or choose another folder")
 
 
 def choose_folder(stem, resume):
     """The folder of a run that --out does not name: stem-N.
 
-    With --resume the newest that has a checkpoint, else a new one.
+    With --resume the newest that has a checkpoint, else a new one, which is created.
     """
     needed = "checkpoint.safetensors" if resume else ""     # a start that failed is not resumed
     found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
     numbers = [os.path.dirname(path).rsplit("-", 1)[1] for path in found]
     newest = max((int(n) for n in numbers if n.isdecimal()), default=0)     # "1²" is no number
-    if not resume:
-        return new_folder_after(stem, newest)
-    if not newest:
-        raise UserError(
-            f"--resume: there is no run {stem}-N with a checkpoint; name its folder with --out "
-            "or start without --resume"
-        )
-    return f"{stem}-{newest}"
-
-
-def new_folder_after(stem, number):
-    """Create stem-N, N above `number` and the first that no other run has taken meanwhile."""
-    with creating(f"{stem}-{number + 1}"):
-        while True:
-            number += 1
+    if resume:
+        require(newest, f"--resume: there is no run {stem}-N with a checkpoint; name its folder with "
+                        "--out or start without --resume")
+        return f"{stem}-{newest}"
+    with writing(f"--out {stem}-N"):
+        while True:                         # until it is one that no other run has taken meanwhile
+            newest += 1
             with contextlib.suppress(FileExistsError):
-                os.makedirs(f"{stem}-{number}")
-                return f"{stem}-{number}"
+                os.makedirs(f"{stem}-{newest}")
+                return f"{stem}-{newest}"
 
 
 def open_folder(out, resume):
     """Create and lock the folder of a run; returns the lock, to be kept until the process ends."""
-    if resume and not os.path.isdir(out):
-        raise UserError(
-            f"--resume --out {out}: no such folder; name a run's or start without --resume"
-        )
+    require(os.path.isdir(out) or not resume,
+            f"--resume --out {out}: no such folder; name a run's or start without --resume")
+    refuse_to_overwrite(out, resume)
     lock = FileLock(f"{out}/.lock")
-    with creating(out):
+    with writing(f"--out {out}"):
         os.makedirs(out, exist_ok=True)
         try:
             lock.acquire(blocking=False)
@@ -120,37 +112,21 @@ def open_folder(out, resume):
             raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
         except NotImplementedError:         # by some network file systems
             print(f"warning: --out {out}: cannot be locked; start no second run there", file=sys.stderr)
-    try:
-        refuse_to_overwrite(out, resume)
-    except UserError:
-        lock.release()
-        raise
     return lock
-
-
-def traces(out):
-    """The files of a run in this folder; logs that are still empty do not count."""
-    found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
-    begun = ("metrics.jsonl", "samples.jsonl")
-    return [name for name in found if name not in begun or os.path.getsize(f"{out}/{name}")]
 
 
 def refuse_to_overwrite(out, resume):
     """A folder's files stay: a new run needs an empty one, --resume the checkpoint of the run."""
-    found = traces(out)
+    found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
     # Before its first checkpoint a run writes these at most.
     later = [name for name in found if name != "answers_before.jsonl"]
     resumable = not later or "checkpoint.safetensors" in found
     if found and not resume:
         going_on = "add --resume to go on with it or " if resumable else ""
-        raise UserError(
-            f"--out {out}: already holds a run ({found[0]}); {going_on}choose another folder"
-        )
+        raise UserError(f"--out {out}: already holds a run ({found[0]}); {going_on}choose another folder")
     if not resumable:
-        raise UserError(
-            f"--resume --out {out}: has no checkpoint.safetensors, but {later[0]} is there and stays; "
-            "start a new run in another --out"
-        )
+        raise UserError(f"--resume --out {out}: has no checkpoint.safetensors, but {later[0]} is there and "
+                        "stays; start a new run in another --out")
 
 
 def remove_if_empty(lock):
@@ -167,12 +143,10 @@ def read_jsonl(path):
     """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
     objects = []
     if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
+        with open(path, "rb") as f:
             for line in f:
-                try:
+                with contextlib.suppress(ValueError):
                     objects.append(json.loads(line))
-                except (ValueError, RecursionError):
-                    continue
     return objects
 
 
@@ -181,13 +155,8 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    """Add a line; behind one that a kill has torn it begins a new one."""
-    with naming(path), open(path, "ab+") as f:
-        torn = b""
-        if f.seek(0, os.SEEK_END):
-            f.seek(-1, os.SEEK_END)
-            torn = b"\n" if f.read() != b"\n" else b""
-        f.write(torn + json.dumps(entry, allow_nan=False).encode() + b"\n")
+    with naming(path), open(path, "ab") as f:
+        f.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
 def read_log(folder, last_step):
@@ -208,17 +177,6 @@ def read_log(folder, last_step):
 
 # --------------------------------------------------------------------------------------------------
 # Folders of a model's weights
-
-@contextlib.contextmanager
-def writing(folder):
-    """Around what writes there: a full disk, or a missing permission, is a UserError."""
-    try:
-        yield
-    except (OSError, safetensors.SafetensorError) as e:
-        text = getattr(e, "strerror", None) or qerl.reason(e)
-        raise qerl.UserError(f"{folder}: cannot be written ({text}); free some space, or choose another "
-                             "folder") from e
-
 
 def files_fingerprint(folder, pattern="*.safetensors", samples=256, size=4096):
     """SHA-256 of pieces of the files in a folder, by default the weights', which others do not share.
@@ -245,10 +203,10 @@ def generation_config(folder):
 
 
 @contextlib.contextmanager
-def new_folder(out, source):
+def new_folder(out, source=None):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
-    source: the folder that is read, or None. A kill leaves at most OUT.xxxxxxxx.tmp. Raises UserError.
+    source: the folder that is read, if any. A kill leaves at most OUT.xxxxxxxx.tmp. Raises UserError.
     """
     empty = os.path.isdir(out) and not os.listdir(out)
     require(empty or not os.path.lexists(out),
@@ -313,21 +271,6 @@ def policy_fingerprints(folder, eos):
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder):
-    """Wait until no other process is in here with this folder."""
-    lock = FileLock(f"{folder}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        print(f"waiting for another process, which makes something in {folder}", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 # SHA-256 of all files of a folder. What it gave when the folder was made is in SEAL, which "*" omits.
 fingerprint = partial(files_fingerprint, pattern="*", samples=math.inf, size=2 ** 20)
 SEAL = ".sha256"
@@ -339,18 +282,22 @@ def is_sound(folder):
     return seal.exists() and seal.read_bytes() == fingerprint(folder).encode()
 
 
-def made_once(name, make, source=None):
+def made_once(name, make):
     """The folder `name` of the cache, which make(path) filled when it was first asked for.
 
-    If it is broken it is made again. source: a folder that `make` reads. Of several processes one
-    makes it, and the others wait.
+    If it is broken it is made again. Of several processes one makes it, and the others wait.
     """
     folder = os.path.join(CACHE, name)
     if is_sound(folder):
         return folder
-    with naming(CACHE):
-        os.makedirs(CACHE, exist_ok=True)       # what cannot be kept is not made
-    with one_at_a_time(CACHE):
+    os.makedirs(CACHE, exist_ok=True)           # what cannot be kept is not made
+    lock = FileLock(f"{CACHE}.lock")
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        print(f"waiting for another process, which makes something in {CACHE}", flush=True)
+        held = lock.acquire()
+    with held:
         if is_sound(folder):                    # another process has made it meanwhile
             return folder
         if os.path.exists(folder):
@@ -358,7 +305,7 @@ def made_once(name, make, source=None):
             shutil.rmtree(folder, ignore_errors=True)
         for left in glob.glob(f"{glob.escape(folder)}.*.tmp"):
             shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
-        with new_folder(folder, source) as temporary:
+        with new_folder(folder) as temporary:
             make(temporary)
             atomic_write(f"{temporary}/{SEAL}", fingerprint(temporary))
     return folder
@@ -374,4 +321,4 @@ def cached_folder(source, name, key, make):
     made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
     digest = hashlib.sha256(made_of.encode()).hexdigest()
     name = f"{model_name(source)}-{name}-{digest[:12]}"
-    return made_once(name, make, source)
+    return made_once(name, make)

@@ -121,8 +121,6 @@ class ShardedCheckpoint(qerl.Checkpoint):
         tensors = packed_tensors(layer.weight)
         layer.layout = [(t.dtype, t.shape) for t in tensors]
         line = torch.cat([padded_bytes(t, ALIGNMENT * ranks.count) for t in tensors])
-        # A buffer, so that the ranks compare it (weights_checksum), who keep different pieces.
-        layer.register_buffer("checksum", line.sum(dtype=torch.int64))
         layer.piece = line.chunk(ranks.count)[ranks.rank].clone()
         replace_packed(layer.weight, [t.new_empty(0) for t in tensors])
         return layer

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import safetensors.torch
 import torch
@@ -94,9 +94,9 @@ class Keeper:
         data = fingerprint(questions)
         if self.ranks.count > 1:
             self.ranks.agree({
-                "the questions' fingerprint": data[:12],
-                "the weights' checksum": weights_checksum(model),
-                "the checkpoint's step": self.saved[0]["step"] if self.saved else None,
+                "the questions' fingerprint": data,
+                "the checkpoint's step": self.state["step"],
+                **{f"the {part}'s fingerprint": value for part, value in model.fingerprints.items()},
             })
         if self.saved:
             _, tensors = self.saved
@@ -211,22 +211,6 @@ def fingerprint(questions):
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def weights_checksum(model):
-    """The sum of all bytes of a model, which another model's hardly ever is."""
-    tensors = list(model.state_dict().values())
-    for layer in model.quantized_layers():
-        tensors += weight_tensors(layer.weight)
-    sums = [tensor.flatten().view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
-    return torch.stack(sums).sum().item()
-
-
-def weight_tensors(weight):
-    """The tensors of a qerl.PackedWeight or fp4_kernels.TiledWeight."""
-    if isinstance(weight, qerl.PackedWeight):
-        return list(weight.parts)
-    return [getattr(weight, f.name) for f in fields(weight)]
-
-
 def save_checkpoint(folder, model, optimizer, generators, state, settings):
     """Write the adapter, if there is one, then all that the next step depends on, as one file.
 
@@ -272,15 +256,13 @@ def read_checkpoint(folder, settings, must_agree=None):
         pass
     try:
         with safe_open(path, framework="pt") as f:
-            metadata = f.metadata() or {}
+            metadata = f.metadata()
             # Copies, because Windows replaces no file from which tensors are still mapped.
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
+        sound = metadata["sha256"] == content_hash(metadata, tensors)
     except Exception as e:              # whatever a damaged header may lead to
         raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
-    if not {"state", "settings", "sha256"} <= metadata.keys():
-        raise UserError(f"{path}: not a checkpoint of this version of the program; {NEW_RUN}")
-    if metadata["sha256"] != content_hash(metadata, tensors):
-        raise UserError(f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
+    qerl.require(sound, f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     state = json.loads(metadata["state"])
     then = json.loads(metadata["settings"])
     counted = set(must_agree or settings) & settings.keys() & then.keys()

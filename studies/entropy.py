@@ -18,7 +18,7 @@ import qerl
 import train_gsm8k
 from harness.batches import cut_rows
 from harness.command import Parser, command_line, require_flag, require_value
-from harness.folders import atomic_write, creating
+from harness.folders import atomic_write, writing
 from harness.machine import environment
 from harness.report import save_figure
 from studies.plots import plot_lines
@@ -104,7 +104,7 @@ def main(argv):
     p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
     args, args.more = p.parse_known_args(argv)
     require_value("out", args.out)
-    with creating(args.out):
+    with writing(f"--out {args.out}"):
         os.makedirs(args.out, exist_ok=True)
     settings = train_gsm8k.read_settings(args.more)
     result = {
