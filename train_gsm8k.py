@@ -158,8 +158,8 @@ def train(settings):
         with clock(phase):
             rollout = algo.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
-                settings.temperature, settings.top_p, eos=tokenizer.eos, slots=fit.slots,
-                generator=sampling_rng, **options)
+                temperature=settings.temperature, top_p=settings.top_p, eos=tokenizer.eos,
+                slots=fit.slots, generator=sampling_rng, **options)
         with clock("reward"):
             require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
