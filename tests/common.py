@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import types
 
@@ -114,6 +115,21 @@ def copied(finished, tmp_path):
     options, out = finished
     shutil.copytree(out, tmp_path / "run")
     return (*options, "--out", tmp_path / "run", "--resume"), tmp_path / "run"
+
+
+def compiled_for(target, *program):
+    """What a Python program prints that compiles kernels for an absent GPU: (name, number, ...) each."""
+    from triton.backends.nvidia import compiler
+    try:
+        compiler.get_ptxas(target)
+    except RuntimeError as e:
+        pytest.skip(f"needs NVIDIA's assembler: {e}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *program], cwd=HERE, capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [(name, *map(int, numbers)) for name, *numbers in lines]
 
 
 def scored_by_letters(monkeypatch):
