@@ -25,8 +25,8 @@ from harness.answers import is_right
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
 from harness.command import require_flag, require_rank_fits, say_what_stays, setting, use_device
-from harness.data import ChatText, check_tokens, first_of_each, load_questions, next_questions
-from harness.data import with_prompts
+from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
+from harness.data import next_questions, with_prompts
 from harness.export import save_packed
 from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
@@ -109,6 +109,9 @@ class Settings:
     device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
     dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
                          ["auto", "bfloat16", "float16", "float32"])
+    validation: int = setting(0, "so many of the training questions, the last, are kept apart")
+    eval_every: int = setting(0, "steps between evaluations on these; the best adapter is kept in "
+                                 "adapter-best; 0: none")
     eval_questions: int = setting(0, "held-out questions of each set, 0: all")
     eval_samples: int = setting(1, "answers to each of them, for pass@1, pass@2, pass@4 and so on")
     eval_temperature: float = setting(0.6, "of these answers [E]")
@@ -141,15 +144,14 @@ def train(settings):
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     algo = find_algo(settings)                         # the module qerl, or a neighbour
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
-    model, tokenizer, questions, held_out, fit = load_all(settings, algo, ranks, keeper.saved)
+    model, tokenizer, data, fit = load_all(settings, algo, ranks, keeper.saved)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, fit,
-                         questions + held_out)
+    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, fit, sum(data, []))
     if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
-            state.update(evaluate(model, tokenizer, held_out, settings, fit, "before", ranks))
+            state.update(evaluate(model, tokenizer, data.held_out, settings, fit, "before", ranks))
         keeper.save()
     clock = Clock(model.device)
 
@@ -166,7 +168,7 @@ def train(settings):
 
     def draw():
         """Complete and score this process's share of the next questions."""
-        asked = next_questions(questions, state["drawn"], settings.prompts, settings.seed)
+        asked = next_questions(data.train, state["drawn"], settings.prompts, settings.seed)
         state["drawn"] += len(asked)
         return complete(ranks.share(asked, settings.updates))
 
@@ -203,13 +205,15 @@ def train(settings):
             update_metrics = update(
                 algo, model, batch, optimizer, scaler, settings, fit.micro_tokens, ranks)
 
-        # Log and save.
-        keeper.log({"step": step + 1, "sigma": sigma, **update_metrics,
-                    **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})})
-        keeper.save_if_due(samples, batch, tokenizer)
+        # Log, evaluate and save.
+        metrics = {"step": step + 1, "sigma": sigma, **update_metrics,
+                   **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})}
+        if settings.eval_every and (step + 1) % settings.eval_every == 0:
+            metrics |= evaluate(model, tokenizer, data.validation, settings, fit, "validation", ranks)
+        keeper.log(metrics, samples, batch, tokenizer)
 
-    state.update(evaluate(model, tokenizer, held_out, settings, fit, "after", ranks))
-    keeper.finish(len(held_out))
+    state.update(evaluate(model, tokenizer, data.held_out, settings, fit, "after", ranks))
+    keeper.finish(len(data.held_out))
 
 
 def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=Ranks()):
@@ -274,11 +278,12 @@ def find_algo(settings):
 
 
 def load_all(settings, algo, ranks=Ranks(), saved=None):
-    """(model, tokenizer, questions to train on, held-out questions, memory.Fit).
+    """(model, tokenizer, data.Data, machine.Fit).
 
     saved: of run.read_saved, where a run is resumed.
     """
     questions, held_out = load_questions(settings.data, settings.eval, settings.model)
+    questions, validation = keep_apart(questions, settings.validation)
     if settings.model:
         folder = qerl.model_folder(settings.model)
         tokenizer = ChatText(folder, SYSTEM[settings.reward])
@@ -311,17 +316,17 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     require_flag(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
                  f"the model has {positions} positions; lower it")
     longest = positions - settings.max_new_tokens
-    questions = with_prompts(questions, tokenizer, longest)
-    held_out = with_prompts(first_of_each(held_out, settings.eval_questions), tokenizer, longest)
-    check_tokens(questions + held_out, tokenizer.eos, model.config.vocab_size)
+    held_out = first_of_each(held_out, settings.eval_questions)
+    data = Data(*(with_prompts(part, tokenizer, longest) for part in (questions, validation, held_out)))
+    prompts = [q["prompt"] for part in data for q in part]
+    check_tokens(sum(data, []), tokenizer.eos, model.config.vocab_size)
     if len(held_out) < ranks.count:
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
                         "raise --eval-questions, give more of them, or start fewer processes")
     if algo is not qerl:
-        algo.prepare(model, folder, questions, tokenizer)      # first: what it keeps is not free below
-    longest_prompt = max(len(q["prompt"]) for q in questions + held_out)
-    fit = find_fit(model, settings, longest_prompt + settings.max_new_tokens, saved)
-    return model, tokenizer, questions, held_out, fit
+        algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
+    fit = find_fit(model, settings, max(map(len, prompts)) + settings.max_new_tokens, saved)
+    return model, tokenizer, data, fit
 
 
 def stored_folder(settings, algo, folder, questions, tokenizer):
@@ -565,13 +570,13 @@ def evaluate_only(settings):
         if not saved:
             raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
-    model, tokenizer, _, held_out, fit = load_all(settings, algo, ranks, saved)
+    model, tokenizer, data, fit = load_all(settings, algo, ranks, saved)
     if saved:
         state, tensors = saved
         require_same_policy(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
-    result = evaluate(model, tokenizer, held_out, settings, fit, "now", ranks)
+    result = evaluate(model, tokenizer, data.held_out, settings, fit, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))

@@ -141,7 +141,7 @@ def check_settings(settings):
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
           "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
     each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed",
-          "start_seed", "weight_decay", "clip_high", "eval_temperature"],
+          "start_seed", "weight_decay", "clip_high", "eval_temperature", "validation", "eval_every"],
          lambda x: 0 <= x < math.inf, "must not be negative or infinite")
     each(["lr", "gradient_clip", "temperature"], lambda x: 0 < x < math.inf,
          "must be positive and finite")
@@ -156,6 +156,8 @@ def check_settings(settings):
                  "is for the small built-in policy; leave it out with --model")
     require_flag(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
                  f"is not divisible by --updates {settings.updates}; change one of them")
+    require_flag(settings.validation or not settings.eval_every, "eval_every", settings.eval_every,
+                 "needs questions to evaluate on; give --validation, how many")
     one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
     require_flag(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
                  settings.sigma_end,

@@ -15,6 +15,7 @@ import os
 import random
 import re
 import urllib.request
+from typing import NamedTuple
 
 import transformers
 
@@ -50,6 +51,21 @@ def load_questions(data, evaluate_on, model):
                                 "has a result of its own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
     return not_held_out(questions, held_out, data), held_out
+
+
+class Data(NamedTuple):
+    """Lists of questions, dicts: to train on, to choose by during training, to measure at the end."""
+    train: list
+    validation: list
+    held_out: list
+
+
+def keep_apart(questions, count):
+    """(the others, the last `count`) of the training questions."""
+    if count >= len(questions):
+        raise UserError(f"--validation {count}: there are {len(questions)} training questions; lower it")
+    cut = len(questions) - count
+    return questions[:cut], questions[cut:]
 
 
 def not_held_out(questions, held_out, data):
@@ -407,6 +423,6 @@ def with_prompts(questions, tokenizer, longest):
     if len(kept) < len(questions):
         skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
         print(f"{skipped} are longer than {longest} tokens and are skipped")
-    if not kept:
+    if questions and not kept:
         raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
     return kept

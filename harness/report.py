@@ -302,6 +302,10 @@ def learning_curve(metrics, held_out, plt):
         places = [0, max(steps, default=0)]
         values = [math.nan if value is None else value for value in before_and_after]
         accuracy_axis.plot(places, values, marker, color="tab:orange", label=f"held-out, {kind}")
+    measured = [m for m in metrics if "accuracy_validation" in m]
+    if measured:
+        accuracy_axis.plot([m["step"] for m in measured], [m["accuracy_validation"] for m in measured],
+                           "-v", color="tab:green", label="validation, pass@1")
     accuracy_axis.legend(loc="upper left", frameon=False)
     return figure
 

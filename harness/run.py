@@ -115,6 +115,7 @@ class Keeper:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             self.state.update(data=data, **model.fingerprints)
         self.state.update(asdict(fit))
+        self.state.setdefault("best", {"accuracy": -1, "step": 0})       # of the validation questions
         self.metrics = []
         if self.saved and self.writes:
             self.metrics = read_log(self.folder, self.state["step"])
@@ -149,17 +150,25 @@ class Keeper:
             save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
                             lasting(self.settings))
 
-    def log(self, metrics):
-        """Add a step's figures, of all ranks, to metrics.jsonl, and to the tracker if there is one."""
+    def log(self, metrics, samples, batch, tokenizer):
+        """Add a step's figures, of all ranks, to metrics.jsonl and the tracker, and save if it is due."""
         logged = self.ranks.join(metrics)
         require_finite_metrics(logged)
         self.state["step"] = logged["step"]
-        if not self.writes:
-            return
+        if self.writes:
+            self.write(logged)
+        self.save_if_due(samples, batch, tokenizer)
+
+    def write(self, logged):
         self.bar.set_postfix_str(PROGRESS.format(**logged))
         self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged, logged["step"])
+        accuracy = logged.get("accuracy_validation", -1)
+        if accuracy > self.state["best"]["accuracy"]:
+            self.state["best"] = {"accuracy": accuracy, "step": logged["step"]}
+            if self.model.quantized_layers()[0].rank:
+                save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""
@@ -171,6 +180,7 @@ class Keeper:
         summary = {
             "command": command_line(),
             **accuracies,
+            **({"best": state["best"]} if state["best"]["step"] else {}),
             "held_out_questions": held_out_questions,
             "steps": self.settings.steps,
             "seconds": seconds,

@@ -70,7 +70,8 @@ def measure(model, tokenizer, questions, settings, fit, sigma, draw):
 def measure_format(weights, args):
     """A row for each sigma and draw of one format."""
     settings = train_gsm8k.arguments([*args.more, "--weights", weights, "--quantizer", "rtn"])
-    model, tokenizer, questions, _, fit = train_gsm8k.load_all(settings, qerl)
+    model, tokenizer, data, fit = train_gsm8k.load_all(settings, qerl)
+    questions = data.train
     require_flag(args.prompts <= len(questions), "prompts", args.prompts,
                  f"there are {len(questions)} questions; lower it")
     asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}

@@ -515,10 +515,10 @@ def test_evaluation_is_one_sample_and_the_likeliest(quiz, tmp_path, monkeypatch)
             assert summary[f"{kind}_{when}"] == sum(stated) / 5
     # What is drawn depends on the seed alone, not on what was drawn before.
     first = calls[0].rollout.tokens
-    model, tokenizer, _, held_out, fit = train_gsm8k.load_all(settings, qerl)
+    model, tokenizer, data, fit = train_gsm8k.load_all(settings, qerl)
     for seed, same in ((settings.seed, True), (settings.seed, True), (settings.seed + 1, False)):
         seeded = dataclasses.replace(settings, seed=seed)
-        train_gsm8k.evaluate(model, tokenizer, held_out, seeded, fit, "now")
+        train_gsm8k.evaluate(model, tokenizer, data.held_out, seeded, fit, "now")
         again = calls[-2].rollout.tokens
         assert (again.shape == first.shape and again.equal(first)) == same
 
