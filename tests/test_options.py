@@ -1,0 +1,43 @@
+"""What a run can be asked for beside the paper's recipe: choosing by validation, own rewards and so on."""
+import json
+
+import safetensors.torch
+
+import train_gsm8k
+from common import LEARNING, QUICK, recorded, run_main
+from harness.folders import read_jsonl
+
+
+def size(tensors):
+    return sum(t.double().square().sum() for t in tensors.values()).item()
+
+
+def test_the_best_adapter_on_questions_kept_apart(qwen, data, monkeypatch, tmp_path):
+    """They are the last training questions; none of them is trained on."""
+    kept = [q["question"] for q in read_jsonl(f"{data}/train.jsonl")[-8:]]
+    asked = []
+    accuracies = iter([0.2, 0.5, 0.3])
+    evaluate = train_gsm8k.evaluate
+
+    def evaluated(model, tokenizer, questions, settings, fit, when, ranks):
+        result = evaluate(model, tokenizer, questions, settings, fit, when, ranks)
+        if when == "validation":
+            asked.append([q["question"] for q in questions])
+            result["accuracy_validation"] = next(accuracies)
+        return result
+
+    monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
+    calls = recorded(monkeypatch)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, *LEARNING, "--steps", 6,
+             "--reward", "random", "--validation", 8, "--eval-every", 2, "--out", tmp_path)
+    assert asked == [kept] * 3
+    rollouts = [call for call in calls if call.drawn_with == {(1.0, 1.0)}]
+    prompts_kept = {tuple(p) for call in calls for p in call.prompts if len(call.prompts) == 8}
+    assert not prompts_kept & {tuple(p) for call in rollouts for p in call.prompts}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best"] == {"accuracy": 0.5, "step": 4}
+    best = safetensors.torch.load_file(tmp_path / "adapter-best/adapter_model.safetensors")
+    assert abs(size(best) - size(rollouts[4].policy)) < 1e-9           # the policy after four steps
+    assert abs(size(best) - size(rollouts[5].policy)) > 1e-6
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [m["step"] for m in log if "greedy_validation" in m] == [2, 4, 6]
