@@ -5,6 +5,7 @@
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
     python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
     python train_gsm8k.py --resume --out FOLDER           go on where a run stopped, with its settings
+    python train_gsm8k.py --resume --out FOLDER --steps 600        and longer than it was to go
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 import qerl
-from harness.command import command_line
+from harness.command import command_line, require_flag
 from harness.export import save_adapter
 from harness.folders import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from harness.machine import environment
@@ -109,7 +109,12 @@ class Keeper:
             restore(tensors, model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             algo.state = self.state["method"]
-            print(f"resumed {self.folder} after step {self.state['step']}")
+            done, planned, steps = self.state["step"], self.state["steps"], self.settings.steps
+            require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
+            print(f"resumed {self.folder} after step {done}")
+            if steps != planned:
+                print(f"{planned} steps become {steps}: learning rate and noise go on as they are after "
+                      f"{done} of {steps} steps")
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
@@ -144,6 +149,7 @@ class Keeper:
 
     def save(self):
         self.state["seconds"] = time.perf_counter() - self.started
+        self.state["steps"] = self.settings.steps
         self.state["scaler"] = self.scaler.state_dict()
         self.state["method"] = getattr(self.algo, "state", {})
         if self.writes:
@@ -257,7 +263,8 @@ def read_checkpoint(folder, settings, must_agree=None):
     """(state, tensors) of the last checkpoint, or None where there is none.
 
     Refuses one that was made with other settings; must_agree: the names that count (default: all).
-    A setting that is newer than the checkpoint, or that it alone knows, does not count.
+    A setting that is newer than the checkpoint, or that it alone knows, does not count, nor does the
+    number of steps: a run may go on longer.
     """
     path = f"{folder}/checkpoint.safetensors"
     if not os.path.exists(path):
@@ -275,7 +282,8 @@ def read_checkpoint(folder, settings, must_agree=None):
     qerl.require(sound, f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     state = json.loads(metadata["state"])
     then = json.loads(metadata["settings"])
-    counted = set(must_agree or settings) & settings.keys() & then.keys()
+    state.setdefault("steps", then["steps"])
+    counted = set(must_agree or settings) & settings.keys() & then.keys() - {"steps"}
     for name in sorted(counted):
         if settings[name] != then[name]:
             raise UserError(

@@ -4,7 +4,7 @@ import json
 import safetensors.torch
 
 import train_gsm8k
-from common import LEARNING, QUICK, recorded, run_main
+from common import LEARNING, QUICK, copied, recorded, refused, run_main, without_times
 from harness.folders import read_jsonl
 
 
@@ -41,3 +41,19 @@ def test_the_best_adapter_on_questions_kept_apart(qwen, data, monkeypatch, tmp_p
     assert abs(size(best) - size(rollouts[5].policy)) > 1e-6
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in log if "greedy_validation" in m] == [2, 4, 6]
+
+
+def test_a_finished_run_goes_on_longer(finished, tmp_path, monkeypatch, capsys):
+    """By the schedules of the longer run: its learning rate is that of an own run of four steps."""
+    (*options, _), out = copied(finished, tmp_path)
+    run_main(monkeypatch, "--out", out, "--resume", "--steps", 4)
+    said = "2 steps become 4: learning rate and noise go on as they are after 2 of 4 steps"
+    assert said in capsys.readouterr().out
+    log = without_times(out / "metrics.jsonl")
+    whole = without_times(finished[1] / "metrics.jsonl")
+    assert log[:2] == whole and [m["step"] for m in log] == [1, 2, 3, 4]
+    expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
+    assert [m["lr"] for m in log[2:]] == expected
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+    line = refused(monkeypatch, capsys, "--out", out, "--resume", "--steps", 3)
+    assert line.endswith("has done 4; give more")
