@@ -18,11 +18,12 @@ import math
 import re
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 import qerl
-from harness.answers import is_right
+from harness.answers import is_right, own_reward
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
 from harness.command import require_flag, require_rank_fits, say_what_stays, setting, use_device
@@ -84,7 +85,8 @@ class Settings:
     algo: str = setting("grpo", "objective: qerl.OBJECTIVES", sorted(qerl.OBJECTIVES))
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
     reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 "
-                                    "whatever it says", ["answer", "paper", "random"])
+                                    "whatever it says; FILE.py:FUNCTION: your own, of (completion, "
+                                    "question); or a sum, such as answer+0.1*FILE.py:FUNCTION")
     beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
@@ -270,6 +272,11 @@ SYSTEM = {
 SYSTEM["random"] = SYSTEM["answer"]
 
 
+def instruction(scheme):
+    """The system's message of a --reward, which asks for the format that the reward looks for."""
+    return SYSTEM["paper" if "paper" in re.split(r"[+*]", scheme) else "answer"]
+
+
 def find_algo(settings):
     """The module qerl or, with --method, a neighbour: an object whose other functions are qerl's."""
     if settings.method == "qerl":
@@ -287,7 +294,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     questions, validation = keep_apart(questions, settings.validation)
     if settings.model:
         folder = qerl.model_folder(settings.model)
-        tokenizer = ChatText(folder, SYSTEM[settings.reward])
+        tokenizer = ChatText(folder, instruction(settings.reward))
     else:
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
@@ -365,18 +372,41 @@ def score(questions, rollout, texts, scheme):
     A prompt or a method may begin the completions (with_prompts, methods.Method.sampling). What they
     go on from stands in question["begun"], and is scored with them.
     """
-    scores = [reward(text, right, scheme) for text, right in answers_to(questions, texts)]
-    scores = torch.tensor(scores, device=rollout.tokens.device)
+    earned = find_reward(scheme)
+    scores = [
+        (earned(text, question), bool(is_right(text, question["right"])))
+        for text, question in answers_to(questions, texts)]
+    scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct)
 
 
 def answers_to(questions, texts):
-    """(a whole completion, the right answer) of each text, of as many texts a question."""
+    """(a whole completion, its question) of each text, of as many texts a question."""
     group = len(texts) // len(questions)
     for i, text in enumerate(texts):
         question = questions[i // group]
-        yield question.get("begun", "") + text, question["right"]
+        yield question.get("begun", "") + text, question
+
+
+def find_reward(scheme):
+    """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
+    terms = []
+    for term in scheme.split("+"):
+        weight, _, name = term.rpartition("*")
+        try:
+            weight = float(weight or 1)
+        except ValueError:
+            raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME")
+        if name in SYSTEM:
+            terms.append((weight, partial(usual_reward, name)))
+        else:
+            terms.append((weight, own_reward(name)))
+    return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
+
+
+def usual_reward(name, completion, question):
+    return reward(completion, question["right"], name)[0]
 
 
 # In the paper's format the reasoning and the answer stand between tags, each of which comes once.
@@ -505,8 +535,8 @@ def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
         found = answer_all(
             model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks)
         texts, lengths = zip(*found)
-        right = [bool(is_right(text, answer, anywhere=True))
-                 for text, answer in answers_to(questions, texts)]
+        right = [bool(is_right(text, question["right"], anywhere=True))
+                 for text, question in answers_to(questions, texts)]
         for i, answer in enumerate(answers):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
@@ -543,7 +573,8 @@ def describe(samples, batch, clock, algo):
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
-        "timeouts": float(sum(is_right(*answer) is None for answer in answers)),    # see is_equal
+        "timeouts": float(sum(is_right(text, question["right"]) is None           # see is_equal
+                              for text, question in answers)),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
         "groups_left_out": 1 - len(batch.taught_rows) / len(batch.prompts),
         "mismatch_kl": kl,
@@ -589,7 +620,7 @@ def save_quantized(settings):
 
     def calibrated():
         questions, _ = load_questions(settings.data, settings.eval, settings.model)
-        tokenizer = ChatText(folder, SYSTEM[settings.reward])
+        tokenizer = ChatText(folder, instruction(settings.reward))
         return stored_folder(settings, qerl, folder, questions, tokenizer)
 
     use_device(settings.device)
@@ -619,6 +650,7 @@ def read_settings(argv=None):
     settings = Settings(**{**values, **given})
     check_settings(settings)
     find_algo(settings)                                # it refuses settings that it cannot use
+    find_reward(settings.reward)
     return settings
 
 

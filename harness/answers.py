@@ -4,9 +4,14 @@ A number is read by what is allowed around it (NUMBER), in time proportional to 
 Other TeX is compared by math-verify: pip install math-verify.
 """
 import functools
+import importlib.util
 import logging
+import math
+import numbers
+import os
 import re
 import signal
+import traceback
 from decimal import Decimal
 
 from qerl import UserError
@@ -197,3 +202,39 @@ def is_equal(given, answer, prose=False):
         right = None
         patience = max(0.2, patience * 0.9)
     return right
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's own reward
+
+def own_reward(name):
+    """The function of --reward FILE.py:FUNCTION, (completion, question) -> a number.
+
+    completion: the whole text; question: a dict with "question", "answer" and "right", the answer
+    as a Decimal or TeX. What goes wrong in it is a UserError that names file and line.
+    """
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        raise UserError(f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("own_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    guarded(name, spec.loader.exec_module, module)
+    own = getattr(module, function, None)
+    if not callable(own):
+        raise UserError(f"--reward {name}: {path} has no function {function}")
+
+    def earned(completion, question):
+        value = guarded(name, own, completion, question)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise UserError(f"--reward {name}: gave {value!r}, which is no finite number")
+        return float(value)
+
+    return earned
+
+
+def guarded(name, function, *arguments):
+    try:
+        return function(*arguments)
+    except Exception as e:
+        place = traceback.extract_tb(e.__traceback__)[-1]
+        raise UserError(f"--reward {name}: {type(e).__name__}: {e} ({place.filename}:{place.lineno})")

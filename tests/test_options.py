@@ -1,6 +1,7 @@
 """What a run can be asked for beside the paper's recipe: choosing by validation, own rewards and so on."""
 import json
 
+import pytest
 import safetensors.torch
 
 import train_gsm8k
@@ -57,3 +58,40 @@ def test_a_finished_run_goes_on_longer(finished, tmp_path, monkeypatch, capsys):
     assert json.loads((out / "summary.json").read_text())["steps"] == 4
     line = refused(monkeypatch, capsys, "--out", out, "--resume", "--steps", 3)
     assert line.endswith("has done 4; give more")
+
+
+def short(folder, body):
+    path = folder / "words.py"
+    path.write_text(f"def short(completion, question):\n    {body}\n")
+    return f"{path}:short"
+
+
+def test_an_own_reward_is_what_training_sees(tmp_path):
+    """With its weight, and beside one of ours; it gets the question as a dict."""
+    own = short(tmp_path, "return -len(completion.split()) + float(question['right'])")
+    assert train_gsm8k.find_reward(own)("two words", {"right": 5}) == 3
+    both = train_gsm8k.find_reward(f"answer+0.5*{own}")
+    assert both("so \\boxed{5}", {"right": 5}) == 1 + 0.5 * 3
+    assert train_gsm8k.instruction(f"0.1*{own}+paper") == train_gsm8k.SYSTEM["paper"]
+
+
+@pytest.mark.parametrize("body,said", [
+    ("return 1 / 0", "ZeroDivisionError: division by zero ({path}:2)"),
+    ("return float('nan')", "gave nan, which is no finite number"),
+    ("return 'good'", "gave 'good', which is no finite number"),
+    ("return 1 +", "SyntaxError"),
+])
+def test_an_own_reward_that_fails_is_one_line(tmp_path, monkeypatch, capsys, body, said):
+    own = short(tmp_path, body)
+    line = refused(monkeypatch, capsys, "--reward", own, "--steps", 1, "--skip-eval-before",
+                   "--out", tmp_path / "run")
+    assert line.startswith(f"error: --reward {own}: ")
+    assert said.format(path=own.partition(":")[0]) in line
+
+
+@pytest.mark.parametrize("name,said", [
+    ("none.py:f", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
+    ("heavy*answer", "heavy is no number"),
+])
+def test_an_unknown_reward_is_refused(monkeypatch, capsys, name, said):
+    assert said in refused(monkeypatch, capsys, "--reward", name)
