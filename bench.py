@@ -24,40 +24,34 @@ and methods write to runs/. `python bench.py COMMAND --help` has the flags of ea
 """
 import copy
 import glob
-import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-import transformers
-from safetensors.torch import save_file
 
 import qerl
 from harness.command import Parser, check_device, command_line, end, full_name, one_line
-from harness.command import require_flag
+from harness.command import require_flag, require_value
 from harness.folders import atomic_write, writing
 from harness.machine import Clock, environment, is_out_of_memory
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
-from studies import claims, compare, entropy, peers, results
+from studies import claims, compare, peers, results
+from studies.entropy import SIGMAS, bench_entropy, plot_entropy
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
 from studies.step import CAPS, limit_memory, memory_row, plot_memory, plot_scaling, plot_step
 from studies.step import release_memory, settings_for, speed_ups, step_rows
-from studies.study import positive, read_json, table
+from studies.study import grouped, positive, read_json, table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -154,13 +148,14 @@ def replay_times(contenders):
 
 def layers_of(name):
     """{layer: (out_features, in_features)} of the four stacked linear layers of a block."""
-    shape = SHAPES[name]
-    head_dim = shape.hidden // shape.heads
+    config = config_of(name)
+    hidden = config.hidden_size
+    shared = config.num_attention_heads // config.num_key_value_heads
     return {
-        "qkv": ((shape.heads + 2 * shape.kv_heads) * head_dim, shape.hidden),
-        "o": (shape.hidden, shape.heads * head_dim),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
+        "qkv": (hidden + 2 * hidden // shared, hidden),
+        "o": (hidden, hidden),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "down": (hidden, config.intermediate_size),
     }
 
 
@@ -204,17 +199,12 @@ def bench_kernels(args):
 
 def kernel_means(rows):
     """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
-    blocks = {}
-    for row in rows:
-        blocks.setdefault((row["model"], row["M"]), []).append(row)
-    means = []
-    for (model, M), same in blocks.items():
+    for (model, M), same in grouped(rows, "model", "M").items():
         mean = {"model": model, "M": M}
         for name in ("bf16", "marlin", "nf4"):
             if all(name in row for row in same):
                 mean[name] = statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
-        means.append(mean)
-    return means
+        yield mean
 
 
 def plot_kernels(result, plt):
@@ -250,132 +240,6 @@ def decode_seconds(model, batch, tokens):
     return clock.seconds
 
 
-def write_vllm_config(name, weights, folder):
-    """A config.json from which vLLM makes the model."""
-    config = config_of(name)
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.dtype = "bfloat16"
-    if weights == "nvfp4":
-        codes = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                 "symmetric": True, "dynamic": False}
-        config.quantization_config = {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": codes}},
-        }
-    config.save_pretrained(folder)
-
-
-def write_adapter(name, rank, folder):
-    """Random LoRA for all seven projections, as PEFT stores it."""
-    with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(config_of(name))
-    tensors = {}
-    for layer_name, layer in model.model.named_modules(prefix="base_model.model.model"):
-        if isinstance(layer, torch.nn.Linear):
-            for matrix, size in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
-                values = torch.randn(size, dtype=torch.bfloat16) * 0.01
-                tensors[f"{layer_name}.lora_{matrix}.weight"] = values
-    targets = sorted({key.split(".")[-3] for key in tensors})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
-              "target_modules": targets}
-    os.makedirs(folder)
-    save_file(tensors, f"{folder}/adapter_model.safetensors")
-    with open(f"{folder}/adapter_config.json", "w", encoding="utf-8") as f:
-        json.dump(config, f)
-
-
-def register_random_loader():
-    """Teach vLLM the load format "random": weights of such sizes that activations stay finite."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("random")
-    class RandomLoader(DummyModelLoader):
-        def load_weights(self, model, model_config):
-            for key, p in model.named_parameters():
-                if p.dtype == torch.uint8:
-                    p.data.random_(0, 256)
-                elif p.dtype == torch.float8_e4m3fn:
-                    p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
-                elif key.endswith("global_scale"):
-                    # Stored as its inverse, it makes weights of about 0.02.
-                    p.data.fill_(4e4)
-                elif p.dim() > 1 or key.endswith("bias"):
-                    # Only the norms are left then; they stay 1.
-                    p.data.normal_(std=0.02)
-
-
-def vllm_rollout(folder, adapter, vocabulary, rank, batches, tokens):
-    """{batch: tokens per second} of vLLM on random weights, as decode_seconds measures ours.
-
-    vLLM has its defaults (CUDA graphs, torch.compile) but for the engine's process, CUDA graphs of
-    these very batches, prefill in one go, and no text made of the tokens. The faster of two runs
-    counts.
-    """
-    # The engine runs in this process: by default it would be a fork of this one, which hung.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-    register_random_loader()
-    lora = LoRARequest("adapter", 1, adapter)
-    llm = LLM(
-        folder,
-        load_format="random",
-        skip_tokenizer_init=True,
-        enable_lora=True,
-        max_lora_rank=rank,
-        max_model_len=2 * tokens,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(batches) * tokens,
-        enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": list(batches)},
-    )
-
-    def seconds(batch, new):
-        rows = random_prompts(vocabulary, batch, tokens)
-        prompts = [{"prompt_token_ids": row} for row in rows]
-        settings = SamplingParams(
-            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, settings, lora_request=lora, use_tqdm=False)
-        assert all(len(o.outputs[0].token_ids) == new for o in outputs)
-        return time.perf_counter() - began
-
-    rates = {}
-    for batch in batches:
-        seconds(batch, 2)                                              # warms up
-        prefill = min(seconds(batch, 1) for _ in range(2))
-        whole = min(seconds(batch, tokens) for _ in range(2))
-        rates[batch] = batch * (tokens - 1) / (whole - prefill)
-    return rates
-
-
-def vllm_rows(name, rank, batches, tokens):
-    """A row for each of vLLM's NVFP4 and BF16 and each batch, or none without vLLM.
-
-    Each of the two has a process of its own, whose end gives the GPU's memory back.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        return
-    version = importlib.metadata.version("vllm")
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        adapter = f"{folder}/adapter"
-        write_adapter(name, rank, adapter)
-        for weights in ("nvfp4", "bf16"):
-            model = f"{folder}/{weights}"
-            write_vllm_config(name, weights, model)
-            work = (model, adapter, SHAPES[name].vocabulary, rank, batches, tokens)
-            with ProcessPoolExecutor(1, spawn) as process:
-                rates = process.submit(vllm_rollout, *work).result()
-            for batch, rate in rates.items():
-                yield {"model": name, "rank": rank, "weights": f"vLLM {version} {weights}",
-                       "batch": batch, "tokens_per_s": rate}
-
-
 def bench_rollout(args):
     cuda = args.device == "cuda"
     batches = (1, 8, 32, 128) if cuda else (1, 4)
@@ -383,7 +247,7 @@ def bench_rollout(args):
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
     for name in models:
         own = rank_of(name)
-        theirs = list(vllm_rows(name, own, batches, tokens)) if cuda else []
+        theirs = list(peers.vllm_rows(name, own, batches, tokens)) if cuda else []
         yield from theirs
         variants = [(own, weights) for weights in args.weights]
         if name == models[0]:
@@ -446,20 +310,20 @@ def bench_scaling(args):
     prompts, group = (32, 8) if cuda else (2, 2)
     counts = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if cuda else 2)]
     for count in args.processes or counts:
-        sizes = dict.fromkeys([(prompts * count, group), (prompts, group)])
-        for name in args.model or ["Qwen2.5-7B" if cuda else "tiny"]:
-            yield from measure_processes(args, count, name, sizes)
+        sizes = dict.fromkeys([f"{prompts * count}x{group}", f"{prompts}x{group}"])
+        yield from measure_processes(args, count, sizes)
 
 
-def measure_processes(args, count, name, sizes):
+def measure_processes(args, count, sizes):
     """The rows of `bench.py step` in so many processes; raises UserError if one of them fails."""
+    models = args.model or ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
-            "--model", name,
+            "--model", *models,
             "--weights", *args.weights,
-            "--sizes", *(f"{prompts}x{group}" for prompts, group in sizes),
+            "--sizes", *sizes,
             "--repeats", str(args.repeats),
             "--device", args.device,
             "--out", out,
@@ -490,10 +354,10 @@ COMMANDS = {
     "step": (bench_step, None, plot_step),
     "scaling": (bench_scaling, speed_ups, plot_scaling),
     "memory": (bench_memory, None, plot_memory),
+    "entropy": (bench_entropy, None, plot_entropy),
 }
-# Of the .json files in results/ that `tables` draws: what draws their pictures.
+# Of the .json files in results/: what draws their pictures.
 PLOTS = {what: plot for what, (_, _, plot) in COMMANDS.items() if plot}
-PLOTS["entropy"] = entropy.plot_entropy
 
 
 def size(text):
@@ -512,8 +376,9 @@ def arguments():
     for what in ("kernels", "rollout", "step", "scaling", "memory"):
         of[what].add_argument("--model", nargs="+", choices=SHAPES, help="shapes")
     formats = ["nvfp4", "bf16", "nf4", "mxfp4"]
-    for what, default in (("rollout", formats[:3]), ("step", formats[:3]), ("scaling", formats[:1])):
-        choices = formats if what == "rollout" else [*formats, "nvfp4-fp8"]
+    for what, default in (("rollout", formats[:3]), ("step", formats[:3]), ("scaling", formats[:1]),
+                          ("entropy", formats)):
+        choices = [*formats, "nvfp4-fp8"] if what in ("step", "scaling") else formats
         of[what].add_argument("--weights", nargs="+", choices=choices, default=default,
                               help="nvfp4-fp8 is --method jetrl:training")
     of["rollout"].add_argument("--ranks", nargs="*", type=positive, default=[16, 128],
@@ -532,29 +397,39 @@ def arguments():
                               help=f"timed steps, of which the median counts (default {default})")
     of["scaling"].add_argument("--processes", nargs="+", type=positive,
                                help="their numbers, each with a GPU of its own (default 1 2 4 8)")
-    for parser in of.values():
+    of["entropy"].add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
+    for flag, default, remark in (("--draws", 3, "rollouts, each with its noise"),
+                                  ("--prompts", 64, "questions")):
+        of["entropy"].add_argument(flag, type=positive, default=default,
+                                   help=f"{remark} (default {default}); other flags: train_gsm8k.py's")
+    for what, parser in of.items():
+        out = "runs/entropy" if what == "entropy" else "results"
         parser.add_argument("--device", choices=["cuda", "cpu"],
                             default="cuda" if torch.cuda.is_available() else "cpu")
-        parser.add_argument("--out", default="results", help="folder (default results)")
-    args = p.parse_args()
+        parser.add_argument("--out", default=out, help=f"folder (default {out})")
+    args, args.more = p.parse_known_args()
+    require_value("out", args.out)
+    if args.more and args.what != "entropy":
+        p.error(f"unrecognized arguments: {' '.join(args.more)}")
     check_device(args.device)
     return args
 
 
 def results_path(args):
-    """Where a command's files go, without their endings: by GPU, but a model's formats are the same
-    everywhere; what several processes measured of a step stands apart.
+    """Where a command's files go, without their endings: by GPU, but entropy and a model's formats are
+    the same everywhere; what several processes measured of a step stands apart.
     """
-    if args.what == "formats" and args.model:
-        return f"{args.out}/formats"
+    if args.what == "entropy" or args.what == "formats" and args.model:
+        return f"{args.out}/{args.what}"
     hardware = "cpu"
     if args.device == "cuda":
         hardware = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
     processes = Ranks().count
-    several = f"-{processes}-processes" if processes > 1 else ""
-    sharded = "-sharded" if args.what == "step" and args.shard else ""
-    beside = "-peers" if args.what == "step" and args.peers else ""
-    return f"{args.out}/{hardware}/{args.what}{several}{sharded}{beside}"
+    name = f"{args.what}-{processes}-processes" if processes > 1 else args.what
+    for flag, apart in (("shard", "-sharded"), ("peers", "-peers")):
+        if getattr(args, flag, False):
+            name += apart
+    return f"{args.out}/{hardware}/{name}"
 
 
 def print_rows(rows):
@@ -570,7 +445,7 @@ def run(args):
     bench, summary, plot = COMMANDS[args.what]
     ranks = Ranks()
     ranks.start(args.device)
-    if args.what != "formats" and args.device == "cpu":
+    if args.what not in ("formats", "entropy") and args.device == "cpu":
         print("on a CPU: these figures mean nothing")
     path = results_path(args)
     with writing(f"--out {args.out}"):
@@ -593,7 +468,7 @@ def run(args):
 
 def main():
     with one_line():
-        studies = {"claims": claims.main, "entropy": entropy.main, "methods": compare.main,
+        studies = {"claims": claims.main, "methods": compare.main,
                    "tables": partial(results.main, plots=PLOTS)}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]](sys.argv[2:]))

@@ -1,28 +1,17 @@
 """Entropy of the policy before any training, by format and by noise (Fig. 5 and 14 of the paper).
 
-    python bench.py entropy                                      the small policy
-    python bench.py entropy --model FOLDER --data FOLDER         a real model
-
 The paper's first claim: quantisation raises the entropy, and noise raises it further. Each format
 answers the same questions, without noise and with more and more of it; a draw of noise serves one
-rollout, so several are taken. Written to entropy.json, and a picture of it. Other flags go to
-train_gsm8k.py.
+rollout, so several are taken. `bench.py entropy` prints the rows of bench_entropy.
 """
-import json
-import os
-from statistics import fmean as mean
-
 import torch
 
 import qerl
 import train_gsm8k
 from harness.batches import cut_rows
-from harness.command import Parser, command_line, require_flag, require_value
-from harness.folders import atomic_write, writing
-from harness.machine import environment
-from harness.report import save_figure
+from harness.command import require_flag
 from studies.plots import plot_lines
-from studies.study import name_in_rows, positive, standard_error
+from studies.study import name_in_rows, standard_error
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
 PANELS = {
@@ -67,23 +56,20 @@ def measure(model, tokenizer, questions, settings, fit, sigma, draw):
     }
 
 
-def measure_format(weights, args):
-    """A row for each sigma and draw of one format."""
-    settings = train_gsm8k.arguments([*args.more, "--weights", weights, "--quantizer", "rtn"])
-    model, tokenizer, data, fit = train_gsm8k.load_all(settings, qerl)
-    questions = data.train
-    require_flag(args.prompts <= len(questions), "prompts", args.prompts,
-                 f"there are {len(questions)} questions; lower it")
-    asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}
-    for sigma in args.sigmas:
-        rows = [
-            {**asked, **measure(model, tokenizer, questions[:args.prompts], settings, fit, sigma, draw)}
-            for draw in range(args.draws)
-        ]
-        entropy, accuracy = (mean(row[key] for row in rows) for key in ("entropy", "accuracy"))
-        print(f"{weights} sigma {sigma:g}: entropy {entropy:.4f} nats, accuracy {accuracy:.1%}",
-              flush=True)
-        yield from rows
+def bench_entropy(args):
+    """A row for each format, sigma and draw."""
+    for weights in args.weights:
+        settings = train_gsm8k.arguments(
+            [*args.more, "--device", args.device, "--weights", weights, "--quantizer", "rtn"])
+        model, tokenizer, data, fit = train_gsm8k.load_all(settings, qerl)
+        questions = data.train[:args.prompts]
+        require_flag(args.prompts == len(questions), "prompts", args.prompts,
+                     f"there are {len(data.train)} questions; lower it")
+        asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}
+        for sigma in args.sigmas:
+            for draw in range(args.draws):
+                found = measure(model, tokenizer, questions, settings, fit, sigma, draw)
+                yield {**asked, **found}
 
 
 def plot_entropy(result, plt):
@@ -94,29 +80,3 @@ def plot_entropy(result, plt):
             lines = contents.setdefault(f"{row['model']}: {label}", {})
             lines.setdefault(row["weights"], []).append((row["sigma"], row[key]))
     return plot_lines(plt, contents, "sigma", "")
-
-
-def main(argv):
-    p = Parser(__doc__)
-    p.add_argument("--weights", nargs="+", choices=list(qerl.FORMATS), default=list(qerl.FORMATS))
-    p.add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
-    p.add_argument("--draws", type=positive, default=3, help="rollouts, each with its noise (default 3)")
-    p.add_argument("--prompts", type=positive, default=64, help="questions (default 64)")
-    p.add_argument("--out", default="runs/entropy", help="folder (default runs/entropy)")
-    args, args.more = p.parse_known_args(argv)
-    require_value("out", args.out)
-    with writing(f"--out {args.out}"):
-        os.makedirs(args.out, exist_ok=True)
-    settings = train_gsm8k.read_settings(args.more)
-    result = {
-        "command": command_line(),
-        "what": "entropy of the untrained policy, in nats; mismatch_kl: from sampling to scoring",
-        "rows": [],
-        **environment(settings.device),
-    }
-    for weights in args.weights:
-        result["rows"] += measure_format(weights, args)
-        atomic_write(f"{args.out}/entropy.json", json.dumps(result, indent=1))
-    save_figure(f"{args.out}/entropy.png", plot_entropy, result)
-    print(f"written to {args.out}/entropy.json and .png")
-    return 0

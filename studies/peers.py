@@ -1,50 +1,60 @@
-"""One GRPO step of TRL with vLLM, measured beside this project's: `bench.py step --peers`.
+"""The peers that `bench.py` measures beside this project, where they can be imported.
 
-TRL's GRPOTrainer (https://huggingface.co/docs/trl/grpo_trainer) trains LoRA of PEFT on BF16 weights,
-and vLLM writes the completions in the same process on the same GPU. vLLM sleeps while TRL trains: its
-weights and its KV cache then take no memory. Model shapes, prompt and completion lengths, LoRA rank
-and the number of updates (one) are those of `bench.py step`; weights and rewards are random in both.
+`bench.py step --peers` measures a GRPO step of TRL with vLLM. TRL's GRPOTrainer
+(https://huggingface.co/docs/trl/grpo_trainer) trains LoRA of PEFT on BF16 weights, and vLLM writes
+the completions in the same process on the same GPU. vLLM sleeps while TRL trains: its weights and its
+KV cache then take no memory. Model shapes, prompt and completion lengths, LoRA rank and the number of
+updates (one) are those of `bench.py step`; weights and rewards are random in both.
+
+`bench.py rollout` measures vLLM alone.
 """
 import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import torch
 
 import qerl
+from harness.export import NVFP4A16, save_adapter
 from harness.machine import Clock
-from studies.random_models import SHAPES, config_of, random_prompts
-from studies.step import device_memory_gb, median_step, prompt_tokens
+from studies.random_models import config_of, random_model, random_prompts
+from studies.step import device_memory_gb, median_step, prompt_tokens, release_memory
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NEW_TOKENS = 256                        # of every completion
 WARM_UP = 1                             # the first step compiles and records CUDA graphs
+# What TRL and vLLM leave to their user; each row states it. The defaults here train 7B on a GPU of
+# 80 GB without computing activations twice.
+TUNING = {
+    "micro_batch": 8,                   # completions in one pass forward and backward
+    "share": 0.4,                       # of the GPU's memory for vLLM while it is awake
+}
+TUNED = {"Qwen2.5-1.5B": {"micro_batch": 16, "share": 0.35}, "Qwen2.5-3B": {"share": 0.35}}
 
 
-@dataclass
-class Tuning:
-    """What TRL and vLLM leave to their user; each row states it.
-
-    The defaults here train 7B on a GPU of 80 GB without computing activations twice.
-    """
-    micro_batch: int = 8                # completions in one pass forward and backward
-    share: float = 0.4                  # of the GPU's memory for vLLM while it is awake
-    checkpointing: bool = False         # compute activations a second time in backward
+def in_own_process(function, *args):
+    """Its result, from a process whose end gives the GPU's memory back."""
+    # vLLM's engine runs in that process: by default it would be a fork of it, which hung.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
+                      HF_HUB_OFFLINE="1")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args).result()
 
 
-TUNED = {"Qwen2.5-1.5B": Tuning(micro_batch=16, share=0.35), "Qwen2.5-3B": Tuning(share=0.35)}
-
+# --------------------------------------------------------------------------------------------------
+# A step of TRL with vLLM
 
 def tuning_for(name, completions):
-    """The Tuning of a shape, with a micro-batch that divides so many completions."""
-    tuning = TUNED.get(name, Tuning())
-    fitting = [n for n in range(1, tuning.micro_batch + 1) if completions % n == 0]
-    return replace(tuning, micro_batch=max(fitting))
+    """TUNING of a shape, with a micro-batch that divides so many completions."""
+    tuning = {**TUNING, **TUNED.get(name, {})}
+    fitting = [n for n in range(1, tuning["micro_batch"] + 1) if completions % n == 0]
+    return {**tuning, "micro_batch": max(fitting)}
 
 
 def equal_lengths(settings, sizes):
@@ -84,7 +94,7 @@ def write_model(name, folder):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = {"<unk>": 0, "<pad>": 1, "<eos>": 2}
-    words |= {str(token): token for token in range(len(words), SHAPES[name].vocabulary)}
+    words |= {str(token): token for token in range(len(words), config_of(name).vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -112,15 +122,15 @@ def trainer_arguments(folder, settings, prompts, group, steps, tuning):
         "epsilon": settings.clip_low,
         "epsilon_high": settings.clip_high,
         "num_generations": group,
-        "per_device_train_batch_size": tuning.micro_batch,
-        "gradient_accumulation_steps": prompts * group // tuning.micro_batch,
-        "gradient_checkpointing": tuning.checkpointing,
+        "per_device_train_batch_size": tuning["micro_batch"],
+        "gradient_accumulation_steps": prompts * group // tuning["micro_batch"],
+        "gradient_checkpointing": False,
         "max_completion_length": settings.max_new_tokens,
         "generation_kwargs": {"ignore_eos": True, "detokenize": False},
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
-        "vllm_gpu_memory_utilization": tuning.share,
+        "vllm_gpu_memory_utilization": tuning["share"],
         "vllm_max_model_length": prompt_tokens(settings.device) + settings.max_new_tokens,
     }
 
@@ -171,9 +181,7 @@ def timed_trainer(*args, **options):
 
 
 def measure(name, prompts, group, settings, repeats, tuning):
-    """The median step of TRL + vLLM, in a process of its own, whose end gives the memory back."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
-                      HF_HUB_OFFLINE="1")
+    """The median step of TRL + vLLM."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig
@@ -183,7 +191,7 @@ def measure(name, prompts, group, settings, repeats, tuning):
         torch.cuda.empty_cache()
         arguments = trainer_arguments(folder, settings, prompts, group, steps, tuning)
         asked = random_prompts(
-            SHAPES[name].vocabulary, prompts * steps, prompt_tokens(settings.device))
+            len(tokenizer), prompts * steps, prompt_tokens(settings.device))
         texts = [" ".join(map(str, prompt)) for prompt in asked]
         trainer = timed_trainer(
             folder,
@@ -200,16 +208,112 @@ def measure(name, prompts, group, settings, repeats, tuning):
 
 def trl_rows(name, sizes, settings, repeats):
     """A row for each size (prompts, group), as studies.step.step_rows gives them."""
-    spawn = multiprocessing.get_context("spawn")
     versions = {package: importlib.metadata.version(package) for package in ("trl", "vllm")}
     for prompts, group in sizes:
         tuning = tuning_for(name, prompts * group)
-        with ProcessPoolExecutor(1, spawn) as process:
-            try:
-                step = process.submit(
-                    measure, name, prompts, group, settings, repeats, tuning).result()
-            except Exception as e:
-                print(f"TRL + vLLM, {name}, {prompts} x {group}: {qerl.reason(e)}", flush=True)
-                continue
+        try:
+            step = in_own_process(measure, name, prompts, group, settings, repeats, tuning)
+        except Exception as e:
+            print(f"TRL + vLLM, {name}, {prompts} x {group}: {qerl.reason(e)}", flush=True)
+            continue
         yield {"model": name, "weights": "trl", "processes": 1, "prompts": prompts, "group": group,
-               **step, **asdict(tuning), **versions}
+               **step, **tuning, **versions}
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's rollout
+
+def write_config(name, weights, folder):
+    """A config.json from which vLLM makes the model."""
+    config = config_of(name)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.dtype = "bfloat16"
+    if weights == "nvfp4":
+        config.quantization_config = NVFP4A16
+    config.save_pretrained(folder)
+
+
+def write_adapter(name, rank, folder):
+    """Random LoRA for all seven projections."""
+    save_adapter(random_model(name, "nvfp4", rank, "cuda"), folder, name)
+    release_memory("cuda")
+
+
+def register_random_loader():
+    """Teach vLLM the load format "random": weights of such sizes that activations stay finite."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("random")
+    class RandomLoader(DummyModelLoader):
+        def load_weights(self, model, model_config):
+            for key, p in model.named_parameters():
+                if p.dtype == torch.uint8:
+                    p.data.random_(0, 256)
+                elif p.dtype == torch.float8_e4m3fn:
+                    p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
+                elif key.endswith("global_scale"):
+                    # Stored as its inverse, it makes weights of about 0.02.
+                    p.data.fill_(4e4)
+                elif p.dim() > 1 or key.endswith("bias"):
+                    # Only the norms are left then; they stay 1.
+                    p.data.normal_(std=0.02)
+
+
+def vllm_rollout(folder, weights, vocabulary, rank, batches, tokens):
+    """{batch: tokens per second} of vLLM on random weights, as bench.decode_seconds measures ours.
+
+    vLLM has its defaults (CUDA graphs, torch.compile) but for the engine's process, CUDA graphs of
+    these very batches, prefill in one go, and no text made of the tokens. The faster of two runs
+    counts.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    register_random_loader()
+    lora = LoRARequest("adapter", 1, f"{folder}/adapter")
+    llm = LLM(
+        f"{folder}/{weights}",
+        load_format="random",
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_lora_rank=rank,
+        max_model_len=2 * tokens,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(batches) * tokens,
+        enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": list(batches)},
+    )
+
+    def seconds(batch, new):
+        rows = random_prompts(vocabulary, batch, tokens)
+        prompts = [{"prompt_token_ids": row} for row in rows]
+        settings = SamplingParams(
+            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, settings, lora_request=lora, use_tqdm=False)
+        assert all(len(o.outputs[0].token_ids) == new for o in outputs)
+        return time.perf_counter() - began
+
+    rates = {}
+    for batch in batches:
+        seconds(batch, 2)                                              # warms up
+        prefill = min(seconds(batch, 1) for _ in range(2))
+        whole = min(seconds(batch, tokens) for _ in range(2))
+        rates[batch] = batch * (tokens - 1) / (whole - prefill)
+    return rates
+
+
+def vllm_rows(name, rank, batches, tokens):
+    """A row for each of vLLM's NVFP4 and BF16 and each batch, or none without vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    version = importlib.metadata.version("vllm")
+    vocabulary = config_of(name).vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(name, rank, f"{folder}/adapter")
+        for weights in ("nvfp4", "bf16"):
+            write_config(name, weights, f"{folder}/{weights}")
+            rates = in_own_process(vllm_rollout, folder, weights, vocabulary, rank, batches, tokens)
+            for batch, rate in rates.items():
+                yield {"model": name, "rank": rank, "weights": f"vLLM {version} {weights}",
+                       "batch": batch, "tokens_per_s": rate}

@@ -1,6 +1,5 @@
 """Models of random weights and true shapes, for measuring speed and memory without a download."""
 import copy
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -9,24 +8,17 @@ import qerl
 from harness.layers import ShardedCheckpoint
 
 
-class Shape(NamedTuple):
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-
-
+# Of Qwen2Config: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+# num_key_value_heads, vocab_size.
 SHAPES = {
-    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 151936),
-    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
-    "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 151936),
-    "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 152064),
-    "Qwen2.5-14B": Shape(5120, 13824, 48, 40, 8, 152064),
-    "Qwen2.5-32B": Shape(5120, 27648, 64, 40, 8, 152064),
-    "Qwen2.5-72B": Shape(8192, 29568, 80, 64, 8, 152064),
-    "tiny": Shape(256, 512, 2, 4, 2, 512),
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064),
+    "tiny": (256, 512, 2, 4, 2, 512),
 }
 
 
@@ -60,14 +52,14 @@ class ShardedRandomWeights(ShardedCheckpoint, RandomWeights):
 
 
 def config_of(name):
-    shape = SHAPES[name]
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[name]
     return transformers.Qwen2Config(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
         tie_word_embeddings=False,
     )
 

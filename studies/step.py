@@ -33,18 +33,14 @@ class Phases(Clock):
     def __init__(self, device):
         super().__init__(device)
         self.peak = {}
-        self.reserved = 0.0             # in all phases, with what PyTorch keeps for later tensors
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        cuda = self.device.type == "cuda"
-        if cuda:
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with super().__call__(phase):
             yield
         self.peak[phase] = max(self.peak.get(phase, 0.0), peak_memory_gb(self.device))
-        if cuda:
-            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / 1e9)
 
 
 def release_memory(device):
@@ -256,8 +252,8 @@ def total_gb(tensors):
 def memory_row(name, settings):
     """What a step takes on one prompt, whose completions all have their full length.
 
-    The optimiser makes its state first; a step of few tokens then compiles the kernels. rest_gb:
-    activations and temporary tensors.
+    A step of few tokens goes before: it compiles the kernels, and the optimiser makes its state.
+    rest_gb: activations and temporary tensors.
     """
     device = settings.device
     limit_memory(CAPS.get(name), device)
@@ -267,10 +263,14 @@ def memory_row(name, settings):
     taken = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else peak_memory_gb(device)
     trained = list(qerl.trainable(model).values())
     optimizer, scaler = make_optimizer(model, settings)
-    for p in trained:                   # the moments are made of gradients of zero
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def measure(length):
+        release_memory(device)
+        asked = random_prompts(model.config.vocab_size, 1, prompt_tokens(device))
+        lengths = torch.full((settings.group,), length)
+        return take_step(model, optimizer, scaler, asked, lengths, settings, qerl, Ranks())
+
+    measure(8)
     moments = [t for state in optimizer.state.values() for t in state.values()]
     tokens = prompt_tokens(device) + settings.max_new_tokens
     row = {
@@ -283,16 +283,11 @@ def memory_row(name, settings):
         "gradients_gb": total_gb(trained),
         "cache_gb": settings.group * tokens * cache_bytes(model) / 1e9,
     }
-    for length in (8, settings.max_new_tokens):
-        release_memory(device)
-        asked = random_prompts(model.config.vocab_size, 1, prompt_tokens(device))
-        lengths = torch.full((settings.group,), length)
-        step, phases = take_step(
-            model, optimizer, scaler, asked, lengths, settings, qerl, Ranks())
+    step, phases = measure(settings.max_new_tokens)
     row["peak_gb"] = {phase: phases.peak[phase] for phase in ("rollout", "update")}
     row["rest_gb"] = {phase: peak - sum(parts_of(row, phase).values())
                       for phase, peak in row["peak_gb"].items()}
-    return {**row, "reserved_gb": phases.reserved, "seconds": step["step"]}
+    return {**row, "reserved_gb": torch.cuda.memory_reserved() / 1e9, "seconds": step["step"]}
 
 
 def parts_of(row, phase):

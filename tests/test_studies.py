@@ -2,17 +2,19 @@
 import itertools
 import json
 import os
+import sys
 
 import pytest
 import torch
 from matplotlib import pyplot
 
+import bench
 import qerl
 import train_gsm8k
 from common import finished_run, made_up_rows, quick_study, study_arguments
 from harness import folders, small_policy
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from studies import claims, claims_pictures, compare, entropy, factorial, study
+from studies import claims, claims_pictures, compare, factorial, study
 
 
 def cells(lines, first=2):
@@ -234,11 +236,12 @@ def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
 # --------------------------------------------------------------------------------------------------
 # Entropy
 
-def test_entropy_before_training(tmp_path):
+def test_entropy_before_training(tmp_path, monkeypatch):
     """Each format at each sigma; a rollout under no noise is sampled as the sampler does."""
     options = ["--weights", "nvfp4", "bf16", "--sigmas", "0", "0.5", "--draws", "2",
                "--prompts", "4", "--device", "cpu", "--slots", "256", "--out", f"{tmp_path}/out"]
-    assert entropy.main(options) == 0
+    monkeypatch.setattr(sys, "argv", ["bench.py", "entropy", *options])
+    bench.main()
     result = json.loads((tmp_path / "out" / "entropy.json").read_text())
     assert [(r["weights"], r["sigma"], r["draw"]) for r in result["rows"]] == list(
         itertools.product(["nvfp4", "bf16"], [0, 0.5], [0, 1]))
@@ -253,11 +256,14 @@ def test_entropy_before_training(tmp_path):
     assert (tmp_path / "out" / "entropy.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_entropy_of_one_question_has_no_standard_error(tmp_path):
+def test_entropy_of_one_question_has_no_standard_error(tmp_path, monkeypatch, capsys):
     options = ["--prompts", "1", "--draws", "1", "--weights", "bf16", "--sigmas", "0",
                "--device", "cpu", "--out", str(tmp_path)]
-    assert entropy.main(options) == 0
+    monkeypatch.setattr(sys, "argv", ["bench.py", "entropy", *options])
+    bench.main()
     row, = json.loads((tmp_path / "entropy.json").read_text())["rows"]
     assert row["standard_error"] is None
-    with pytest.raises(qerl.UserError, match="--prompts 100000: there are .* questions; lower it"):
-        entropy.main([*options, "--prompts", "100000"])
+    sys.argv += ["--prompts", "100000"]
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert "--prompts 100000: there are" in capsys.readouterr().err
