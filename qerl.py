@@ -664,6 +664,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_blocks = 0                      # so many, from the first on
+        self.reference = None                          # see adapters_off
         shape = (config.vocab_size, config.hidden_size)
         embedding = checkpoint.tensor("model.embed_tokens.weight", shape)
         lm_head = embedding
@@ -1061,13 +1062,22 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN."""
+    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN.
+
+    model.reference, {name: tensor}, holds what is trained as it was where training began with LoRA.
+    """
     adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
+    trained = trainable(model) if model.reference else {}
+    now = {name: p.detach().clone() for name, p in trained.items()}
+    for name, p in trained.items():
+        p.data.copy_(model.reference[name])
     for module in adapted:
-        module.use_adapter = False
+        module.use_adapter = bool(model.reference)
     try:
         yield
     finally:
+        for name, p in trained.items():
+            p.data.copy_(now[name])
         for module in adapted:
             module.use_adapter = True
 

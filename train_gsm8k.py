@@ -29,7 +29,7 @@ from harness.command import check_settings, dtype_name, full_name, one_line, par
 from harness.command import require_flag, require_rank_fits, say_what_stays, setting, use_device
 from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
 from harness.data import next_questions, with_prompts
-from harness.export import save_packed
+from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import Clock, find_fit, keep_decoded, peak_memory_gb
@@ -62,6 +62,8 @@ class Settings:
     quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, once; "
                                      "rtn: the nearest, the default with --shard and other formats",
                              ["rtn", "four-over-six", "awq", "gptq"])
+    adapter: str = setting(None, "folder of an adapter in PEFT's format to start from; it sets rank and "
+                                 "alpha, and is what --beta compares with")
     lora_rank: int = setting(32, "rank of LoRA [§4.1]; 0 with bf16: all weights are trained instead")
     lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
     train_norms: bool = setting(False, "train the RMSNorm scales, too [code: on, the two of a block]")
@@ -316,6 +318,8 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
         model.recompute_in_backward()
     if settings.lora_rank == 0:
         train_all_weights(model)
+    if settings.adapter:
+        load_adapter(model, settings.adapter)
     require_rank_fits(model, settings.lora_rank)
     say_what_stays(model.config)
     if not settings.shard:
@@ -647,6 +651,8 @@ def read_settings(argv=None):
         values.update(PAPER_BF16)
     if weights != "nvfp4" or given.get("shard"):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
+    if given.get("adapter"):
+        values.update(adapter_settings(given["adapter"]))
     settings = Settings(**{**values, **given})
     check_settings(settings)
     find_algo(settings)                                # it refuses settings that it cannot use

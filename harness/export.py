@@ -16,7 +16,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 import qerl
-from harness.folders import atomic_write, generation_config, load_with_progress, new_folder, writing
+from harness.folders import atomic_write, files_fingerprint, generation_config, load_with_progress
+from harness.folders import new_folder, writing
+from qerl import UserError, reason, require
 
 
 def trained_norms(model):
@@ -63,6 +65,47 @@ def save_adapter(model, folder, base_model):
     stored = safetensors.torch.save(tensors, metadata={"format": "pt"})
     atomic_write(f"{folder}/adapter_model.safetensors", stored)
     atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+
+
+def adapter_settings(folder):
+    """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError."""
+    path = f"{folder}/adapter_config.json"
+    try:
+        with open(path, encoding="utf-8") as f:
+            config = json.load(f)
+        usual = config["peft_type"] == "LORA" and not config.get("use_rslora") and not config.get("use_dora")
+        found = {"lora_rank": int(config["r"]), "lora_alpha": float(config["lora_alpha"])}
+    except Exception as e:
+        raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
+                        "format")
+    require(usual, f"--adapter {folder}: is not plain LoRA; use one without rsLoRA and DoRA")
+    return found
+
+
+@torch.no_grad()
+def load_adapter(model, folder):
+    """Start from an adapter in PEFT's format, as save_adapter writes it; it has to fit the model.
+
+    model.reference, its tensors, is then what Eq. 3's KL compares with.
+    """
+    try:
+        stored = safetensors.torch.load_file(f"{folder}/adapter_model.safetensors")
+    except Exception as e:
+        raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
+                        "copy it again")
+    ours = adapter_tensors(model)
+    for name in sorted(stored.keys() ^ ours.keys()):
+        side = "the adapter lacks" if name in ours else "the model does not train"
+        raise UserError(f"--adapter {folder}: does not fit, {side} {name}; use an adapter of this model, "
+                        "on all of its linear layers")
+    for name, tensor in ours.items():
+        require(stored[name].shape == tensor.shape and torch.isfinite(stored[name]).all(),
+                f"--adapter {folder}: {name} is {list(stored[name].shape)}, not {list(tensor.shape)}, or not "
+                "finite; use an adapter of this model")
+        tensor.copy_(stored[name])
+    model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+    model.fingerprints["adapter"] = files_fingerprint(folder)
+    print(f"training starts from {folder}, with which --beta compares")
 
 
 # --------------------------------------------------------------------------------------------------

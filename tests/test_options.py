@@ -3,9 +3,13 @@ import json
 
 import pytest
 import safetensors.torch
+import torch
+import transformers
 
+import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, copied, recorded, refused, run_main, without_times
+from harness.export import load_adapter
 from harness.folders import read_jsonl
 
 
@@ -95,3 +99,54 @@ def test_an_own_reward_that_fails_is_one_line(tmp_path, monkeypatch, capsys, bod
 ])
 def test_an_unknown_reward_is_refused(monkeypatch, capsys, name, said):
     assert said in refused(monkeypatch, capsys, "--reward", name)
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def peft_adapter(folder, out, rank=4, layers=PROJECTIONS):
+    """A random adapter that PEFT made and saved -> PEFT's model."""
+    import peft
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=layers, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(out)
+    return model
+
+
+def test_training_starts_from_an_adapter_of_peft(qwen, data, tmp_path, monkeypatch, capsys):
+    """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
+    torch.manual_seed(0)
+    theirs = peft_adapter(qwen[0], tmp_path / "adapter", rank=2)
+    ours = qerl.load_model(qwen[0], "bf16", lora_rank=2, lora_alpha=8)
+    ours.fingerprints = {}
+    load_adapter(ours, tmp_path / "adapter")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+        before = ours(tokens)
+        for p in qerl.trainable(ours).values():
+            p += 0.1
+        with qerl.adapters_off(ours):
+            assert ours(tokens).equal(before)
+        assert not ours(tokens).equal(before)
+    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, *LEARNING, "--steps", 2,
+             "--weights", "bf16", "--reward", "random", "--beta", 0.1, "--skip-eval-before",
+             "--adapter", tmp_path / "adapter", "--out", tmp_path / "run")
+    assert "with which --beta compares" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["settings"]["lora_rank"], summary["settings"]["lora_alpha"]) == (2, 8)
+    kl = [m["kl"] for m in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    assert kl[0] < 1e-9 < kl[1]
+
+
+@pytest.mark.parametrize("options,said", [
+    (dict(layers=PROJECTIONS[:4]), "does not fit, the adapter lacks base_model.model.model.layers.0.mlp"),
+    (None, "adapter_config.json cannot be read"),
+])
+def test_an_adapter_that_does_not_fit_is_refused(qwen, data, tmp_path, monkeypatch, capsys, options, said):
+    if options:
+        peft_adapter(qwen[0], tmp_path / "adapter", **options)
+    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--quantizer", "rtn",
+                   "--adapter", tmp_path / "adapter", "--out", tmp_path / "run")
+    assert said in line
