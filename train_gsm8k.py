@@ -26,7 +26,8 @@ import qerl
 from harness.answers import is_right, own_reward
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
-from harness.command import require_flag, require_rank_fits, say_what_stays, setting, use_device
+from harness.command import require_flag, require_rank_fits, say_what_stays, setting, template_options
+from harness.command import use_device
 from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
 from harness.data import next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -55,6 +56,8 @@ class Settings:
                               "NAME:CONFIG; with --model GSM8K is fetched")
     eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
     start_seed: int = setting(0, "seed that makes the small built-in policy; another makes another")
+    chat_template_kwargs: str = setting(None, "JSON that the chat template gets, such as "
+                                              "'{\"enable_thinking\": false}' for Qwen3")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -296,7 +299,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     questions, validation = keep_apart(questions, settings.validation)
     if settings.model:
         folder = qerl.model_folder(settings.model)
-        tokenizer = ChatText(folder, instruction(settings.reward))
+        tokenizer = ChatText(folder, instruction(settings.reward), template_options(settings))
     else:
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
@@ -332,6 +335,8 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     data = Data(*(with_prompts(part, tokenizer, longest) for part in (questions, validation, held_out)))
     prompts = [q["prompt"] for part in data for q in part]
     check_tokens(sum(data, []), tokenizer.eos, model.config.vocab_size)
+    if ranks.main:
+        print(f"the first prompt: {tokenizer.shown(prompts[0])!r}")
     if len(held_out) < ranks.count:
         raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
                         "raise --eval-questions, give more of them, or start fewer processes")
@@ -599,7 +604,7 @@ def evaluate_only(settings):
     if settings.resume:
         # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
         policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
-                  "train_norms", "reward")
+                  "train_norms", "reward", "chat_template_kwargs")
         if settings.quantizer in ("awq", "gptq") or getattr(algo, "fits_questions", False):
             policy += ("data",)
         saved = read_saved(settings, must_agree=policy)
@@ -624,7 +629,7 @@ def save_quantized(settings):
 
     def calibrated():
         questions, _ = load_questions(settings.data, settings.eval, settings.model)
-        tokenizer = ChatText(folder, instruction(settings.reward))
+        tokenizer = ChatText(folder, instruction(settings.reward), template_options(settings))
         return stored_folder(settings, qerl, folder, questions, tokenizer)
 
     use_device(settings.device)

@@ -169,9 +169,22 @@ def check_settings(settings):
                      "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
         require_flag(settings.beta == 0, "beta", settings.beta,
                      "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
+    template_options(settings)
     check_device(settings.device)
     if settings.save_quantized is not None:
         check_saving(settings)
+
+
+def template_options(settings):
+    """--chat-template-kwargs as a dict."""
+    given = settings.chat_template_kwargs
+    try:
+        options = json.loads(given or "{}")
+    except ValueError:
+        options = None
+    require_flag(isinstance(options, dict), "chat_template_kwargs", given,
+                 """is no JSON object; write it as '{"enable_thinking": false}'""")
+    return options
 
 
 def check_saving(settings):

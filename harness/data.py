@@ -326,8 +326,9 @@ ONE_DAY = (
 class ChatText:
     """A Hugging Face tokenizer with its chat template (or plain text where it has none)."""
 
-    def __init__(self, folder, system):
+    def __init__(self, folder, system, options=None):
         self.system = system
+        self.options = options or {}       # --chat-template-kwargs
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
@@ -361,7 +362,8 @@ class ChatText:
         messages = [{"role": role, "content": text} for role, text in said]
         try:
             template = ONE_DAY + self.tokenizer.get_chat_template()
-            return self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=template, **self.options, **options)
         except Exception as e:
             raise UserError(
                 f"the model's chat template cannot be used ({qerl.reason(e)}); "
@@ -393,6 +395,10 @@ class ChatText:
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def shown(self, ids):
+        """The text of a prompt with its special tokens."""
+        return self.tokenizer.decode(ids)
 
 
 def check_tokens(questions, eos, vocabulary):

@@ -90,6 +90,8 @@ class ByteText:
                 text += bytes([i]) if i < 256 else self.TAGS[i - 256].encode()
         return text.decode("utf-8", "replace")
 
+    shown = decode
+
 
 def make_policy():
     """A transformers model of a million parameters, with random weights."""

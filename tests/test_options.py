@@ -1,5 +1,6 @@
 """What a run can be asked for beside the paper's recipe: choosing by validation, own rewards and so on."""
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -150,3 +151,22 @@ def test_an_adapter_that_does_not_fit_is_refused(qwen, data, tmp_path, monkeypat
     line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--quantizer", "rtn",
                    "--adapter", tmp_path / "adapter", "--out", tmp_path / "run")
     assert said in line
+
+
+def test_the_chat_template_gets_what_the_user_says(qwen, data, tmp_path, monkeypatch, capsys):
+    """Qwen3's way to switch thinking off; the first prompt is shown with its special tokens."""
+    model = tmp_path / "model"
+    shutil.copytree(qwen[0], model)
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is false %}<think></think>{% endif %}")
+    (model / "chat_template.jinja").write_text(template)
+    text = [train_gsm8k.ChatText(str(model), "Reason.", options).prompt("1 + 1?")
+            for options in ({}, {"enable_thinking": False})]
+    assert text[0] == text[1][:len(text[0])] != text[1]
+    run_main(monkeypatch, "--model", model, "--data", data, *QUICK, "--eval-only",
+             "--chat-template-kwargs", '{"enable_thinking": false}')
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "the first prompt" in line)
+    assert "<think></think>'" in shown.replace(" ", "")
+    line = refused(monkeypatch, capsys, "--chat-template-kwargs", "[1]")
+    assert "is no JSON object" in line
