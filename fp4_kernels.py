@@ -1367,6 +1367,10 @@ class FlashPacked(torch.autograd.Function):
 #
 # The cache grows while a recorded CUDA graph replays this kernel: it lies in pieces, whose addresses
 # the kernel reads from a table.
+#
+# Several new tokens of a slot may come at once (methods/speculative.py), each as a row. The rows run
+# side by side, so that none can read from the cache what another puts there: a row computes the keys
+# and values of the new tokens before its own again.
 
 PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
 MOST_PARTS = 64            # of a row
@@ -1379,11 +1383,13 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, i
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
     `filled`; the caller then adds 1 to it. The cache has max_len places, `piece` in each of `pieces`
-    [2 (k, v), B, kv_heads, piece, D], the rest in the last. Pieces that no row has reached need not
-    exist yet. addresses int64: where each piece lies. For tests: a program has `split` tokens of the
-    cache, divisible by 64, or more where `parts` programs a row would not be enough.
+    [2 (k, v), slots, kv_heads, piece, D], the rest in the last. Pieces that no row has reached need
+    not exist yet. addresses int64: where each piece lies. Row b is of slot b % slots, and behind its
+    row b - slots, if there is one. For tests: a program has `split` tokens of the cache, divisible by
+    64, or more where `parts` programs a row would not be enough.
     """
-    _, B, kv_heads, _, D = pieces[0].shape
+    _, slots, kv_heads, _, D = pieces[0].shape
+    B = len(qkv)
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
     split = split or (512 if B * kv_heads >= 128 else 128)
@@ -1399,7 +1405,7 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, i
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, addresses, filled, y, out, stats, arrived,
-        kv_heads, max_len, D ** -0.5 * LOG2E,
+        slots * kv_heads, kv_heads, max_len, D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
         BLOCK=64, SPLIT=split, PIECE=piece,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
@@ -1503,23 +1509,39 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
 
 
 @triton.jit
-def piece_of(addresses, piece, b_head, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
-    """(k, v, offset): token t of b_head is at k + offset + t * D, if it lies in this piece.
+def piece_of(addresses, piece, s_head, s_heads, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
+    """(k, v, offset): token t of s_head is at k + offset + t * D, if it lies in this piece.
 
-    An address becomes a pointer of y's type. In a piece all keys come before all values; the
-    grid's second dimension counts the rows and kv heads that have some.
+    s_head: one of the s_heads pairs of a slot and a kv head. An address becomes a pointer of y's
+    type. In a piece all keys come before all values.
     """
     places = tl.minimum(PIECE, max_len - piece * PIECE)
     # PyTorch aligns what it allocates for loads of 16 bytes.
     k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
-    v_cache = k_cache + tl.num_programs(1).to(tl.int64) * places * D
-    return k_cache, v_cache, (b_head.to(tl.int64) * places - piece * PIECE) * D
+    v_cache = k_cache + s_heads.to(tl.int64) * places * D
+    return k_cache, v_cache, (s_head.to(tl.int64) * places - piece * PIECE) * D
 
 
-# Not specialised, else the kernel would be compiled again where max_len is divisible by 16.
-@triton.jit(do_not_specialize=["max_len"])
+@triton.jit
+def attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads, scale_log2e,
+               SHARE: tl.constexpr, D: tl.constexpr):
+    """(m, total, out) after the new token of a row."""
+    at = row * (kv_heads * (SHARE + 2)) * D
+    c = tl.load(cos + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D).to(tl.float32)
+    v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
+    score = tl.sum(Q.to(tl.float32) * k[None], 1) * scale_log2e
+    new_m = tl.maximum(m, score)
+    w = tl.exp2(score - new_m)
+    shrink = tl.exp2(m - new_m)
+    return new_m, total * shrink + w, out * shrink[:, None] + w[:, None] * v.to(tl.float32)[None]
+
+
+# Not specialised, else the kernel would be compiled again where they are divisible by 16.
+@triton.jit(do_not_specialize=["s_heads", "max_len"])
 def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
-                            kv_heads, max_len, scale_log2e,
+                            s_heads, kv_heads, max_len, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                             BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
@@ -1534,6 +1556,9 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
     b = (b_head // kv_heads).to(tl.int64)
     g = b_head % kv_heads
     n = tl.load(filled + b).to(tl.int32)
+    s_head = b_head % s_heads
+    rows_before = b_head // s_heads            # of this slot: tokens that enter, too, before this one
+    cached_n = n - rows_before
     size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
     first = part * size
     if first <= n:
@@ -1551,7 +1576,8 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
 
         # The new token is this part's: append it, and begin the softmax with it.
         if n < first + size:
-            k_cache, v_cache, cached = piece_of(addresses, n // PIECE, b_head, max_len, y, D, PIECE)
+            k_cache, v_cache, cached = piece_of(addresses, n // PIECE, s_head, s_heads, max_len, y,
+                                                D, PIECE)
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
             tl.store(k_cache + cached + n * D + d, k, mask=d < D)
@@ -1559,12 +1585,17 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
             m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
             total += 1.0
             out += v.to(tl.float32)[None]
-        last = tl.minimum(n, first + size)
+            for i in range(1, rows_before + 1):
+                row = b - i * (s_heads // kv_heads)
+                m, total, out = attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads,
+                                           scale_log2e, SHARE, D)
+        last = tl.minimum(cached_n, first + size)
         for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
-            k_cache, v_cache, cached = piece_of(addresses, piece, b_head, max_len, y, D, PIECE)
+            k_cache, v_cache, cached = piece_of(addresses, piece, s_head, s_heads, max_len, y,
+                                                D, PIECE)
             begin = tl.maximum(first, piece * PIECE)
             end = tl.minimum(last, (piece + 1) * PIECE)
-            m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, n, d,
+            m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, cached_n, d,
                                    scale_log2e, D, BLOCK)
 
         parts = n // size + 1

@@ -529,7 +529,8 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     """Put one token of each slot into a layer's cache and attend to all that are there.
 
     qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
-    Returns [slots, heads * D].
+    Returns [slots, heads * D]. methods/speculative.py puts in T tokens of each slot at once: T * slots
+    rows, first the next token of each slot, then the one after it, each with its own cache.filled.
     """
     pieces = cache.pieces[layer]
     filled = cache.filled
@@ -539,20 +540,21 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
             interleaved)
     _, slots, kv_heads, _, D = pieces[0].shape
     heads = qkv.shape[1] // D - 2 * kv_heads
-    q, k, v = qkv.view(slots, -1, D).split([heads, kv_heads, kv_heads], 1)       # [slots, heads, D]
+    q, k, v = qkv.view(len(qkv), -1, D).split([heads, kv_heads, kv_heads], 1)    # [rows, heads, D]
     q = rotate(q, cos[:, None], sin[:, None])
     k = rotate(k, cos[:, None], sin[:, None])
     for i, piece in enumerate(pieces):
         rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
         place = filled[rows] - i * CACHE_PIECE
-        piece[0, rows, :, place] = k[rows]
-        piece[1, rows, :, place] = v[rows]
+        piece[0, rows % slots, :, place] = k[rows]
+        piece[1, rows % slots, :, place] = v[rows]
 
     longest = filled.max() + 1
     k, v = torch.cat(pieces, 3)[:, :, :, :longest]
-    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
-    y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=there, enable_gqa=True)
-    return y.reshape(slots, -1)
+    there = torch.arange(longest, device=qkv.device) <= filled.view(-1, slots).T[:, None, :, None]
+    q = q.view(-1, slots, heads, D).permute(1, 2, 0, 3)                          # [slots, heads, T, D]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
+    return y.permute(2, 0, 1, 3).reshape(len(qkv), -1)
 
 
 class Attention(nn.Module):
@@ -876,6 +878,8 @@ class Sampler:
     Made anew for each call, and with it the CUDA graph, which holds the call's cache and noisy norms.
     """
 
+    fewest = 16                # slots that `shrink` may leave
+
     def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                  generator):
         device = model.device
@@ -1030,7 +1034,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
             admitted = min(len(idle) // group_size, len(prompts) - entered)
             if not busy and not admitted:
                 return sampler.rollout()
-            if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 32:
+            if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 2 * sampler.fewest:
                 sampler.shrink()                                # `idle` is stale now: no prompt waits
             if busy:            # first, so that the GPU decodes while the host issues the prefill
                 sampler.steps(check_every)
