@@ -5,7 +5,7 @@
 The problem. A rollout ends with a few long completions, and a pass over a handful of sequences takes
 nearly as long as one over many.
 
-The algorithm (Leviathan et al., arXiv 2211.17192; drafts from earlier epochs: DAS, arXiv 2511.13841;
+The formula (Leviathan et al., arXiv 2211.17192; drafts from earlier epochs: DAS, arXiv 2511.13841;
 both from secondary notes). The draft x_1 ... x_K of a sequence is what followed on its last tokens in
 another completion of the same question, of this rollout or of earlier epochs. One pass over the
 sequence's last token and the draft gives K + 1 distributions, and of each a token is drawn:
@@ -33,7 +33,8 @@ What differs from QeRL: the sampler, which also goes down to fewer slots. Texts 
 kept in memory, not in checkpoints: a resumed run begins without them, and draws other samples, from
 the same distribution, than one that was never stopped.
 
-Not yet measured on a GPU.
+The papers' results: DAS takes 30 to 50 % off the time of a rollout [secondary]. Ours: not yet
+measured on a GPU.
 
 When would you use it? On a GPU, from the second epoch on, where some completions are much longer than
 others.
