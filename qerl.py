@@ -1397,7 +1397,7 @@ def open_tensors(folder, device):
 LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 # Names of tensors that a model may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
-UNUSED = (".inv_freq", ".input_global_scale", ".k_scale", ".v_scale")
+UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 @dataclass
@@ -1418,15 +1418,19 @@ class Checkpoint:
     def __post_init__(self):
         self.unread = set(self.files)
         # Whether the folder has layers in 4 bits.
-        self.is_packed = any(name.endswith(".weight_packed") for name in self.files)
+        self.is_packed = any(name.endswith((".weight_packed", ".weight_scale_2")) for name in self.files)
 
     def has(self, name):
         return name in self.files
 
+    def in_4_bits(self, layer):
+        """Whether a layer is in NVFP4, as compressed-tensors or as NVIDIA's ModelOpt writes it."""
+        return self.has(f"{layer}.weight_packed") or self.has(f"{layer}.weight_scale_2")
+
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
         """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
         require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
-        tensor = self.files[name].get_tensor(name)
+        tensor = torch.atleast_1d(self.files[name].get_tensor(name))
         require(tensor.shape == shape and tensor.dtype in dtypes,
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not of the shape {list(shape)} in "
                 "16 bit or NVFP4; use the config.json that belongs to the weights")
@@ -1447,16 +1451,20 @@ class Checkpoint:
         """(packed, block_scale, global_scale [out, 1]) of a layer, read as NVFP4 or quantised here."""
         require_blocks(name, in_features, weights)
         format = FORMATS[weights]
-        if not self.has(f"{name}.weight_packed"):
+        if not self.in_4_bits(name):
             weight = self.read(f"{name}.weight", (out_features, in_features))
             # A weight is quantised in the dtype that it has.
             parts = format.quantize(weight.to(self.dtype) if weights == "bf16" else weight)
-        else:                                          # compressed-tensors' nvfp4-pack-quantized
+        else:
+            codes, last = "weight_packed", "weight_global_scale"       # of compressed-tensors
+            if self.has(f"{name}.weight_scale_2"):
+                codes, last = "weight", "weight_scale_2"               # of ModelOpt
+            scale = self.read(f"{name}.{last}", (1,))
             parts = (
-                self.read(f"{name}.weight_packed", (out_features, in_features // 2), [torch.uint8]),
+                self.read(f"{name}.{codes}", (out_features, in_features // 2), [torch.uint8]),
                 self.read(f"{name}.weight_scale", (out_features, in_features // 16),
                           [torch.float8_e4m3fn]),
-                self.read(f"{name}.weight_global_scale", (1,)),
+                1 / scale if last == "weight_scale_2" else scale,      # S_FP32, or what divides
             )
             require(parts[1].float().min() >= 0 and parts[2] > 1 / LARGEST,
                     f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
@@ -1468,7 +1476,7 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        packed = {self.has(f"{name}.weight_packed") for name in names}
+        packed = {self.in_4_bits(name) for name in names}
         require(len(packed) == 1, f"layers {', '.join(names)}: some are in 4 bits and some are not; "
                                   "quantise all of them or none")
         if self.is_packed and packed == {False}:
@@ -1523,7 +1531,7 @@ def check_config(config):
         f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
         "sliding-window attention": not getattr(config, "use_sliding_window", False),
         f"activation {config.hidden_act}": config.hidden_act == "silu",
-        f"quantisation {format}": format in (None, "nvfp4-pack-quantized"),
+        f"quantisation {format}": format in (None, "nvfp4-pack-quantized", "modelopt"),
         "a transform_config (rotated weights)": not stored.get("transform_config"),
     }
     for what, computed in supported.items():

@@ -1,13 +1,15 @@
 """Model folders, as a run reads them and leaves its adapter beside them."""
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import qerl
 from harness import command
 from harness.data import ChatText
-from harness.export import save_adapter
+from harness.export import save_adapter, save_packed
 from test_qerl import STORED, break_tensor, make_folder, packed_layer, relative, with_lora
 
 
@@ -50,3 +52,31 @@ def test_quantised_activations_are_said_to_stay(qwen, tmp_path, capsys, activati
         qwen[0], tmp_path, packed_layer, lambda c: c.update(quantization_config=stored))
     command.say_what_stays(qerl.load_model(folder).config)
     assert ("activations stay 16 bit" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("layout", ["ModelOpt", "scalar global scales"])
+def test_both_layouts_of_nvfp4_are_one_model(qwen, tmp_path, layout):
+    """NVIDIA's ModelOpt names the codes "weight" and stores what multiplies, not what divides."""
+    save_packed(qwen[0], str(tmp_path / "ours"), "cpu")
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "ours", other)
+    (path,) = other.glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith(".weight_global_scale")]:
+        layer = name.removesuffix("_global_scale")
+        scale = tensors[name].reshape(())
+        tensors[name] = scale
+        if layout == "ModelOpt":
+            del tensors[name]
+            tensors[layer] = tensors.pop(f"{layer}_packed")
+            tensors[f"{layer}_scale_2"] = 1 / scale
+            tensors[layer.removesuffix("weight") + "input_scale"] = torch.tensor(0.1)
+    save_file(tensors, path)
+    config = json.loads((other / "config.json").read_text())
+    if layout == "ModelOpt":
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (other / "config.json").write_text(json.dumps(config))
+    tokens = torch.arange(5, 12)[None]
+    with torch.no_grad():
+        ours, theirs = (qerl.load_model(str(tmp_path / name))(tokens) for name in ("ours", "other"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
