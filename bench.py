@@ -64,16 +64,11 @@ def gaussian_layers(count=8, size=2048):
 
 
 def model_layers(folder):
-    """The weight, float32, of every linear layer of a Hugging Face folder."""
-    checkpoint = qerl.Checkpoint(qerl.open_tensors(folder, "cpu"))
-    names = [name for name in checkpoint.files if name.endswith("_proj.weight")]
-    if not names:
-        raise qerl.UserError(
-            f"{folder}: its linear layers are not in 16 bit; give the model before it was quantised"
-        )
-    for name in names:
-        shape = checkpoint.files[name].get_slice(name).get_shape()
-        yield checkpoint.read(name, tuple(shape)).float()
+    """The weight, float32, of every linear layer of a Hugging Face folder; stacked ones are one, and
+    those in NVFP4 are decoded.
+    """
+    for layer in qerl.load_model(folder, "bf16", device="cpu").quantized_layers():
+        yield layer.weight.dequantize(torch.float32)
 
 
 def relative_errors(layers, device):
@@ -459,7 +454,7 @@ def run(args):
     if ranks.main:
         print_rows(result["rows"])
         if summary:
-            print_rows(summary(result["rows"]))
+            print_rows(list(summary(result["rows"])))
         if plot:
             save_figure(f"{path}.png", plot, result)
         print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))

@@ -155,11 +155,11 @@ def phase_means(metrics, measure):
 def phase_table(runs, measure, scale, digits):
     """A measure of the steps by phase: each arm's mean, then differences by seed.
 
-    runs: pairs of a row and its steps; those that did not log the measure are left out.
+    runs: rows with their steps as "metrics"; those that did not log the measure are left out.
     """
     means = [
-        {**row, **phase_means(metrics, measure)} for row, metrics in runs
-        if all(step.get(measure) is not None for step in metrics)
+        {**run, **phase_means(run["metrics"], measure)} for run in runs
+        if all(step.get(measure) is not None for step in run["metrics"])
     ]
     own = {arm: [(arm, None)] for arm in ARMS}
     asked = {what: QUESTIONS[what] for what in ASKED_OF_STEPS}
@@ -193,7 +193,7 @@ def write_tables(path, rows):
 
 
 def write_phases(path, runs):
-    """runs: pairs of a row and its steps, of ARMS alone."""
+    """runs: rows with their steps as "metrics", of ARMS alone."""
     lines = [MADE_BY]
     for measure, (title, scale, digits) in OVER_TIME.items():
         lines += ["", f"{title}, by part of the run, then differences by seed:", "",
@@ -207,10 +207,10 @@ def make_tables(out, rows, steps):
     rows, steps: see study.finished_runs and steps_of.
     """
     write_tables(f"{out}/tables.md", rows)
-    runs = [(row, steps[row["name"]]) for row in rows if row["arm"] in ARMS]
+    runs = [{**row, "metrics": steps[row["name"]]} for row in rows if row["arm"] in ARMS]
     if runs:
         write_phases(f"{out}/phases.md", runs)
-    four = [(row, metrics) for row, metrics in runs if row["arm"] in LINES]
+    four = [run for run in runs if run["arm"] in LINES]
     if four:
         save_figure(f"{out}/curves.png", plot_curves, four)
     if compared(rows):

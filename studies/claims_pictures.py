@@ -5,7 +5,7 @@ from statistics import fmean as mean
 import numpy as np
 
 from studies.factorial import QUESTIONS, at_rate, by_model, differences, rates_of
-from studies.study import rate_text, standard_error
+from studies.study import grouped, rate_text, standard_error
 
 # What the curves show of the steps, a row of panels each.
 CURVES = {
@@ -30,26 +30,28 @@ def short_name(model):
 
 def shown_rate(rows):
     """Of the learning rates of which a model has most runs, the best in training."""
-    reached = {}
-    for row in rows:
-        reached.setdefault(row["lr"], []).append(row["training_accuracy"])
-    return max(reached, key=lambda lr: (len(reached[lr]), mean(reached[lr])))
+    def key(rate):
+        return len(rates[rate]), mean(row["training_accuracy"] for row in rates[rate])
+
+    rates = grouped(rows, "lr")
+    return max(rates, key=key)[0]
 
 
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model at its shown_rate, a line an arm of LINES.
 
-    runs: pairs of a row and its steps, of LINES alone. A curve is the mean of the seeds, and of a
+    runs: rows with their steps as "metrics", of LINES alone. A curve is the mean of the seeds, and of a
     step and the four before it; its band is a standard error to either side.
     """
-    models = sorted({row["model"] for row, _ in runs})
+    models = grouped(runs, "model")
+    settings = grouped(runs, "model", "arm", "lr")
     figure, axes = plt.subplots(len(CURVES), len(models), figsize=(1 + 3.3 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
-    for column, model in zip(axes.T, models):
-        lr = shown_rate([row for row, _ in runs if row["model"] == model])
+    for column, (model,) in zip(axes.T, sorted(models)):
+        lr = shown_rate(models[model,])
         for (axis, measure), arm in product(zip(column, CURVES), LINES):
-            curves = [[step[measure] for step in metrics] for row, metrics in runs
-                      if (row["model"], row["arm"], row["lr"]) == (model, arm, lr)]
+            same = settings.get((model, arm, lr), [])
+            curves = [[step[measure] for step in run["metrics"]] for run in same]
             if curves:
                 plot_band(axis, np.array(curves), *LINES[arm])
         column[0].set_title(f"{short_name(model)}, {rate_text(lr)}")

@@ -20,11 +20,12 @@ from harness.ranks import Ranks
 from methods import jetrl
 from studies.plots import plot_bars, plot_lines
 from studies.random_models import RandomWeights, ShardedRandomWeights, random_model, random_prompts
+from studies.study import grouped
 from train_gsm8k import Samples, Settings, make_optimizer, update
 
 # The most that a model may take in bench.py memory.
 CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
-PHASES = ("rollout", "logprobs", "update")      # of the second, results of before alone
+PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")  # the second in older results alone
 
 
 class Phases(Clock):
@@ -125,8 +126,8 @@ def take_step(model, optimizer, scaler, asked, lengths, settings, algo, ranks):
     timed = TimedRanks(ranks, phases) if ranks.count > 1 else ranks
     with phases("update"):
         update(algo, model, batch, optimizer, scaler, settings, settings.micro_tokens, timed)
-    for phase in {"waiting", "exchange"} & phases.seconds.keys():      # both are part of the update
-        phases.seconds["update"] -= phases.seconds[phase]
+    for phase in PHASES[-2:]:           # both are part of the update
+        phases.seconds["update"] -= phases.seconds.get(phase, 0.0)
     return ranks.join({
         **phases.seconds,
         "step": sum(phases.seconds.values()),
@@ -193,15 +194,12 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
 
 def plot_step(result, plt):
     """Seconds by phase of the two largest sizes, a bar a model and format."""
-    phases = (*PHASES, "waiting", "exchange")
-    sizes = list(dict.fromkeys((r["prompts"], r["group"]) for r in result["rows"]))[-2:]
     contents = {}
-    for prompts, group in sizes:
+    for (prompts, group), rows in list(grouped(result["rows"], "prompts", "group").items())[-2:]:
         bars = contents[f"one RL step: {prompts * group} completions"] = {}
-        for row in sorted(result["rows"], key=lambda r: len(r["model"])):
-            if (row["prompts"], row["group"]) == (prompts, group):
-                name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
-                bars[name] = {phase: row[phase] for phase in phases if row.get(phase, 0.0) > 1e-3}
+        for row in sorted(rows, key=lambda row: len(row["model"])):
+            name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
+            bars[name] = {phase: row[phase] for phase in PHASES if row.get(phase, 0.0) > 1e-3}
     return plot_bars(plt, contents, "seconds")
 
 
@@ -213,21 +211,19 @@ def speed_ups(rows):
 
     shared: "each" has as many prompts for every process, "all" as many for all together.
     """
-    lines = []
-    for row in rows:
-        same = [r for r in rows if (r["model"], r["weights"]) == (row["model"], row["weights"])]
-        fewest = min(r["prompts"] for r in same)
-        alone = [r["prompts"] / r["step"] for r in same if r["processes"] == 1]
-        speed = row["prompts"] / row["step"]
-        lines.append({
-            "model": f"{row['model']}, {row['weights']}",
-            "processes": row["processes"],
-            "completions": row["prompts"] * row["group"],
-            "shared": "each" if row["prompts"] == fewest * row["processes"] else "all",
-            "completions/s": speed * row["group"],
-            "times one": speed / alone[0] if alone else None,
-        })
-    return lines
+    for (model, weights), same in grouped(rows, "model", "weights").items():
+        fewest = min(row["prompts"] for row in same)
+        alone = [row["prompts"] / row["step"] for row in same if row["processes"] == 1]
+        for row in same:
+            speed = row["prompts"] / row["step"]
+            yield {
+                "model": f"{model}, {weights}",
+                "processes": row["processes"],
+                "completions": row["prompts"] * row["group"],
+                "shared": "each" if row["prompts"] == fewest * row["processes"] else "all",
+                "completions/s": speed * row["group"],
+                "times one": speed / alone[0] if alone else None,
+            }
 
 
 def plot_scaling(result, plt):

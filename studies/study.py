@@ -110,23 +110,21 @@ def start_of(row):
     return row["model"], row["arm"], row.get("start_seed", 0)
 
 
-def command_of(run, flags, args):
+def command_of(run, device, flags, args):
     """The command line of a run, its labels. flags: {arm: flags of train_gsm8k.py}, a text.
 
     Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
     answers to each question. Of the runs that begin with the same policy one measures it before its
     training. Weights round to the nearest code, unless the arm has another --quantizer.
     """
-    own = ["--lr", str(run["lr"]), "--seed", str(run["seed"]), "--quantizer", "rtn"]
-    own += ["--eval-samples", "4", "--resume", "--out", f"{args.out}/{run['name']}"]
-    if args.model:
-        own += ["--model", args.model]
-    else:
-        own += ["--start-seed", str(run["start_seed"])]
+    own = f"--lr {run['lr']} --seed {run['seed']} --start-seed {run['start_seed']}"
+    own += " --quantizer rtn --eval-samples 4 --resume"
     first_seed = args.own_starts or run["seed"] == args.seeds[0]
     if not first_seed or run["lr"] != args.lrs[0]:
-        own.append("--skip-eval-before")
-    return [sys.executable, TRAIN, *own, *args.more, *flags[run["arm"]].split()]
+        own += " --skip-eval-before"
+    model = ["--model", args.model] if args.model else []
+    return [sys.executable, TRAIN, *own.split(), *model, *args.more, *flags[run["arm"]].split(),
+            "--device", device, "--out", f"{args.out}/{run['name']}"]
 
 
 def row_of(run, folder):
@@ -166,13 +164,6 @@ def steps_of(out, rows):
 # --------------------------------------------------------------------------------------------------
 # A study
 
-def visible_devices():
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, or "cpu"."""
-    gpus = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return named.split(",")[:gpus] or ["cpu"]
-
-
 def missing_runs(args):
     """The labels of the runs that a study's folder lacks.
 
@@ -200,17 +191,15 @@ def require_same_settings(args, same=()):
 
 
 def run_one(run, device, flags, args):
-    """Make a run and its row on "cpu" or the GPU of this number -> whether it failed."""
+    """Make a run and its row on a device -> whether it failed."""
     folder = f"{args.out}/{run['name']}"
     os.makedirs(folder, exist_ok=True)
     environment = dict(os.environ)
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = device
     print(f"{device}: {run['name']}", flush=True)
     with open(f"{folder}.log", "ab") as log:
-        status = subprocess.call(command_of(run, flags, args), env=environment,
+        status = subprocess.call(command_of(run, device, flags, args), env=environment,
                                  stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     if status:
         print(f"{run['name']}: ended with status {status}; {folder}.log says why", flush=True)
@@ -224,7 +213,10 @@ def run_all(missing, flags, args):
 
     Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
-    devices = (["cpu"] if args.settings.device == "cpu" else visible_devices()) * args.jobs
+    devices = [args.settings.device]
+    if devices == ["cuda"]:
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    devices *= args.jobs
     runs = iter(missing)                    # the threads share it
 
     def work(device):

@@ -1,8 +1,10 @@
 """The studies behind results/claims and results/methods."""
+import dataclasses
 import itertools
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -128,8 +130,8 @@ def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path):
     args = study_arguments(tmp_path, "--group", "4")
     run = study.labels_of("a", 1e-4, 0, args)
     for flags, expected in (("", "rtn"), ("--quantizer gptq", "gptq")):
-        command = study.command_of(run, {"a": f"--group 2 {flags}"}, args)
-        settings = train_gsm8k.arguments([*command[2:], "--device", "cpu"])
+        command = study.command_of(run, "cpu", {"a": f"--group 2 {flags}"}, args)
+        settings = train_gsm8k.arguments(command[2:])
         assert (settings.group, settings.quantizer) == (2, expected)
 
 
@@ -140,8 +142,6 @@ def test_a_model_that_is_not_there_is_missed_before_any_run(tmp_path, monkeypatc
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
     def call(command, **_):
         finished_run(command)
         return int("-a-" in command[command.index("--out") + 1])
@@ -165,7 +165,7 @@ def test_a_start_is_measured_once(tmp_path, own, expected):
         "a study", arms, arms, (2, 2), "results")
     missing = study.missing_runs(args)
     measured = [(run["arm"], run["lr"], run["seed"]) for run in missing
-                if "--skip-eval-before" not in study.command_of(run, dict.fromkeys(arms, ""), args)]
+                if "--skip-eval-before" not in study.command_of(run, "cpu", dict.fromkeys(arms, ""), args)]
     assert measured == expected
     assert len(missing) == 8
 
@@ -174,7 +174,7 @@ def test_seeds_may_have_starts_of_their_own(tmp_path):
     for flags, start, model in ((["--own-starts"], "3", "small-own-starts"), ([], "0", "small")):
         args = study.arguments(flags, "a study", ["a"], ["a"], (1, 1), str(tmp_path))
         run = study.labels_of("a", 1e-3, 3, args)
-        command = study.command_of(run, {"a": ""}, args)
+        command = study.command_of(run, "cpu", {"a": ""}, args)
         assert command[command.index("--start-seed") + 1] == start
         assert run["name"] == f"{model}-a-lr0.001-seed3"
 
@@ -191,14 +191,16 @@ def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
     assert torch.equal(first, again)
 
 
-def test_a_study_takes_the_gpus_that_it_was_given(monkeypatch):
+def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert study.visible_devices() == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert study.visible_devices() == ["2", "3"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert study.visible_devices() == ["cpu"]
+    args = study_arguments(tmp_path, "--jobs", "2", "--seeds", "0", "1", "2", "3")
+    for given, expected in (("cuda", ["cuda:0", "cuda:1"]), ("cuda:1", ["cuda:1"]), ("cpu", ["cpu"])):
+        used = set()
+        monkeypatch.setattr(
+            study, "run_one", lambda run, device, *_: used.add(device) or time.sleep(0.05))
+        args.settings = dataclasses.replace(args.settings, device=given)
+        assert not study.run_all(study.missing_runs(args), {}, args)
+        assert sorted(used) == expected
 
 
 @pytest.mark.parametrize("study_of", [claims, compare])
