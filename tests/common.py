@@ -11,12 +11,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import qerl
 import train_gsm8k
 import harness.run
 from harness.batches import Batch
-from harness.folders import write_jsonl
+from harness.folders import read_jsonl, write_jsonl
 from harness.layers import train_all_weights
 from methods import jetrl
 from studies import claims, study
@@ -33,10 +34,6 @@ QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.v
                *(f"<think></think><answer>{n}</answer>" for n in TAGGED.values())]
 
 
-def flat_policy(policy):
-    return torch.cat([p.flatten() for p in policy.values()])
-
-
 def recorded(monkeypatch):
     """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
     calls = []
@@ -49,32 +46,24 @@ def recorded(monkeypatch):
 
     def recorded_generate(model, prompts, *args, **options):
         policy = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-        call = types.SimpleNamespace(
-            number=len(calls), prompts=prompts, policy=policy, drawn_with=set(),
-        )
-        call.noise = [
-            None if norm.noisy_weight is None else norm.noisy_weight - norm.weight.detach()
-            for norm in scales(model)
-        ]
-        calls.append(call)
-        call.rollout = generate(model, prompts, *args, **options)
-        return call.rollout
+        noise = [norm.noisy_weight - norm.weight.detach()
+                 for norm in scales(model) if norm.noisy_weight is not None]
+        calls.append(types.SimpleNamespace(
+            number=len(calls), prompts=prompts, policy=policy, noise=noise, drawn_with=set()))
+        calls[-1].rollout = generate(model, prompts, *args, **options)
+        return calls[-1].rollout
+
     monkeypatch.setattr(qerl, "sample", recorded_sample)
     monkeypatch.setattr(qerl, "generate", recorded_generate)
     return calls
 
+
 LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
 
 
-def assert_learned(log, calls=None):
-    """Each step of a run without KL had groups whose rewards differ, and changed the adapter.
-
-    log: of metrics.jsonl; calls: see recorded.
-    """
+def assert_learned(log):
+    """Each step of a run without KL had groups whose rewards differ, and changed the adapter."""
     assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
-    if calls:
-        policies = [flat_policy(call.policy) for call in calls]
-        assert sum(not a.equal(b) for a, b in zip(policies, policies[1:])) == len(log)
 
 
 def command(*args):
@@ -308,29 +297,43 @@ def loss_of(algo, logprobs, batch):
         settings.clip_high, batch.ref_logprobs, settings.beta, batch.rollout_logprobs, settings.tis)
 
 
-def stopped_and_resumed(monkeypatch, options, tmp_path):
-    """Metrics of a run, which has to be the same bit for bit if it is stopped in its second step
-    and resumed.
-    """
-    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
-    describe, calls = train_gsm8k.describe, []
+def stop_at(step, *args):
+    """Run until the checkpoint of this step is due, and stop there as Ctrl-C does."""
+    save = harness.run.save_checkpoint
 
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 2:
+    def stop(*given):
+        state = given[-2]
+        if state["step"] == step:
             raise KeyboardInterrupt
-        return describe(*args)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gsm8k, "describe", stop)
-        with pytest.raises(SystemExit):
-            run_main(monkeypatch, *options, "--out", tmp_path / "stopped")
-    run_main(monkeypatch, *options, "--out", tmp_path / "stopped", "--resume")
-    whole, resumed = (without_times(tmp_path / name / "metrics.jsonl")
-        for name in ("whole", "stopped"))
-    assert len(whole) == 3 and whole == resumed
-    adapters = [files_below(tmp_path / name / "adapter") for name in ("whole", "stopped")]
-    assert adapters[0] == adapters[1]
-    return whole
+        save(*given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.run, "save_checkpoint", stop)
+        with pytest.raises(SystemExit, match="130"):
+            run_main(patch, *args)
+
+
+def assert_same_run(one, other):
+    """Two runs' folders hold the same to the last bit, but for times -> their metrics."""
+    logs = [without_times(out / "metrics.jsonl") for out in (one, other)]
+    assert logs[0] == logs[1]
+    assert files_below(one / "adapter") == files_below(other / "adapter")
+    for name in ("samples.jsonl", "answers_after.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    whole, again = (load_file(out / "checkpoint.safetensors") for out in (one, other))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    return logs[0]
+
+
+def stopped_and_resumed(monkeypatch, options, tmp_path):
+    """Metrics of a run of three steps, which has to be the same if it is stopped in its second."""
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    run_main(monkeypatch, *options, "--out", whole)
+    stop_at(2, *options, "--out", stopped)
+    run_main(monkeypatch, *options, "--out", stopped, "--resume")
+    assert len(read_jsonl(whole / "metrics.jsonl")) == 3
+    return assert_same_run(whole, stopped)
 
 
 def all_trained(folder):

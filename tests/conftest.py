@@ -62,6 +62,12 @@ def data(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture
+def quick(qwen, data):
+    """The flags of a run of a few seconds, but for --out."""
+    return ("--model", qwen[0], "--data", data, *QUICK)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def plain_curves():
     """Learning curves without tick labels and layout, which take most of a short run's time.

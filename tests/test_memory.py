@@ -9,26 +9,25 @@ import torch
 import bench
 import qerl
 import train_gsm8k
-from common import QUICK, refused, run_main, scored_by_letters, without_times
+from common import assert_same_run, refused, run_main, scored_by_letters
 from harness import machine
 from harness.batches import Batch
 from studies.random_models import random_model
 from test_qerl import with_lora
 
 
-def no_memory(*args, **kwargs):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-
-@pytest.mark.parametrize("place,name",
-                         [(qerl, "load_model"), (qerl.Sampler, "steps"),
-                          (torch.optim.AdamW, "step")])
-def test_out_of_memory_is_one_line_with_the_remedies(qwen, data, tmp_path, monkeypatch, capsys,
-        place, name):
+@pytest.mark.parametrize("place,name", [
+    (qerl, "load_model"), (qerl.Sampler, "steps"), (torch.optim.AdamW, "step"),
+])
+def test_out_of_memory_is_one_line_with_the_remedies(
+        quick, tmp_path, monkeypatch, capsys, place, name):
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     monkeypatch.setattr(place, name, no_memory)
-    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, *QUICK,
-                   "--skip-eval-before", "--out", tmp_path / "run")
-    assert line.startswith("error: out of memory; lower --slots (rollout) or --micro-tokens") and "--resume" in line
+    options = (*quick, "--skip-eval-before", "--out", tmp_path / "run")
+    line = refused(monkeypatch, capsys, *options)
+    assert "out of memory; lower --slots (rollout) or --micro-tokens" in line
+    assert "--resume" in line
 
 
 def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -36,72 +35,56 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     arguments = ["bench.py", "memory", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     bench.main()
-    path = tmp_path / "cpu" / "memory.json"
-    row, = json.loads(path.read_text())["rows"]
+    (row,) = json.loads((tmp_path / "cpu/memory.json").read_text())["rows"]
     assert row["model"] == "tiny" and set(row["rest_gb"]) == {"rollout", "update"}
-    # LoRA of rank 16 on tiny's layers, float32: A and B of q, k, v, o, gate, up, down in two blocks.
-    sizes = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
-    lora = 2 * 16 * sum(a + b for a, b in sizes) * 4
-    assert row["lora_gb"] == row["gradients_gb"] == lora / 1e9
-    assert 2 * lora <= row["optimizer_gb"] * 1e9 < 2.01 * lora       # and a count of steps each
-    assert row["embeddings_gb"] == 2 * 512 * 256 * 4 / 1e9
-    cache = qerl.KVCache(random_model("tiny", "nvfp4", 0, "cpu"), 8, 20)
-    cache.reserve(20)
-    assert row["cache_gb"] == sum(piece.nbytes for pieces in cache.pieces for piece in pieces) / 1e9
-    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    model = random_model("tiny", "nvfp4", 16, "cpu")
+    lora = sum(p.nbytes for p in qerl.trainable(model).values()) / 1e9
+    assert row["lora_gb"] == row["gradients_gb"] == pytest.approx(lora)
+    assert 2 * lora <= row["optimizer_gb"] < 2.01 * lora            # and a count of steps each
+    assert row["embeddings_gb"] == pytest.approx(2 * 512 * 256 * 4 / 1e9)
+    assert row["cache_gb"] == pytest.approx(cache_bytes(model, 8, 20) / 1e9)
+    assert (tmp_path / "cpu/memory.png").exists()
     out = capsys.readouterr().out
     assert "these figures mean nothing" in out and "| tiny |" in out
 
 
-def test_weights_stay_decoded_where_there_is_room(qwen, data, tmp_path, monkeypatch):
-    """With room each weight is decoded once, as it is loaded; without for each token.
+def cache_bytes(model, slots, length):
+    """What so many sequences of this length take in the KV cache."""
+    cache = qerl.KVCache(model, slots, length)
+    cache.reserve(length)
+    return sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
+
+
+def test_weights_stay_decoded_where_there_is_room(quick, qwen, tmp_path, monkeypatch):
+    """In half of the free memory each is decoded once, as it is loaded; else for each token.
 
     The results are the same.
     """
     scored_by_letters(monkeypatch)
-    monkeypatch.setattr(train_gsm8k, "keep_decoded",
-                        lambda model, collect: machine.keep_decoded(model, collect, small=0))
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--slots", 4)
-    decoded, adapters = {}, {}
-    for name, free in (("room", 10 ** 9), ("none", 10 ** 5)):
-        monkeypatch.setattr(machine, "free_memory", lambda device: free)
-        counted, dequantize = [], qerl.dequantize_nvfp4
-        monkeypatch.setitem(qerl.FORMATS, "nvfp4",
-            replace(qerl.FORMATS["nvfp4"],
-            dequantize=lambda *a: counted.append(1) or dequantize(*a)))
-        run_main(monkeypatch, *options, "--out", tmp_path / name)
-        decoded[name] = len(counted)
-        adapters[name] = (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes()
-    assert decoded["room"] == 8 and decoded["none"] > 500 and adapters["room"] == adapters["none"]
-    logs = [without_times(tmp_path / name / "metrics.jsonl") for name in ("room", "none")]
-    assert logs[0] == logs[1]
+    keep = machine.keep_decoded
+    monkeypatch.setattr(
+        train_gsm8k, "keep_decoded", lambda model, collect: keep(model, collect, small=0))
+    layers = qerl.load_model(qwen[0]).quantized_layers()
+    size = sum(layer.weight.dequantize(torch.float32).nbytes for layer in layers)
+    nvfp4 = qerl.FORMATS["nvfp4"]
+    counts = []
+    for name, free in (("room", 2 * size), ("none", 2 * size - 2)):
+        decoded = []
 
-
-@pytest.mark.parametrize("weights,kept", [("nvfp4", 3), ("nf4", 3), ("bf16", 0)])
-def test_what_is_kept_decoded_is_weighed(qwen, monkeypatch, weights, kept):
-    model = qerl.load_model(qwen[0], weights, dtype=torch.bfloat16)
-    before = {id(layer): layer.weight for layer in model.quantized_layers()}
-    size = sum(2 * layer.weight.dequantize(torch.bfloat16).numel()
-        for layer in model.quantized_layers())
-    for free in (2 * size - 2, 2 * size):
+        def counted(*args):
+            decoded.append(args)
+            return nvfp4.dequantize(*args)
         monkeypatch.setattr(machine, "free_memory", lambda device: free)
-        # it is small: it stays as it is
-        machine.keep_decoded(model)
-        assert all(layer.weight is before[id(layer)] for layer in model.quantized_layers())
-        machine.keep_decoded(model, small=0)
-        same = [layer.weight is before[id(layer)] for layer in model.quantized_layers()]
-        assert all(same) or (free == 2 * size and kept and not any(same))
-    for layer in model.quantized_layers():
-        weight = layer.weight.dequantize(torch.bfloat16)
-        assert torch.equal(weight, before[id(layer)].dequantize(torch.bfloat16))
-        assert not kept or weight is layer.weight.dequantize(torch.bfloat16)
+        monkeypatch.setitem(qerl.FORMATS, "nvfp4", replace(nvfp4, dequantize=counted))
+        run_main(monkeypatch, *quick, "--steps", 2, "--out", tmp_path / name)
+        counts.append(len(decoded))
+    assert counts[0] == len(layers) < counts[1] / 10
+    assert_same_run(tmp_path / "room", tmp_path / "none")
 
 
 def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     model = qerl.load_model(family[0])
-    cache = qerl.KVCache(model, 3, 100)
-    cache.reserve(100)
-    size = sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
+    size = cache_bytes(model, 3, 100)
     monkeypatch.setattr(machine, "free_memory", lambda device: size)
     assert machine.slots_that_fit(model, 100, share=1.0) == 3
     assert "--slots 3: so many sequences of 100 tokens" in capsys.readouterr().out
@@ -109,76 +92,63 @@ def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     assert machine.slots_that_fit(model, 1, share=1.0) == 256
 
 
-def test_a_run_keeps_its_slots(qwen, data, tmp_path, monkeypatch):
-    """What memory held when it began; otherwise a resumed run would draw other numbers and add in
-    another order.
-    """
-    used, generate = [], qerl.generate
-    budgets, cut = set(), Batch.micro_batches
-    monkeypatch.setattr(Batch, "micro_batches", lambda batch, rows, budget: budgets.add(budget)
-                        or cut(batch, rows, budget))
+def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
+    """Otherwise a resumed run would draw other numbers and add in another order."""
+    slots = set()
+    budgets = set()
+    generate = qerl.generate
+    cut = Batch.micro_batches
 
-    def watched(*args, **options):
-        used.append(options["slots"])
+    def watched_generate(*args, **options):
+        slots.add(options["slots"])
         return generate(*args, **options)
-    monkeypatch.setattr(qerl, "generate", watched)
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 1, "--out", tmp_path / "run")
+
+    def watched_cut(batch, rows, budget):
+        budgets.add(budget)
+        return cut(batch, rows, budget)
+    monkeypatch.setattr(qerl, "generate", watched_generate)
+    monkeypatch.setattr(Batch, "micro_batches", watched_cut)
+    options = (*quick, "--steps", 1, "--out", tmp_path / "run")
     monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
-    first = used[0]
-    assert 1 < first < 256 and set(used) == {first} and budgets == {512}
+    (first,) = slots
+    assert 1 < first < 256
     monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 9)
-    for more, slots in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
-        used.clear()
+    for more, expected in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
+        slots.clear()
         run_main(monkeypatch, *options, "--resume", *more)
-        assert set(used) == {slots} and budgets == {512}, more
+        assert slots == {expected} and budgets == {512}
 
 
 def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     """Beside the logits and what is trained: two moments and a gradient, float32."""
     model = with_lora(family[0])
-    config = model.config
-    trained = 12 * sum(p.numel() for p in qerl.trainable(model).values())
-    logits = 3 * 2048 * config.vocab_size * 4
-    d = config.hidden_size
-    wide = config.intermediate_size
-    blocks = len(model.blocks)
-    kept = blocks * (6 * d + 3 * wide)
-    recomputed = blocks * d + 10 * d + 5 * wide
-    for recompute_blocks, values in ((0, kept), (blocks, recomputed)):
-        model.recompute_in_backward(recompute_blocks)
-        free = trained + logits + 1000 * 4 * values
+    trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
+    logits = 3 * 2048 * model.config.vocab_size * 4
+    thousand = trained + logits + 1000 * 4 * machine.activations(model, 0)
+    for free, tokens in ((thousand, 1000), (0, 512), (1e15, 16384)):
         monkeypatch.setattr(machine, "free_memory", lambda device: free)
-        assert machine.micro_tokens_that_fit(model, share=1.0) == 1000
-        assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
-    monkeypatch.setattr(machine, "free_memory", lambda device: 0)
-    assert machine.micro_tokens_that_fit(model) == 512
-    monkeypatch.setattr(machine, "free_memory", lambda device: 1e15)
-    assert machine.micro_tokens_that_fit(model) == 16384
+        assert machine.micro_tokens_that_fit(model, share=1.0) == tokens
+    assert "--micro-tokens 1000: so many tokens" in capsys.readouterr().out
 
 
-def test_blocks_keep_their_activations_where_memory_allows(family, monkeypatch):
+def test_blocks_keep_their_activations_where_memory_allows(qwen, monkeypatch):
     """As few blocks as possible are recomputed; with a token more, one block more is."""
-    model = with_lora(family[0])
-    d = model.config.hidden_size
-    wide = model.config.intermediate_size
+    model = with_lora(qwen[0])
     model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
-    blocks = len(model.blocks)
-    for recomputed in (0, 3, 7, blocks):
-        kept = (blocks - recomputed) * (5 * d + 3 * wide)
-        values = blocks * d + kept + (10 * d + 5 * wide) * bool(recomputed)
-        monkeypatch.setattr(machine, "room_for_updates", lambda model: 1000 * values)
+    for recomputed in (0, 3, 7, 40):
+        room = 1000 * machine.activations(model, recomputed)
+        monkeypatch.setattr(machine, "room_for_updates", lambda model: room)
         machine.keep_activations(model, 1000)
         assert model.recompute_blocks == recomputed
         machine.keep_activations(model, 1001)
-        assert model.recompute_blocks > recomputed or recomputed == blocks
+        assert model.recompute_blocks > recomputed or recomputed == 40
 
 
 def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(machine, "HOST", str(tmp_path / "meminfo"))
-    # there is no such file
-    assert machine.free_memory(cpu) == machine.UNKNOWN
+    assert machine.free_memory(cpu) == machine.UNKNOWN              # there is no such file
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
     assert machine.free_memory(cpu) == 3000 * 1024
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
