@@ -242,8 +242,10 @@ def bench_rollout(args):
     models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
     for name in models:
         own = rank_of(name)
-        theirs = list(peers.vllm_rows(name, own, batches, tokens)) if cuda else []
-        yield from theirs
+        best = {}                                                  # {batch: vLLM's tokens per second}
+        for row in peers.vllm_rows(name, own, batches, tokens) if cuda else []:
+            best[row["batch"]] = max(row["tokens_per_s"], best.get(row["batch"], 0.0))
+            yield row
         variants = [(own, weights) for weights in args.weights]
         if name == models[0]:
             variants += [(rank, "nvfp4") for rank in args.ranks if rank != own]
@@ -255,8 +257,7 @@ def bench_rollout(args):
                 row = {"model": name, "rank": rank, "weights": weights, "batch": batch,
                        "tokens_per_s": batch * tokens / seconds["decode"],
                        "prefill_s": seconds["prefill"]}
-                rates = [r["tokens_per_s"] for r in theirs if (r["rank"], r["batch"]) == (rank, batch)]
-                yield {**row, "vllm": max(rates)} if rates else row
+                yield {**row, "vllm": best[batch]} if best and rank == own else row
             del model
             release_memory(args.device)
 
@@ -375,7 +376,7 @@ def arguments():
                           ("entropy", formats)):
         choices = [*formats, "nvfp4-fp8"] if what in ("step", "scaling") else formats
         of[what].add_argument("--weights", nargs="+", choices=choices, default=default,
-                              help="nvfp4-fp8 is --method jetrl:training")
+                              help="of frozen weights; nvfp4-fp8, of a step: --method jetrl:training")
     of["rollout"].add_argument("--ranks", nargs="*", type=positive, default=[16, 128],
                                help="other LoRA ranks for the first model, NVFP4 (default 16 128)")
     of["step"].add_argument("--sizes", nargs="+", type=size, metavar="PxG",

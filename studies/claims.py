@@ -35,17 +35,11 @@ OVER_TIME = {
 }
 
 
-def cell(values, scale=100, digits=1):
-    """with_error of values; "-" if there is none, or one that was not measured (nan)."""
-    unknown = not values or any(map(math.isnan, values))
-    return "-" if unknown else with_error(values, scale, digits)
-
-
 # --------------------------------------------------------------------------------------------------
 # What each arm reaches
 
 def reached(rows):
-    return [cell([row[measure] for row in rows]) for measure in MEASURES]
+    return [with_error([row[measure] for row in rows]) for measure in MEASURES]
 
 
 def arms_table(rows):
@@ -60,7 +54,7 @@ def arms_table(rows):
             ", ".join(sorted({str(row["steps"]) for row in same})),
             ", ".join(with_error(values) for values in before if values) or "-",
             *reached(same),
-            cell([row["entropy"] for row in same], scale=1, digits=3),
+            with_error([row["entropy"] for row in same], scale=1, digits=3),
         ])
     return table(["model", "arm", "lr", "seeds", "steps", "before: pass@1, greedy", *REACHED,
                   "entropy, nats"], lines)
@@ -87,7 +81,7 @@ def answers(by, questions, measures, scale=100, digits=1):
     for rates, what, pairs in questions:
         found = [differences(by, pairs, measure) for measure in measures]
         if found[0]:
-            yield [rates, what, len(found[0]), *(cell(values, scale, digits) for values in found)]
+            yield [rates, what, len(found[0]), *(with_error(values, scale, digits) for values in found)]
 
 
 def differences_table(rows, questions_of):

@@ -81,7 +81,7 @@ def methods_table(rows):
             f"{max(row['peak_memory_gb'] for row in same):.1f}",
             f"{mean(row['seconds_a_step'] for row in same):.2f}",
             f"{max(0.0, mean(row['mismatch_kl'] for row in same)):.1e}",     # 0 but for rounding
-            with_error(before) if before else "-",
+            with_error(before),
             with_error([row["accuracy_after"] for row in same]),
             f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
             with_error([row["greedy_after"] for row in same]),

@@ -78,12 +78,12 @@ def best_rates(rows):
     Only of arms that were tried at two rates or more. Training questions decide, never those of the
     test. Two rates are compared by the seeds that both have, beginning with those of most seeds.
     """
+    accuracy = {}                                              # {arm: {lr: {seed: accuracy}}}
+    for r in rows:
+        of_arm = accuracy.setdefault(r["arm"], {})
+        of_arm.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
     best = {}
-    for arm in sorted({r["arm"] for r in rows}):
-        reached = {}                                           # {lr: {seed: training accuracy}}
-        for r in rows:
-            if r["arm"] == arm:
-                reached.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
+    for arm, reached in sorted(accuracy.items()):
         first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
         for lr in others:
             leader = best.get(arm, first)

@@ -7,6 +7,7 @@ from the folders that have one. Flags that a study does not know go to train_gsm
 """
 import glob
 import json
+import math
 import os
 import subprocess
 import sys
@@ -51,7 +52,12 @@ def standard_error(values):
 
 
 def with_error(values, scale=100, digits=1):
-    """"mean ± standard error" of the values times scale; by default of fractions, in percent."""
+    """"mean ± standard error" of the values times scale; by default of fractions, in percent.
+
+    "-" if there is none, or one that was not measured (nan).
+    """
+    if not values or any(map(math.isnan, values)):
+        return "-"
     error = standard_error(values)
     rounded = round(scale * mean(values), digits) + 0.0             # never -0.0
     text = f"{rounded:.{digits}f}"
@@ -134,11 +140,9 @@ def row_of(run, folder):
     settings = summary["settings"]
     return {
         **run,
-        "weights": settings["weights"],
+        **{name: settings[name] for name in ("weights", "algo", "lr")},
         "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
         "lora": settings["lora_rank"],                     # 0: full fine-tuning
-        "algo": settings["algo"],
-        "lr": settings["lr"],
         "steps": summary["steps"],
         **{k: v for k, v in summary.items() if k.endswith(("_before", "_after"))},
         "training_accuracy": mean(m["accuracy"] for m in metrics[-10:]),
