@@ -1,5 +1,6 @@
 """What several test files use."""
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -23,15 +24,11 @@ from methods import jetrl
 from studies import claims, study
 from test_qerl import HERE, scales
 
-# A vocabulary in which a policy that knows nothing answers, and now and then rightly.
-BOXED = {5: 1, 6: 2}                                # token -> the number that it answers
-
-TAGGED = {7: 1, 8: 2}                               # the same in the paper's format
-
+# A vocabulary in which a policy that knows nothing answers, and now and then rightly: 1 or 2, in a
+# box or in the paper's format.
 QUIZ_EOS = 4
-
-QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", *(rf"\boxed{{{n}}}" for n in BOXED.values()),
-               *(f"<think></think><answer>{n}</answer>" for n in TAGGED.values())]
+QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", r"\boxed{1}", r"\boxed{2}",
+               "<think></think><answer>1</answer>", "<think></think><answer>2</answer>"]
 
 
 def recorded(monkeypatch):
@@ -64,10 +61,6 @@ LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each
 def assert_learned(log):
     """Each step of a run without KL had groups whose rewards differ, and changed the adapter."""
     assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
-
-
-def command(*args):
-    return [sys.executable, f"{HERE}/train_gsm8k.py", *map(str, args)]
 
 
 def run_main(monkeypatch, *args):
@@ -127,91 +120,40 @@ def scored_by_letters(monkeypatch):
                         lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
 
 
-def logged_steps(*numbers):
-    """What metrics.jsonl and samples.jsonl need to hold of the steps with these numbers."""
-    figures = dict(accuracy=0.5, reward=1.0, entropy=0.1, length=3.0, sigma=0.01)
-    return [{"step": number, **figures, "completions": []} for number in numbers]
-
-
 def killed_at(event, number, when, *args):
     """Run the training in a child that a SIGKILL ends, at call `number` of a function.
 
     event: the function's (module, name). when: "before", "after" or "amid" the call, of which half
     a line is written. Returns how often the function was called; None if the child was killed.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        torch.set_num_threads(1)
-        module, name = event
-        original, calls = getattr(module, name), []
+    module, name = event
+    original = getattr(module, name)
+    fork = multiprocessing.get_context("fork")
+    calls = fork.Value("i")
 
-        def counted(*given, **options):
-            calls.append(given)
-            if len(calls) == number and when == "amid":
-                with open(given[0], "a") as f:
-                    f.write('{"step": 1, "rew')
-            if len(calls) == number and when != "after":
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(*given, **options)
-            if len(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def counted(*given, **options):
+        calls.value += 1
+        if calls.value == number and when == "amid":
+            with open(given[0], "a") as f:
+                f.write('{"step": 1, "rew')
+        if calls.value == number and when != "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*given, **options)
+        if calls.value == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train():
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        torch.set_num_threads(1)
         setattr(module, name, counted)
         sys.argv = ["train_gsm8k.py", *map(str, args)]
-        try:
-            train_gsm8k.main()
-            os.write(writer, str(len(calls)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with open(reader, "rb") as f:
-        count = f.read()
-    return int(count) if count else None
+        train_gsm8k.main()
 
-
-def used_folder(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    return tmp_path
-
-DAPO_PROMPT = (
-    "Solve the following math problem step by step. The last line of your response should be of the "
-    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
-    'Remember to put your answer on its own line after "Answer:".')
-
-FOREIGN_ROWS = {
-    "bigmath": [{"problem": "Half of ten?", "answer": "5", "source": "orca",
-    "domain": ["Arithmetic"], "llama8b_solve_rate": 0.9}],
-    "dapo-math": [{"data_source": "math_dapo", "ability": "MATH",
-    "prompt": [{"content": DAPO_PROMPT.format(question), "role": "user"}],
-                   "reward_model": {"ground_truth": "34", "style": "rule"},
-                   "extra_info": {"index": "0"}}
-                  for question in ["Five ducks.\n\nAnd so on?"] * 3],
-    "math-500": [{"problem": "Convert $(0,3)$.",
-    "solution": "So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.", "subject": "Precalculus",
-                  "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2,
-                  "unique_id": "test/precalculus/807.json"}],
-    "aime24": [{"id": 60, "problem": "Aya walks.", "solution": "... \\boxed{204}.", "answer": "204",
-    "url": "", "year": "2024"}],
-    "aime25": [{"problem": "Sum of bases?", "answer": "70", "id": "0"}],
-    "amc23": [{"id": 0, "answer": "27.0", "url": "", "question": "Cities A and B?"}],
-    "solutions": [{"problem": "Twice $x$?", "solution": "It is \\boxed{2x}.", "level": "Level 1",
-    "type": "Algebra"}],
-}
-
-FOREIGN_QUESTIONS = {
-    "bigmath": ("Half of ten?", "5"),
-    "dapo-math": ("Five ducks.\n\nAnd so on?", "34"),
-    "math-500": ("Convert $(0,3)$.", "\\left( 3, \\frac{\\pi}{2} \\right)"),
-    "aime24": ("Aya walks.", "204"),
-    "aime25": ("Sum of bases?", "70"),
-    "amc23": ("Cities A and B?", "27.0"),
-    "solutions": ("Twice $x$?", "2x"),
-}
-
-REPORT_TOKENS = ["<think>", " 6", "*", "7", "\n\n", "\ufffd", "\x00", "  ", ""]
+    child = fork.Process(target=train)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return None if child.exitcode == -signal.SIGKILL else calls.value
 
 
 def made_up_rows():
@@ -347,13 +289,6 @@ def fp8_neighbour(variant, model):
     method = jetrl.Neighbour(types.SimpleNamespace(micro_tokens=16384), variant)
     method.prepare(model, None, None, None)
     return method
-
-
-def change(**values):
-    """An edit of a checkpoint's tensors and metadata: other values in its state."""
-    def edit(tensors, metadata):
-        metadata["state"] = json.dumps(json.loads(metadata["state"]) | values)
-    return edit
 
 
 def widened(tensors):
