@@ -192,24 +192,23 @@ def bench_kernels(args):
             release_memory("cuda")
 
 
+OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results
+
+
 def kernel_means(rows):
     """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
     for (model, M), same in grouped(rows, "model", "M").items():
         mean = {"model": model, "M": M}
-        for name in ("bf16", "marlin", "nf4"):
+        for name in OTHERS:
             if all(name in row for row in same):
                 mean[name] = statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
         yield mean
 
 
 def plot_kernels(result, plt):
-    contents = {}
-    for mean in kernel_means(result["rows"]):
-        lines = contents.setdefault(f"{mean['model']}, geometric mean of four layers", {})
-        for name in ("bf16", "marlin", "nf4"):
-            if name in mean:
-                lines.setdefault(f"over {name}", []).append((mean["M"], mean[name]))
-    return plot_lines(plt, contents, "rows of x", "speed of NVFP4, relative")
+    points = [(f"{mean['model']}, geometric mean of four layers", f"over {name}", mean["M"], mean[name])
+              for mean in kernel_means(result["rows"]) for name in OTHERS if name in mean]
+    return plot_lines(plt, points, "rows of x", "speed of NVFP4, relative")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,14 +262,14 @@ def bench_rollout(args):
 
 
 def plot_rollout(result, plt):
-    contents = {}
+    points = []
     for row in result["rows"]:
         if row["rank"] == rank_of(row["model"]) and "vLLM" not in row["weights"]:
-            lines = contents.setdefault(f"{row['model']}, LoRA rank {row['rank']}", {})
-            lines.setdefault(row["weights"], []).append((row["batch"], row["tokens_per_s"]))
+            title = f"{row['model']}, LoRA rank {row['rank']}"
+            points.append((title, row["weights"], row["batch"], row["tokens_per_s"]))
             if "vllm" in row and row["weights"] == "nvfp4":
-                lines.setdefault("vLLM's best", []).append((row["batch"], row["vllm"]))
-    return plot_lines(plt, contents, "sequences decoded at once", "decoded tokens per second",
+                points.append((title, "vLLM's best", row["batch"], row["vllm"]))
+    return plot_lines(plt, points, "sequences decoded at once", "decoded tokens per second",
                       yscale="log")
 
 

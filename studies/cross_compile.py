@@ -40,9 +40,9 @@ def pretend(target):
     jit.JITFunction.run = compile_only
 
 
-def launch_model(dtype):
+def launch_model(weights, dtype):
     """What a rollout and an update launch."""
-    checkpoint = RandomWeights("nvfp4", 32, "cpu")
+    checkpoint = RandomWeights(weights, 32, "cpu")
     checkpoint.dtype = dtype
     model = qerl.Transformer(config_of("tiny"), checkpoint)
     for layer in model.quantized_layers():
@@ -58,24 +58,19 @@ def launch_model(dtype):
 
 
 def launch_tiles():
-    """Weights in tiles: linear_kernel in all Configs of the GPU, and on Hopper for NF4, too."""
-    for name in ("nvfp4", "nf4"):
-        weight = qerl.FORMATS[name].tile(*qerl.FORMATS[name].quantize(torch.ones(512, 512)))
-        weight.dequantize(interleaved=weight.nf4)
-        lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0)
-        groups = fp4_kernels.configs_on(weight.device)
-        if weight.nf4:
-            groups = groups[:fp4_kernels.is_hopper(weight.device)]
-        for config in sum(groups, ()):
-            x = torch.empty(config.rows, 512, dtype=torch.bfloat16)
-            weight.multiply(x, bias=x[0].float(), residual=x, lora=lora, config=config)
+    """linear_kernel in all Configs of the GPU."""
+    format = qerl.FORMATS["nvfp4"]
+    weight = format.tile(*format.quantize(torch.ones(512, 512)))
+    lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0)
+    for config in sum(fp4_kernels.configs_on(weight.device), ()):
+        x = torch.empty(config.rows, 512, dtype=torch.bfloat16)
+        weight.multiply(x, bias=x[0].float(), residual=x, lora=lora, config=config)
 
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     pretend(capability)
-    if capability < 80:
-        launch_model(torch.float16)
-    else:
-        launch_model(torch.bfloat16)
+    for weights in ("nvfp4", "nf4"):
+        launch_model(weights, torch.bfloat16 if capability >= 80 else torch.float16)
+    if capability >= 80:
         launch_tiles()

@@ -74,9 +74,6 @@ def bench_entropy(args):
 
 def plot_entropy(result, plt):
     """PANELS of each model against sigma, a line a format through the means of the draws (dashes)."""
-    contents = {}
-    for row in result["rows"]:
-        for key, label in PANELS.items():
-            lines = contents.setdefault(f"{row['model']}: {label}", {})
-            lines.setdefault(row["weights"], []).append((row["sigma"], row[key]))
-    return plot_lines(plt, contents, "sigma", "")
+    points = [(f"{row['model']}: {label}", row["weights"], row["sigma"], row[key])
+              for row in result["rows"] for key, label in PANELS.items()]
+    return plot_lines(plt, points, "sigma", "")

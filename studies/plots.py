@@ -14,12 +14,15 @@ def panels(plt, titles, width):
     return figure, dict(zip(titles, axes.flat))
 
 
-def plot_lines(plt, contents, xlabel, ylabel, **axes_options):
-    """contents: {title of a panel: {label of a line: its points (x, y)}}.
+def plot_lines(plt, points, xlabel, ylabel, **axes_options):
+    """points: (title of a panel, label of a line, x, y) each.
 
     The x of a panel stand equally far apart. Where a line has several points of an x it goes through
     their mean.
     """
+    contents = {}
+    for title, label, x, y in points:
+        contents.setdefault(title, {}).setdefault(label, []).append((x, y))
     figure, axes = panels(plt, contents, 4.8)
     for title, axis in axes.items():
         lines = contents[title]

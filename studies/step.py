@@ -106,13 +106,15 @@ class TimedRanks:
             self.ranks.add_gradients(trained)
 
 
-def take_step(model, optimizer, scaler, asked, lengths, settings, algo, ranks):
+def take_step(model, optimizer, scaler, lengths, settings, algo, ranks):
     """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, ...}, and the Phases.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
-    before. asked: prompts of this process; lengths: int64, of its completions. Of several processes
-    the figures are means, and the step's seconds are those of the slowest.
+    before. lengths: int64, of this process's completions. Of several processes the figures are means,
+    and the step's seconds are those of the slowest.
     """
+    asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
+                           prompt_tokens(settings.device))
     phases = Phases(model.device)
     ranks.barrier(model.device)
     with phases("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
@@ -179,12 +181,10 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
     for prompts, group in sizes:
         own = replace(settings, group=group)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
-        asked = random_prompts(
-            model.config.vocab_size, prompts // ranks.count, prompt_tokens(device))
-        lengths = torch.full((len(asked) * group,), settings.max_new_tokens)
+        lengths = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
         if cut:
             lengths = cut_lengths(len(lengths), settings.max_new_tokens, ranks)
-        step = partial(take_step, model, optimizer, scaler, asked, lengths, own, algo, ranks)
+        step = partial(take_step, model, optimizer, scaler, lengths, own, algo, ranks)
         if device == "cuda":
             step()                                 # the first step of a size compiles its kernels
         median = median_step([step()[0] for _ in range(repeats)])
@@ -227,15 +227,15 @@ def speed_ups(rows):
 
 
 def plot_scaling(result, plt):
-    contents = {}
+    points = []
     for line in speed_ups(result["rows"]):
+        title = f"{line['model']}: an RL step"
         count = line["processes"]
-        lines = contents.setdefault(f"{line['model']}: an RL step", {"ideal": []})
-        lines["ideal"].append((count, count))
-        for shared in {line["shared"]} if count > 1 else ("each", "all"):
-            points = lines.setdefault(f"as many completions for {shared}", [])
-            points.append((count, line["times one"] or math.nan))
-    return plot_lines(plt, contents, "GPUs", "completions per second, over one GPU's")
+        points.append((title, "ideal", count, count))
+        for shared in [line["shared"]] if count > 1 else ("each", "all"):
+            points.append((title, f"as many completions for {shared}", count,
+                           line["times one"] or math.nan))
+    return plot_lines(plt, points, "GPUs", "completions per second, over one GPU's")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,9 +262,8 @@ def memory_row(name, settings):
 
     def measure(length):
         release_memory(device)
-        asked = random_prompts(model.config.vocab_size, 1, prompt_tokens(device))
         lengths = torch.full((settings.group,), length)
-        return take_step(model, optimizer, scaler, asked, lengths, settings, qerl, Ranks())
+        return take_step(model, optimizer, scaler, lengths, settings, qerl, Ranks())
 
     measure(8)
     moments = [t for state in optimizer.state.values() for t in state.values()]

@@ -422,7 +422,7 @@ def test_bench_step_cuts_the_weights(tmp_path):
     flags = ("--device", "cpu", "--weights", "nvfp4", "--sizes", "4x3", "--out", tmp_path)
     status, err = run_two("bench.py", "step", "--shard", *flags)
     assert status == 0, err
-    found = json.loads((tmp_path / "cpu/step-2-processes-layers.json").read_text())
+    found = json.loads((tmp_path / "cpu/step-2-processes-sharded.json").read_text())
     assert [row["processes"] for row in found["rows"]] == [2]
     assert found["command"].startswith("torchrun --nproc_per_node=2 bench.py step --shard")
 
