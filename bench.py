@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 import qerl
 from harness.command import Parser, check_device, command_line, end, full_name, one_line
-from harness.command import require_flag, require_value
+from harness.command import require_flag
 from harness.folders import atomic_write, writing
 from harness.machine import Clock, environment, is_out_of_memory
 from harness.ranks import Ranks
@@ -403,7 +403,6 @@ def arguments():
                             default="cuda" if torch.cuda.is_available() else "cpu")
         parser.add_argument("--out", default=out, help=f"folder (default {out})")
     args, args.more = p.parse_known_args()
-    require_value("out", args.out)
     if args.more and args.what != "entropy":
         p.error(f"unrecognized arguments: {' '.join(args.more)}")
     check_device(args.device)

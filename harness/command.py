@@ -41,11 +41,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
-    def parse_args(self, argv=None):
-        args = super().parse_args(argv)
+    def parse_known_args(self, argv=None, namespace=None):
+        args, more = super().parse_known_args(argv, namespace)
         for name, value in vars(args).items():
             require_value(name, value)
-        return args
+        return args, more
 
 
 def parse_flags(settings_class, description, presets, argv=None):

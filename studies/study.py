@@ -19,7 +19,7 @@ from statistics import median, stdev
 
 import torch
 
-from harness.command import Parser, full_name, require_flag, require_value
+from harness.command import Parser, full_name, require_flag
 from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
 from qerl import UserError, model_folder
@@ -250,8 +250,6 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     p.add_argument("--out", default=out, help=f"folder of the runs, tables and pictures (default {out})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
-    for name in ("model", "out"):
-        require_value(name, getattr(args, name))
     for flag in args.more:
         if flag.partition("=")[0] in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; use --arms, --lrs, --seeds")
