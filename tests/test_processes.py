@@ -20,7 +20,7 @@ from harness import layers
 from harness.folders import read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint
-from studies.step import cut_lengths, speed_ups
+from studies.step import speed_ups
 from test_qerl import CONFIGS, HERE, WIDE, gpu, gradient, make_folder, with_lora
 
 # train_gsm8k.py with completions that depend on the prompt alone, so that it does not matter who
@@ -63,18 +63,16 @@ def several(qwen, data):
 
 def torchrun(machines, *args):
     """Start torchrun as on so many machines, two processes on each -> its processes."""
-    meeting = ["--standalone"]
-    if machines > 1:
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = s.getsockname()[1]
-        meeting = [f"--nnodes={machines}", "--rdzv-backend=c10d",
-                   f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        place = f"localhost:{s.getsockname()[1]}"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        f"--nnodes={machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}",
+        "--local-addr=localhost", *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return [subprocess.Popen([*command, *meeting, *map(str, args)], env=environment, cwd=HERE, **pipes)
-            for _ in range(machines)]
+    return [subprocess.Popen(command, env=environment, cwd=HERE, **pipes) for _ in range(machines)]
 
 
 def run_two(*args):
@@ -89,14 +87,13 @@ def script_of(folder, text):
     return folder / "script.py"
 
 
-def run_alone(*args):
+def run_alone(monkeypatch, *args):
     """SAME_COMPLETIONS in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
-        for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):
-            # Put back what the script replaces.
-            patch.setattr(module, name, getattr(module, name))
-        exec(SAME_COMPLETIONS, {})
+    monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
+    for module, name in ((qerl, "generate"), (train_gsm8k, "reward")):
+        # Put back at the end what the script replaces.
+        monkeypatch.setattr(module, name, getattr(module, name))
+    exec(SAME_COMPLETIONS, {})
 
 
 def adapter_of(out):
@@ -115,13 +112,13 @@ def assert_moved(adapter):
     # DAPO, whose further draws and token counts cross the machines, too.
     (2, ("--algo", "dapo", "--beta", 0, "--steps", 1)),
 ])
-def test_processes_take_the_steps_of_one(several, tmp_path, machines, flags):
+def test_processes_take_the_steps_of_one(several, tmp_path, monkeypatch, machines, flags):
     """The same global batch: the same adapter, figures and answers within rounding."""
     script = script_of(tmp_path, SAME_COMPLETIONS)
     outs = tmp_path / "one", tmp_path / "several"
     options = (*several, *flags, "--out")
     agents = torchrun(machines, script, *options, outs[1])
-    run_alone(*options, outs[0])
+    run_alone(monkeypatch, *options, outs[0])
     outputs = [agent.communicate(timeout=300) for agent in agents]
     # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host
     # one may be gone before the other has taken its leave. One process of all speaks.
@@ -388,14 +385,14 @@ def test_each_process_needs_a_held_out_question(several, monkeypatch):
 
 def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", "--device", "cpu", "--out", str(tmp_path),
-                                      "--processes", "2", "--repeats", "1"])
+    options = ["--device", "cpu", "--out", str(tmp_path), "--processes", "2", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", *options])
     bench.main()
     rows = json.loads((tmp_path / "cpu/scaling.json").read_text())["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 2), (2, 2, 2)]
     for row in rows:
-        phases = [row[name] for name in ("rollout", "reward", "update", "waiting", "exchange")]
-        assert phases[-1] > 0 and 0.6 * row["step"] < sum(phases) <= 1.001 * row["step"]
+        parts = [row[name] for name in ("rollout", "reward", "update", "waiting", "exchange")]
+        assert parts[-1] > 0 and 0.6 * row["step"] < sum(parts) <= 1.001 * row["step"]
     assert (tmp_path / "cpu/scaling.png").exists()
     assert "| tiny, nvfp4 | 2 | 4 | all |" in capsys.readouterr().out
 
@@ -411,12 +408,6 @@ def test_bench_scaling_compares_with_one_process():
     assert next(speed_ups(rows[1:]))["times one"] is None           # nothing to compare with
 
 
-def test_ranks_divide_the_lengths_of_one_process():
-    """So 32 x 8 completions are the same work on one GPU and on four."""
-    parts = [cut_lengths(64, 512, types.SimpleNamespace(rank=i, count=4)) for i in range(4)]
-    assert torch.cat(parts).equal(cut_lengths(256, 512, Ranks()))
-
-
 def test_bench_step_cuts_the_weights(tmp_path):
     """Two gloo processes take part in each other's passes."""
     flags = ("--device", "cpu", "--weights", "nvfp4", "--sizes", "4x3", "--out", tmp_path)
@@ -428,7 +419,6 @@ def test_bench_step_cuts_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("options,message", [
-    (["scaling", "--processes", "0"], "0: must be at least 1"),
     (["kernels"], "--device cpu: the kernels run on a GPU alone"),
     (["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
     (["step", "--shard"], "--nproc_per_node=2 or more"),
