@@ -171,7 +171,7 @@ def train(settings):
                 temperature=settings.temperature, top_p=settings.top_p, eos=tokenizer.eos,
                 slots=fit.slots, generator=sampling_rng, **options)
         with clock("reward"):
-            require_finite_rollout(rollout, "start again with less noise (--sigma-start) or a lower --lr")
+            require_finite_rollout(rollout)
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
 
     def draw():
@@ -507,7 +507,7 @@ def answer_all(model, tokenizer, questions, settings, fit, samples, temperature,
         model, prompts, settings.max_new_tokens, samples, temperature, top_p,
         eos=tokenizer.eos, slots=fit.slots, generator=rng,
     )
-    require_finite_rollout(rollout, "use an undamaged model, or start again with a lower --lr")
+    require_finite_rollout(rollout)
     places = [i * samples + k for i in own for k in range(samples)]
     ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
     return [(text, length) for _, text, length in sorted(ranks.collect(list(ours)))]
@@ -686,7 +686,6 @@ def main():
         ranks = Ranks()
         if settings.save_quantized:
             return save_quantized(settings)
-        ranks.check(settings)
         settings = replace(settings, device=ranks.start(settings.device))
         ranks.agree_on_flags(settings)
         folder = settings.out

@@ -1,4 +1,15 @@
 """What a run needs and the story in train_gsm8k.py does not.
 
-Its folder, flags, checkpoints, instruments and pictures; texts, questions and the small policy.
+    answers       the answer in a text, and whether it is right
+    batches       a step's completions as rows, cut to fit the memory
+    command       the command line: flags, their checks, errors as one line
+    data          the questions, their order and their prompts
+    export        what other programs read: the adapter, a model in NVFP4
+    folders       files and folders that a stop leaves whole, and the cache
+    layers        layers whose weights are trained themselves or cut over GPUs
+    machine       what memory has room for; what a run takes
+    ranks         several processes
+    report        report.html and curve.png
+    run           what lasts of a run: checkpoint, log, summary
+    small_policy  the built-in policy and its problems
 """

@@ -26,13 +26,6 @@ class Batch:
                                         # teach nothing
     index: list = None                  # of rows of a step: their numbers there
 
-    def __repr__(self):
-        """Dtypes and shapes alone, for who prints it in a debugger."""
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        tensors = [f"{name} {value.dtype} {list(value.shape)}"
-                   for name, value in named if isinstance(value, torch.Tensor)]
-        return f"Batch of {len(self.prompts)} prompts: {', '.join(tensors)}"
-
     @property
     def taught_rows(self):
         """The rows of all minibatches."""
@@ -89,9 +82,13 @@ def make_batch(samples, advantages, algo, settings, ranks):
     teaches[0] |= not teaches.any()
     teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
     minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
-    weights = [
-        algo.token_weights(mask[rows], settings.algo, settings.max_new_tokens)
-        * fraction_here(mask[rows], settings.algo, ranks) for rows in minibatches]
+    weights = []
+    for rows in minibatches:
+        # The fraction of all processes' minibatch that is here, by what the objective divides by.
+        count = torch.as_tensor(qerl.OBJECTIVES[settings.algo].count(mask[rows]), device=mask.device)
+        fraction = count / ranks.total(count).clamp_min(1)
+        weights.append(
+            algo.token_weights(mask[rows], settings.algo, settings.max_new_tokens) * fraction)
     unknown = torch.zeros_like(rollout.logprobs)
     return Batch(
         prompts=[question["prompt"] for question in samples.questions for _ in range(group)],
@@ -106,25 +103,17 @@ def make_batch(samples, advantages, algo, settings, ranks):
     )
 
 
-def fraction_here(mask, algorithm, ranks):
-    """What fraction of all processes' minibatch is here, by what the objective divides by."""
-    here = torch.as_tensor(qerl.OBJECTIVES[algorithm].count(mask), device=mask.device)
-    return here / ranks.total(here).clamp_min(1)
-
-
-def effective_sample_size(ratio):
-    """(Σ ratio)² / (n Σ ratio²): the fraction of n samples that is left after weighting them."""
-    return (ratio.sum() ** 2 / (len(ratio) * (ratio ** 2).sum())).item()
-
-
 def effective_sizes(old_logprobs, rollout_logprobs, mask):
     """{name: number} for metrics.jsonl of log-probabilities float32 [N, C] and mask bool [N, C].
 
     l = log π_old - log π_rollout. Beside qerl.mismatch's estimate of KL(π_rollout || π_old) stand
     mismatch_k1 = E[-l] in nats a token, and mismatch_chi2 = E[e²ˡ] - 1, the chi-squared divergence.
-    The effective sample sizes are fractions, of tokens and of completions, whose ratio is the product
-    of their tokens'.
+    The effective sample sizes, (Σ ratio)² / (n Σ ratio²), are the fractions of n samples that are left
+    after weighting: of tokens, and of completions, whose ratio is the product of their tokens'.
     """
+    def effective_sample_size(ratio):
+        return (ratio.sum() ** 2 / (len(ratio) * (ratio ** 2).sum())).item()
+
     log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)
     tokens = qerl.bounded(log_ratio[mask]).exp()
     completions = qerl.bounded(log_ratio[mask.any(1)].sum(1)).exp()

@@ -8,15 +8,15 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
+from types import SimpleNamespace
 
 import safetensors
 import torch
-from filelock import BaseFileLock
 
 import qerl
-from harness.folders import remove_if_empty
 from harness.machine import is_out_of_memory
 from harness.ranks import Ranks
 from qerl import UserError
@@ -75,10 +75,9 @@ def parse_flags(settings_class, description, presets, argv=None):
 
 
 def require_value(name, value):
-    """Refuse an empty text, as an unset variable of the shell leaves it, or a NUL, also in a list."""
+    """Refuse an empty text, as an unset variable of the shell leaves it, also in a list."""
     values = value if isinstance(value, list) else [value]
     require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
-    require_flag("\0" not in str(value), name, repr(value), "holds a NUL, which no name can")
 
 
 def require_flag(ok, name, value, what):
@@ -122,6 +121,7 @@ def full_name(model):
         print(f"--model {model} means Qwen/{model}{chat}")
     return f"Qwen/{model}{chat}"
 
+
 def command_line():
     """The command that started this process, as far as a process can know."""
     program = ["python"]
@@ -150,29 +150,55 @@ def check_settings(settings):
          "must be positive and finite")
     each(["clip_low"], lambda x: 0 <= x <= 1, "must be in [0, 1]")
     each(["warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
-    each(["seed", "start_seed"], lambda n: n < 2 ** 63, "must be below 2**63")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
-    require_flag(settings.start_seed == 0 or not settings.model, "start_seed", settings.start_seed,
-                 "is for the small built-in policy; leave it out with --model")
-    require_flag(settings.prompts % settings.updates == 0, "prompts", settings.prompts,
-                 f"is not divisible by --updates {settings.updates}; change one of them")
-    require_flag(settings.validation or not settings.eval_every, "eval_every", settings.eval_every,
-                 "needs questions to evaluate on; give --validation, how many")
-    one_sigma_is_zero = (settings.sigma_start > 0) != (settings.sigma_end > 0)
-    require_flag(settings.schedule != "exponential" or not one_sigma_is_zero, "sigma_end",
-                 settings.sigma_end,
-                 "an exponential schedule needs both sigmas positive (or both 0: no noise)")
-    require_flag(settings.quantizer == "rtn" or settings.weights == "nvfp4", "quantizer",
-                 settings.quantizer, "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn")
-    if settings.lora_rank == 0:
-        require_flag(settings.weights == "bf16", "lora_rank", 0,
-                     "trains the weights themselves, which 4 bits cannot take; use --weights bf16")
-        require_flag(settings.beta == 0, "beta", settings.beta,
-                     "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0")
+    updates = settings.updates
+    processes = Ranks().count
+    together = [
+        ("start_seed", settings.start_seed == 0 or not settings.model,
+         "is for the small built-in policy; leave it out with --model"),
+        ("prompts", settings.prompts % updates == 0,
+         f"is not divisible by --updates {updates}; change one of them"),
+        ("eval_every", settings.validation or not settings.eval_every,
+         "needs questions to evaluate on; give --validation, how many"),
+        ("prompts", settings.prompts % (updates * processes) == 0,
+         f"is not divisible by --updates {updates} times {processes} processes"),
+        ("sigma_end", settings.schedule != "exponential" or
+         (settings.sigma_start > 0) == (settings.sigma_end > 0),
+         "an exponential schedule needs both sigmas positive (or both 0: no noise)"),
+        ("quantizer", settings.quantizer == "rtn" or settings.weights == "nvfp4",
+         "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn"),
+        ("lora_rank", settings.lora_rank or settings.weights == "bf16",
+         "trains the weights themselves, which 4 bits cannot take; use --weights bf16"),
+        ("beta", settings.lora_rank or not settings.beta,
+         "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0"),
+        ("lora_rank", settings.lora_rank or not settings.shard,
+         "trains the weights themselves, which --shard cuts; leave one of the two out"),
+        ("keep_activations", not (settings.keep_activations and settings.shard),
+         "with --shard a block is computed again in backward; leave one of the two out"),
+        ("method", settings.method == "qerl" or processes == 1,
+         "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
+    ]
+    saving = [
+        (settings.model, "saves a real model; name it with --model"),
+        (settings.weights == "nvfp4",
+         f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out"),
+        (settings.method == "qerl",
+         f"saves what --quantizer makes; leave --method {settings.method} out"),
+        (not settings.resume and not settings.eval_only,
+         "neither trains nor measures; leave --resume and --eval-only out"),
+        (not settings.shard, "cuts no weights; leave --shard out"),
+        (processes == 1, "is done by one process; start without torchrun"),
+    ]
+    if settings.save_quantized is not None:
+        together += [("save_quantized", *row) for row in saving]
+    together.append((
+        "shard", not settings.shard or processes > 1,
+        "cuts the weights over several processes, but this is one; start by torchrun "
+        "--nproc_per_node=2 or more"))
+    for name, ok, what in together:
+        require_flag(ok, name, getattr(settings, name), what)
     template_options(settings)
     check_device(settings.device)
-    if settings.save_quantized is not None:
-        check_saving(settings)
 
 
 def template_options(settings):
@@ -185,28 +211,6 @@ def template_options(settings):
     require_flag(isinstance(options, dict), "chat_template_kwargs", given,
                  """is no JSON object; write it as '{"enable_thinking": false}'""")
     return options
-
-
-def check_saving(settings):
-    """Refuse what goes with no --save-quantized."""
-    def fits(ok, what):
-        require_flag(ok, "save_quantized", settings.save_quantized, what)
-    fits(settings.model, "saves a real model; name it with --model")
-    fits(settings.weights == "nvfp4",
-         f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out")
-    fits(settings.method == "qerl",
-         f"saves what --quantizer makes; leave --method {settings.method} out")
-    fits(not settings.resume and not settings.eval_only,
-         "neither trains nor measures; leave --resume and --eval-only out")
-    fits(not settings.shard, "cuts no weights; leave --shard out")
-    fits(Ranks().count == 1, "is done by one process; start without torchrun")
-
-
-def require_noise(settings):
-    """Refuse a method that does something with the noise where there is none."""
-    if max(settings.sigma_start, settings.sigma_end) == 0 or settings.stages == 1:
-        raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
-                        "0.01 and --stages 10")
 
 
 def require_rank_fits(model, rank):
@@ -234,31 +238,26 @@ LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass
-class Run:
-    """What the last line of a run that stops has to know of it."""
-    folder: str = None             # where it lives; None: nothing to go on with
-    lock: BaseFileLock = None      # of the folder, released at the end
-
-
 @contextlib.contextmanager
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives a Run to be filled in. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    Gives an object to be filled in: the folder in which a run lives, so that one can go on with it,
+    and its lock, which is released at the end. Exit status: 2; after Ctrl-C 130, after a closed pipe
+    141.
     """
-    run = Run()
+    run = SimpleNamespace(folder=None, lock=None)
     if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield run
     except UserError as e:
-        leave_no_empty_folder(run)
+        leave_no_empty_folder(run.lock)
         end(str(e))
     except BrokenPipeError:
         sys.exit(141)
     except (OSError, safetensors.SafetensorError) as e:
-        leave_no_empty_folder(run)
+        leave_no_empty_folder(run.lock)
         end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
@@ -275,12 +274,12 @@ def one_line():
         flush_quietly()
 
 
-def leave_no_empty_folder(run):
-    """Take a new run's folder away again, if nothing came of it."""
-    if run.lock:
-        remove_if_empty(run.lock)
-    if run.folder and not os.path.isdir(run.folder):
-        run.folder = None
+def leave_no_empty_folder(lock):
+    """Take a new run's folder away again, if nothing came of it but the lock."""
+    out = lock and os.path.dirname(lock.lock_file)
+    if out and os.listdir(out) == [".lock"]:
+        lock.release()                      # Windows removes no open file
+        shutil.rmtree(out, ignore_errors=True)                # "." or a link stays
 
 
 def end(message):
@@ -303,7 +302,7 @@ def what_failed(error, folder):
 
 def how_to_go_on(folder):
     """What to type after a stop, if there is something to go on with."""
-    if folder is None:
+    if not folder or not os.path.isdir(folder):
         return ""
     return f"; go on with the same command and --resume --out {folder}"
 

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import transformers
 
-import qerl
 from harness.answers import final_number, last_box, right_answer
-from harness.folders import CACHE, atomic_write, generation_config
+from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
-from qerl import UserError, reason
+from qerl import UserError, reason, require
 
 
 GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
@@ -31,26 +30,27 @@ GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/
 
 
 def load_questions(data, evaluate_on, model):
-    """(to train on, held-out) as the settings of these names say."""
-    questions = held_out = []
-    if data == "gsm8k" and not os.path.isdir(data):
-        questions, held_out = gsm8k(None)
-    elif data and not os.path.isdir(data):
-        questions = math_questions(data)
-        if not evaluate_on:
-            raise UserError(f"--data {data}: has no held-out questions; name some by --eval")
-    elif data or model:
+    """(to train on, held-out) as the settings of these names say; the former without the latter."""
+    if data and os.path.isdir(data):
         questions, held_out = gsm8k(data)
+    elif data == "gsm8k" or model and not data:
+        questions, held_out = gsm8k(None)
+    elif data:
+        questions, held_out = math_questions(data), []
+        require(evaluate_on, f"--data {data}: has no held-out questions; name some by --eval")
     else:
         questions, held_out = made_up_problems()
     if evaluate_on:
-        names = [source_name(source) for source in evaluate_on]
-        for source, name in zip(evaluate_on, names):
-            if names.count(name) > 1:
-                raise UserError(f"--eval: two of them are called {os.path.basename(source)}, and each "
-                                "has a result of its own; rename one")
+        names = [os.path.basename(source) for source in evaluate_on]
+        for name in names:
+            require(names.count(name) == 1, f"--eval: two of them are called {name}, and each has a result "
+                                            "of its own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
-    return not_held_out(questions, held_out, data), held_out
+    tested = {q["question"].strip() for q in held_out}
+    kept = [q for q in questions if q["question"].strip() not in tested]
+    require(kept, f"--data {data}: all of its questions are held out, too; give other --data or --eval")
+    say_what_is_left_out(questions, kept, "training questions are held out, too,")
+    return kept, held_out
 
 
 class Data(NamedTuple):
@@ -62,63 +62,39 @@ class Data(NamedTuple):
 
 def keep_apart(questions, count):
     """(the others, the last `count`) of the training questions."""
-    if count >= len(questions):
-        raise UserError(f"--validation {count}: there are {len(questions)} training questions; lower it")
     cut = len(questions) - count
+    require(cut > 0, f"--validation {count}: there are {len(questions)} training questions; lower it")
     return questions[:cut], questions[cut:]
 
 
-def not_held_out(questions, held_out, data):
-    """The questions without those that are held out, too."""
-    tested = {q["question"].strip() for q in held_out}
-    kept = [q for q in questions if q["question"].strip() not in tested]
-    if not kept:
-        raise UserError(f"--data {data}: all of its questions are held out, too; give other --data "
-                        "or --eval")
+def say_what_is_left_out(questions, kept, what):
     if len(kept) < len(questions):
-        print(f"{len(questions) - len(kept)} of {len(questions)} training questions are held out, too, "
-              "and are left out")
-    return kept
+        print(f"{len(questions) - len(kept)} of {len(questions)} {what} and are left out")
 
 
 def gsm8k(folder):
     """(train, test) from a folder of jsonl files, or downloaded once into the cache."""
-    if folder is None:
-        folder = os.path.join(CACHE, "gsm8k")
-        os.makedirs(folder, exist_ok=True)
-        for split in ("train", "test"):
-            download(GSM8K_URL.format(split), f"{folder}/{split}.jsonl")
+    folder = folder or made_once("openai-gsm8k", download)
     return read_questions(folder, "train*.jsonl"), read_questions(folder, "test*.jsonl")
 
 
-def download(url, path):
-    """Fetch a file once. Several processes may do so at the same time."""
-    if os.path.exists(path):
-        return
-    own = f"{path}.{os.getpid()}"
-    try:
-        atomic_write(own, urllib.request.urlopen(url, timeout=60).read())
-        os.replace(own, path)
-    except (OSError, http.client.HTTPException) as e:
-        raise UserError(
-            f"GSM8K could not be downloaded from {url} ({e}); "
-            "pass --data FOLDER with train.jsonl and test.jsonl"
-        )
+def download(folder):
+    """Fetch GSM8K's two files."""
+    for split in ("train", "test"):
+        url = GSM8K_URL.format(split)
+        try:
+            atomic_write(f"{folder}/{split}.jsonl", urllib.request.urlopen(url, timeout=60).read())
+        except (OSError, http.client.HTTPException) as e:
+            raise UserError(f"GSM8K could not be downloaded from {url} ({e}); pass --data FOLDER with "
+                            "train.jsonl and test.jsonl")
 
 
 def read_questions(folder, pattern):
     """A list of the questions in all files of `folder` that match `pattern`."""
-    if not os.path.isdir(folder):
-        raise UserError(
-            f"--data {folder}: no such folder; it must hold train*.jsonl and test*.jsonl"
-        )
     matching = sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
     paths = [path for path in matching if "socratic" not in os.path.basename(path)]
-    if not paths:
-        raise UserError(
-            f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl "
-            "and test*.jsonl as GSM8K's repository has them"
-        )
+    require(paths, f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
+                   "as GSM8K's repository has them")
     questions = [gsm8k_question(row, f"{path}:{number}")
                  for path in paths for number, row in enumerate(jsonl_rows(path), 1)]
     return with_one_answer(questions, f"{folder}/{pattern}")
@@ -130,11 +106,8 @@ def with_one_answer(questions, source):
     for question in questions:
         answers.setdefault(question["question"].strip(), set()).add(right_answer(question))
     kept = [q for q in questions if len(answers[q["question"].strip()]) == 1]
-    if not kept:
-        raise UserError(f"{source}: holds no question with one answer; give another file or dataset")
-    if len(kept) < len(questions):
-        print(f"{source}: {len(questions) - len(kept)} of {len(questions)} questions stand there with "
-              "different answers and are left out")
+    require(kept, f"{source}: holds no question with one answer; give another file or dataset")
+    say_what_is_left_out(questions, kept, f"questions of {source} stand there with different answers")
     return kept
 
 
@@ -142,13 +115,11 @@ def gsm8k_question(row, place):
     """The question of one line of a file: worked steps with <<calculations>>, then "#### number"."""
     question = row.get("question")
     answer = row.get("answer")
-    if not is_text(question) or not is_text(answer) or "####" not in answer:
-        raise UserError(f'{place}: not a line of {{"question": ..., "answer": "... #### number"}}; '
-                        "mend or remove it")
-    if final_number(row) is None:
-        given = answer.split("####")[1].strip().partition("\n")[0]
-        raise UserError(f'{place}: {given[:40]!r} behind "####" is not one clear number; mend or '
-                        "remove it")
+    require(is_text(question) and is_text(answer) and "####" in answer,
+            f'{place}: not a line of {{"question": ..., "answer": "... #### number"}}; mend or remove it')
+    given = answer.split("####")[1].strip().partition("\n")[0]
+    require(final_number(row) is not None,
+            f'{place}: {given[:40]!r} behind "####" is not one clear number; mend or remove it')
     return {"question": DEMANDS.sub("", question), "answer": answer}
 
 
@@ -199,33 +170,28 @@ DEMANDS = re.compile(r"""
 """, re.VERBOSE | re.DOTALL)
 
 
-def source_name(source):
-    """What a dataset or a file is called in the results."""
-    return os.path.basename(source).removesuffix(".jsonl")
-
-
 def math_questions(source):
     """The questions of a dataset or a file: dicts of "question", "answer" (TeX) and "source".
 
     What stands there several times is taken once: DAPO-Math-17k has each question a hundred times.
     """
-    name = source_name(source)
+    name = os.path.basename(source).removesuffix(".jsonl")
     questions = {}
     for number, row in enumerate(rows_of(source), 1):
         question = bare(first_column(row, QUESTION))
         answer = answer_of(row)
         if is_text(answer):
-            answer = final_part(answer)                # of which an empty box leaves nothing
+            box = last_box(answer)                     # of a whole solution what it ends with
+            answer = answer if box is None else box
         if not is_text(question) or not is_text(answer):
             raise UserError(
                 f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
                 f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
             )
-        found = {"question": question, "answer": answer, "source": name}
-        if right_answer(found) is None:
-            raise UserError(f'{source}:{number}: what stands behind "####" is not one clear number; '
-                            "mend or remove it")
-        questions.setdefault((question, answer), found)
+        found = {"question": question, "answer": answer.strip(), "source": name}
+        require(right_answer(found) is not None,
+                f'{source}:{number}: what stands behind "####" is not one clear number; mend or remove it')
+        questions.setdefault((question, found["answer"]), found)
     first = {}
     for question in with_one_answer(list(questions.values()), source):
         first.setdefault(question["question"], question)
@@ -234,32 +200,30 @@ def math_questions(source):
 
 def rows_of(source):
     """The rows of a file or a dataset as dicts."""
-    if source.endswith(".jsonl") and os.path.isfile(source):
-        return jsonl_rows(source)
-    repository, split = DATASETS.get(source, (source, "train"))
-    is_file = os.path.isfile(source)
-    if is_file and not source.endswith(FILES):
-        raise UserError(f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
-    if not is_file and not NAME.fullmatch(source):         # a dataset's name may be a folder's, too
-        if os.path.isdir(source):
-            raise UserError(f"{source}: is a folder; name a file in it")
-        raise UserError(f"{source}: no such folder or file, and no name of a dataset; mend the path")
+    if os.path.isfile(source):
+        if source.endswith(".jsonl"):
+            return jsonl_rows(source)
+        require(source.endswith(FILES),
+                f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
+        names = ["parquet" if source.endswith(".parquet") else "json"]
+        options = {"data_files": glob.escape(source)}
+        split = "train"
+        remedy = "mend the file"
+    else:
+        known = NAME.fullmatch(source)                     # a dataset's name may be a folder's, too
+        require(known or not os.path.isdir(source), f"{source}: is a folder; name a file in it")
+        require(known, f"{source}: no such folder or file, and no name of a dataset; mend the path")
+        repository, split = DATASETS.get(source, (source, "train"))
+        names = repository.split(":")
+        options = {}
+        remedy = f"give a file, or a dataset of Hugging Face; known by name are {', '.join(DATASETS)}"
     try:
         import datasets
+        return datasets.load_dataset(*names, **options, split=split)
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
-    try:
-        if is_file:
-            kind = "parquet" if source.endswith(".parquet") else "json"
-            return datasets.load_dataset(kind, data_files=glob.escape(source), split="train")
-        return datasets.load_dataset(*repository.split(":"), split=split)
     except Exception as e:
-        if is_file:
-            raise UserError(f"{source}: cannot be read ({reason(e)}); mend the file")
-        raise UserError(
-            f"{source}: no such folder or file, and Hugging Face gives no dataset {repository} with a "
-            f"split {split} ({reason(e)}); known by name are {', '.join(DATASETS)}"
-        )
+        raise UserError(f"{source}: cannot be read ({reason(e)}); {remedy}")
 
 
 def jsonl_rows(path):
@@ -305,12 +269,6 @@ def bare(question):
     return DEMANDS.sub("", question.strip()).strip() if isinstance(question, str) else None
 
 
-def final_part(answer):
-    """Of a whole solution what it ends with, in its last box."""
-    box = last_box(answer)
-    return (answer if box is None else box).strip()
-
-
 # --------------------------------------------------------------------------------------------------
 # Prompts: text <-> tokens of a real model, by its own tokenizer and chat template
 
@@ -334,16 +292,16 @@ class ChatText:
             stored = generation_config(folder).eos_token_id
         except Exception as e:
             raise UserError(
-                f"model {folder}: its tokenizer or config cannot be read ({qerl.reason(e)}); "
+                f"model {folder}: its tokenizer or config cannot be read ({reason(e)}); "
                 "fetch the model again"
             )
-        qerl.require(self.tokenizer.encode("1"),
-                     f"model {folder}: its tokenizer is missing or empty; fetch the model again")
+        require(self.tokenizer.encode("1"),
+                f"model {folder}: its tokenizer is missing or empty; fetch the model again")
         ends = stored if isinstance(stored, list) else [stored]
         ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
-        qerl.require(ends and all(type(end) is int for end in ends),
-                     f"model {folder}: its eos_token_id {stored} is no token, so that nothing ends a text; "
-                     "mend its generation_config.json or config.json")
+        require(ends and all(type(end) is int for end in ends),
+                f"model {folder}: its eos_token_id {stored} is no token, so that nothing ends a text; "
+                "mend its generation_config.json or config.json")
         self.eos = set(ends)
         self.end = ends[0]
         if self.tokenizer.chat_template:
@@ -366,7 +324,7 @@ class ChatText:
                 messages, chat_template=template, **self.options, **options)
         except Exception as e:
             raise UserError(
-                f"the model's chat template cannot be used ({qerl.reason(e)}); "
+                f"the model's chat template cannot be used ({reason(e)}); "
                 "mend it or use another model"
             )
 
@@ -404,13 +362,13 @@ class ChatText:
 def check_tokens(questions, eos, vocabulary):
     """Refuse prompts that ask nothing, and token ids for which the model has no embedding."""
     prompts = {tuple(q["prompt"]) for q in questions}
-    qerl.require(len(prompts) >= len({q["question"].strip() for q in questions}),
-                 "different questions have the same prompt, by the model's chat template or tokenizer; "
-                 "mend it or use another model")
+    require(len(prompts) >= len({q["question"].strip() for q in questions}),
+            "different questions have the same prompt, by the model's chat template or tokenizer; "
+            "mend it or use another model")
     ids = eos.union(*prompts)
-    qerl.require(min(ids) >= 0 and max(ids) < vocabulary,
-                 f"the model's tokenizer and eos_token_id give tokens {min(ids)} to {max(ids)}, its "
-                 f"vocabulary has {vocabulary}; use the tokenizer and the configs that belong to the weights")
+    require(min(ids) >= 0 and max(ids) < vocabulary,
+            f"the model's tokenizer and eos_token_id give tokens {min(ids)} to {max(ids)}, its "
+            f"vocabulary has {vocabulary}; use the tokenizer and the configs that belong to the weights")
 
 
 def with_prompts(questions, tokenizer, longest):
@@ -426,9 +384,6 @@ def with_prompts(questions, tokenizer, longest):
         if tokenizer.decode(question["prompt"]).rstrip().endswith("<think>"):
             question["begun"] = "<think>"
     kept = [q for q in questions if len(q["prompt"]) <= longest]
-    if len(kept) < len(questions):
-        skipped = f"{len(questions) - len(kept)} of {len(questions)} prompts"
-        print(f"{skipped} are longer than {longest} tokens and are skipped")
-    if questions and not kept:
-        raise UserError(f"no prompt fits into {longest} tokens; lower --max-new-tokens")
+    require(kept or not questions, f"no prompt fits into {longest} tokens; lower --max-new-tokens")
+    say_what_is_left_out(questions, kept, f"prompts are longer than {longest} tokens")
     return kept

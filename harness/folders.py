@@ -14,7 +14,6 @@ A run's has
 import contextlib
 import glob
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -44,27 +43,17 @@ def atomic_write(path, data):
     A reader, or who comes after a kill -9, finds the old file or the new one, never half of one.
     """
     temporary = f"{path}.tmp"
-    with naming(temporary):
-        try:
-            with open(temporary, "wb") as f:
-                f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError:                     # half a file only fills a disk that is full
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
-            raise
-    os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def naming(path):
-    """Let an OSError name the file, which one from write or fsync does not."""
     try:
-        yield
+        with open(temporary, "wb") as f:
+            f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
     except OSError as e:
-        e.filename = e.filename or path
+        e.filename = temporary              # write and fsync do not name it
+        with contextlib.suppress(OSError):  # half a file only fills a disk that is full
+            os.remove(temporary)
         raise
+    os.replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -129,16 +118,6 @@ def refuse_to_overwrite(out, resume):
                         "stays; start a new run in another --out")
 
 
-def remove_if_empty(lock):
-    """Take away the folder of a run of which nothing came but the lock."""
-    out = os.path.dirname(lock.lock_file)
-    if os.listdir(out) == [".lock"]:
-        lock.release()                      # Windows removes no open file
-        with contextlib.suppress(OSError):  # "." or a link stays, and a lock that another took
-            os.remove(lock.lock_file)
-            os.rmdir(out)
-
-
 def read_jsonl(path):
     """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
     objects = []
@@ -155,7 +134,7 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    with naming(path), open(path, "ab") as f:
+    with open(path, "ab") as f:
         f.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
@@ -229,30 +208,21 @@ def new_folder(out, source=None):
 
 def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
     """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
-    with tqdm(desc=desc, unit="layer", delay=2, disable=not Ranks().main) as bar:
+    with tqdm(desc=desc, unit="tensor", delay=2, disable=not Ranks().main) as bar:
 
         def make_checkpoint(files, *rest):
             checkpoint = checkpoint_class(files, *rest)
-            make_layer = checkpoint.linear
-            bar.total = sum(name.endswith("input_layernorm.weight") for name in files)
+            read = checkpoint.read
+            bar.total = len(files)
 
-            def linear(prefix, leaves, *shape):
-                bar.update(leaves == ["down_proj"])    # the last one of a block
-                return make_layer(prefix, leaves, *shape)
+            def read_and_count(*tensor):
+                bar.update()
+                return read(*tensor)
 
-            checkpoint.linear = linear
+            checkpoint.read = read_and_count
             return checkpoint
 
         return qerl.load_model(folder, *settings, checkpoint_class=make_checkpoint, **options)
-
-
-def model_name(folder):
-    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
-    path = os.path.realpath(folder)
-    above, name = os.path.split(path)
-    if os.path.basename(above) == "snapshots":
-        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
-    return name
 
 
 def policy_fingerprints(folder, eos):
@@ -309,16 +279,3 @@ def made_once(name, make):
             make(temporary)
             atomic_write(f"{temporary}/{SEAL}", fingerprint(temporary))
     return folder
-
-
-def cached_folder(source, name, key, make):
-    """The folder that make(path) filled when it was first asked for with this key (JSON).
-
-    It is made of the weights in the folder `source`, and named after it and `name`. It is made
-    again once these weights, or the code of make's module, have changed.
-    """
-    code = inspect.getsource(inspect.getmodule(make))
-    made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
-    digest = hashlib.sha256(made_of.encode()).hexdigest()
-    name = f"{model_name(source)}-{name}-{digest[:12]}"
-    return made_once(name, make)

@@ -38,27 +38,6 @@ class Ranks:
         self.main = self.rank == 0
         self.serve = lambda: None      # with --shard: harness.layers.SharedPasses.serve
 
-    def check(self, settings):
-        """Refuse settings of train_gsm8k that several processes cannot share; raises UserError."""
-        if self.count == 1:
-            if settings.shard:
-                raise UserError("--shard cuts the weights over several processes, but this is one; "
-                                "start by torchrun --nproc_per_node=2 or more")
-            return
-        shares = settings.updates * self.count
-        require(settings.prompts % shares == 0,
-                f"--prompts {settings.prompts}: is not divisible by --updates {settings.updates} times "
-                f"{self.count} processes")
-        require(settings.method == "qerl",
-                f"--method {settings.method}: the neighbours run in one process; start without torchrun "
-                "(--quantizer alone runs in several)")
-        require(settings.lora_rank or not settings.shard,
-                "--lora-rank 0: trains the weights themselves, which --shard cuts; leave one of the two "
-                "out")
-        require(not (settings.shard and settings.keep_activations),
-                "--keep-activations: with --shard a block is computed again in backward; leave one of "
-                "the two out")
-
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
 
@@ -176,10 +155,6 @@ class Ranks:
         with self.together():
             dist.all_reduce(summed)
         return summed
-
-    def barrier(self, device):
-        """Wait until all ranks are here; their Clocks then wait for the GPU, too."""
-        self.total(torch.zeros(1, device=device))
 
     def differ(self, generator, seed, step):
         """Let the ranks draw different numbers; rank 0 draws those of a single process."""

@@ -18,7 +18,7 @@ import jinja2
 import qerl
 from harness.command import Parser, one_line
 from harness.folders import atomic_write, read_jsonl
-from qerl import UserError, reason
+from qerl import UserError, reason, require
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 STEPS = 7                              # of samples.jsonl, at most
@@ -27,86 +27,51 @@ CHANGED = {"wrong to right": 6, "right to wrong": 4}                # questions 
 
 
 def write_report(folder):
-    """Write report.html and curve.png from the files of a run's folder."""
-    shown = contents(folder)
-    if shown["curve"]:
-        atomic_write(f"{folder}/curve.png", shown["curve"])
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters["percent"] = percent
-    templates.filters["base64"] = lambda data: base64.b64encode(data).decode()
-    page = templates.get_template("report.html.jinja").render(shown)
-    atomic_write(f"{folder}/report.html", page)
+    """Write report.html and curve.png from the files of a run's folder.
 
-
-def contents(folder):
-    """What the template shows. Any file but metrics.jsonl may be missing, as after a kill."""
-    if not os.path.exists(f"{folder}/metrics.jsonl"):
-        raise UserError(f"{folder}: not a run's folder (it has no metrics.jsonl)")
-    metrics = read_jsonl(f"{folder}/metrics.jsonl")
-    before = read_jsonl(f"{folder}/answers_before.jsonl")
-    after = read_jsonl(f"{folder}/answers_after.jsonl")
-    summary = read_summary(f"{folder}/summary.json")
+    Any of them but metrics.jsonl may be missing, as after a kill.
+    """
+    require(os.path.exists(f"{folder}/metrics.jsonl"),
+            f"{folder}: not a run's folder (it has no metrics.jsonl)")
+    names = ("metrics", "samples", "answers_before", "answers_after")
+    metrics, samples, before, after = (read_jsonl(f"{folder}/{name}.jsonl") for name in names)
+    summary = {}                           # of an unfinished run
+    if os.path.exists(f"{folder}/summary.json"):
+        with open(f"{folder}/summary.json", "rb") as f:
+            summary = json.load(f)
     settings = summary.pop("settings", {})
+    model = settings.get("model")
+    data = settings.get("data") or ("GSM8K" if model else "made-up word problems")
     accuracy = {
-        "pass@1": before_and_after("accuracy", summary, before, after),
-        "greedy": before_and_after("greedy", summary, before, after),
+        title: [summary.get(f"{kind}_{when}") for when in ("before", "after")]
+        for title, kind in (("pass@1", "accuracy"), ("greedy", "greedy"))
     }
     held_out = summary.get("held_out_questions", len(before))
-    return {
-        "name": os.path.basename(os.path.abspath(folder)),
-        "model": last_part(settings.get("model") or "The built-in policy"),
-        "data": data_name(settings),
-        "summary": summary,
-        "settings": settings,
-        "accuracy": accuracy,
-        "held_out": held_out,
-        "standard_error": 0.5 / math.sqrt(max(held_out, 1)),
-        "steps": len(metrics),
-        "curve": picture(learning_curve, metrics, accuracy) if metrics else None,
-        "limits": LIMITS,
-        "groups": groups(read_jsonl(f"{folder}/samples.jsonl"), metrics),
-        "answers": compare(before, after),
-    }
-
-
-def read_summary(path):
-    """summary.json's object; an unfinished run has none: {}."""
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
-
-
-def before_and_after(kind, summary, before, after):
-    """The two accuracies as summary.json has them, else of the answers, else None."""
-    return (
-        summary.get(f"{kind}_before", mean_correct(before, kind)),
-        summary.get(f"{kind}_after", mean_correct(after, kind)),
+    curve = picture(learning_curve, metrics, accuracy) if metrics else None
+    if curve:
+        atomic_write(f"{folder}/curve.png", curve)
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    templates.filters["percent"] = lambda part: "?" if part is None else f"{part:.1%}"
+    templates.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    page = templates.get_template("report.html.jinja").render(
+        name=last_part(os.path.abspath(folder)),
+        title=f"{last_part(model or 'The built-in policy')} on {last_part(data)}",
+        summary=summary,
+        settings=settings,
+        accuracy=accuracy,
+        held_out=held_out,
+        curve=curve,
+        limits=LIMITS,
+        metrics=metrics,
+        groups=groups(samples, metrics),
+        answers=compare(before, after),
     )
-
-
-def mean_correct(answers, kind):
-    return statistics.fmean(a[kind]["correct"] for a in answers) if answers else None
-
-
-def data_name(settings):
-    """What the questions were, as a heading says it."""
-    if settings.get("data"):
-        return last_part(settings["data"])
-    return "GSM8K" if settings.get("model") else "made-up word problems"
+    atomic_write(f"{folder}/report.html", page)
 
 
 def last_part(path):
     return os.path.basename(os.path.normpath(path))
-
-
-def percent(fraction):
-    return "?" if fraction is None else f"{fraction:.1%}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,22 +87,20 @@ SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {ord("\t"): "→ ", o
 def groups(samples, metrics):
     """At most STEPS of the recorded steps, evenly spread; the first, middle and last are open."""
     shown = spread(samples, STEPS)
-    completions = sum(len(sample["completions"]) for sample in shown)
-    limit = TOKENS // max(completions, 1)
-    first_middle_last = (0, len(shown) // 2, len(shown) - 1)
+    limit = TOKENS // max(sum(len(sample["completions"]) for sample in shown), 1)
     logged = {m["step"]: m for m in metrics}
-    return [
-        {
+    found = []
+    for i, sample in enumerate(shown):
+        completions = sorted(sample["completions"], key=lambda c: -c["reward"])
+        found.append({
             **sample,
-            "open": i in first_middle_last,
+            "open": i in (0, len(shown) // 2, len(shown) - 1),
             "logged": logged.get(sample["step"], {}),
-            "mean": statistics.fmean(c["reward"] for c in sample["completions"]),
-            "teaches": any(c["advantage"] for c in sample["completions"]),
-            "cards": [card(c, limit)
-                      for c in sorted(sample["completions"], key=lambda c: -c["reward"])],
-        }
-        for i, sample in enumerate(shown)
-    ]
+            "mean": statistics.fmean(c["reward"] for c in completions),
+            "teaches": any(c["advantage"] for c in completions),
+            "cards": [card(c, limit) for c in completions],
+        })
+    return found
 
 
 def spread(items, count):
@@ -149,18 +112,12 @@ def spread(items, count):
 
 def card(completion, limit):
     """A completion as the page shows it; of more than `limit` tokens, the middle is left out."""
-    tokens = list(zip(
-        completion["tokens"],
-        completion["entropy"],
-        completion["rollout_logprobs"],
-        completion["training_logprobs"],
-    ))
+    columns = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
+    tokens = list(zip(*(completion[name] for name in columns)))
     left_out = max(len(tokens) - limit, 0)
-    beginning = len(tokens) if not left_out else limit * 2 // 3
+    beginning = limit * 2 // 3 if left_out else len(tokens)
     return {
-        "reward": completion["reward"],
-        "correct": completion["correct"],
-        "advantage": completion["advantage"],
+        **completion,
         "length": len(tokens),
         "left_out": left_out,
         "beginning": [token_span(*t) for t in tokens[:beginning]],
@@ -221,23 +178,17 @@ def rounded(tensor):
 
 def compare(before, after):
     """Greedy answers to the same questions: how many of each kind, and some that changed."""
-    kinds = {"right to right": [], "right to wrong": [], "wrong to right": [], "wrong to wrong": []}
+    verdict = {True: "right", False: "wrong"}
+    kinds = {f"{old} to {new}": [] for old in verdict.values() for new in verdict.values()}
     for old, new in zip(before, after):
         if old["question"] == new["question"]:
-            kinds[f"{verdict(old)} to {verdict(new)}"].append({
-                "question": old["question"],
-                "number": old["number"],
-                "before": old["greedy"]["text"],
-                "after": new["greedy"]["text"],
-            })
+            was, now = old["greedy"], new["greedy"]
+            pair = {**old, "before": was["text"], "after": now["text"]}
+            kinds[f"{verdict[was['correct']]} to {verdict[now['correct']]}"].append(pair)
     return {
         "counts": {kind: len(found) for kind, found in kinds.items()},
         "changed": {kind: kinds[kind][:most] for kind, most in CHANGED.items()},
     }
-
-
-def verdict(answer):
-    return "right" if answer["greedy"]["correct"] else "wrong"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,10 +249,9 @@ def learning_curve(metrics, held_out, plt):
             noise_axis.set_ylim(bottom=0)
     accuracy_axis = axes[0, 0]
     accuracy_axis.set_ylim(0, 1)
-    for (kind, before_and_after), marker in zip(held_out.items(), "os"):
-        places = [0, max(steps, default=0)]
-        values = [math.nan if value is None else value for value in before_and_after]
-        accuracy_axis.plot(places, values, marker, color="tab:orange", label=f"held-out, {kind}")
+    for (kind, values), marker in zip(held_out.items(), "os"):
+        values = [math.nan if value is None else value for value in values]
+        accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {kind}")
     measured = [m for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot([m["step"] for m in measured], [m["accuracy_validation"] for m in measured],

@@ -18,7 +18,7 @@ from harness.export import save_adapter
 from harness.folders import append_jsonl, atomic_write, choose_folder, open_folder, read_log
 from harness.machine import environment
 from harness.report import one_group, report_on
-from qerl import UserError
+from qerl import UserError, reason, require
 
 
 # Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
@@ -45,9 +45,10 @@ def require_same_policy(state, model, folder):
         "config": "another config.json or other EOS tokens than --model has now",
     }
     for part, ours in model.fingerprints.items():
-        if state.get(part, ours) != ours:       # an older checkpoint lacks "config"
-            raise UserError(f"--resume: {folder} was begun with {changed[part]}; bring back the "
-                            "model's files or the cache of that time, or start a new run")
+        # An older checkpoint lacks "config".
+        require(state.get(part, ours) == ours,
+                f"--resume: {folder} was begun with {changed[part]}; bring back the model's files or the "
+                "cache of that time, or start a new run")
 
 
 def open_run(settings):
@@ -77,13 +78,13 @@ class Keeper:
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
         self.state = self.saved[0] if self.saved else {"step": 0, "drawn": 0, "seconds": 0.0}
-        log = settings.log if self.writes else None
-        self.track = open_tracker(log, self.folder, lasting(settings), self.state)
+        self.track = open_tracker(
+            self.writes and settings.log, self.folder, lasting(settings), self.state)
 
     def begin(self, model, optimizer, scaler, generators, algo, fit, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
 
-        generators: list of torch.Generator; fit: a memory.Fit; questions: all, whose content a
+        generators: list of torch.Generator; fit: a machine.Fit; questions: all, whose content a
         resumed run must share.
         """
         self.model = model
@@ -92,21 +93,17 @@ class Keeper:
         self.generators = generators
         self.algo = algo
         data = fingerprint(questions)
-        if self.ranks.count > 1:
-            self.ranks.agree({
-                "the questions' fingerprint": data,
-                "the checkpoint's step": self.state["step"],
-                **{f"the {part}'s fingerprint": value for part, value in model.fingerprints.items()},
-            })
+        self.ranks.agree({
+            "the questions' fingerprint": data,
+            "the checkpoint's step": self.state["step"],
+            **{f"the {part}'s fingerprint": value for part, value in model.fingerprints.items()},
+        })
         if self.saved:
-            _, tensors = self.saved
-            if self.state["data"] != data:
-                raise UserError(
-                    f"--resume: {self.folder} was started with other questions, answers or prompts than "
-                    "the data and the model's chat template now give; bring those back or name another "
-                    "--out")
+            require(self.state["data"] == data,
+                    f"--resume: {self.folder} was started with other questions, answers or prompts than the "
+                    "data and the model's chat template now give; bring those back or name another --out")
             require_same_policy(self.state, model, self.folder)
-            restore(tensors, model, optimizer, generators)
+            restore(self.saved[1], model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             algo.state = self.state["method"]
             done, planned, steps = self.state["step"], self.state["steps"], self.settings.steps
@@ -121,9 +118,8 @@ class Keeper:
             self.state.update(data=data, **model.fingerprints)
         self.state.update(asdict(fit))
         self.state.setdefault("best", {"accuracy": -1, "step": 0})       # of the validation questions
-        self.metrics = []
         if self.saved and self.writes:
-            self.metrics = read_log(self.folder, self.state["step"])
+            read_log(self.folder, self.state["step"])
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
@@ -159,7 +155,8 @@ class Keeper:
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl and the tracker, and save if it is due."""
         logged = self.ranks.join(metrics)
-        require_finite_metrics(logged)
+        require_finite({f"step {logged['step']}: the values of {name}": value
+                        for name, value in logged.items() if isinstance(value, float)})
         self.state["step"] = logged["step"]
         if self.writes:
             self.write(logged)
@@ -167,7 +164,6 @@ class Keeper:
 
     def write(self, logged):
         self.bar.set_postfix_str(PROGRESS.format(**logged))
-        self.metrics.append(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged, logged["step"])
         accuracy = logged.get("accuracy_validation", -1)
@@ -180,13 +176,12 @@ class Keeper:
         """Write summary.json, report.html and curve.png, say what came of the run."""
         if not self.writes:
             return
-        state = self.state
         seconds = time.perf_counter() - self.started
-        accuracies = {k: state[k] for k in state if k.endswith(("_before", "_after"))}
+        found = {k: v for k, v in self.state.items() if k.endswith(("_before", "_after"))}
         summary = {
             "command": command_line(),
-            **accuracies,
-            **({"best": state["best"]} if state["best"]["step"] else {}),
+            **found,
+            **({"best": self.state["best"]} if self.state["best"]["step"] else {}),
             "held_out_questions": held_out_questions,
             "steps": self.settings.steps,
             "seconds": seconds,
@@ -196,8 +191,8 @@ class Keeper:
         atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
 
         def change(name):
-            known = [state[k] for k in (f"{name}_before", f"{name}_after") if k in state]
-            return " -> ".join(f"{accuracy:.1%}" for accuracy in known)
+            known = (f"{name}_before", f"{name}_after")
+            return " -> ".join(f"{found[k]:.1%}" for k in known if k in found)
 
         print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
               f"look at {self.folder}/report.html")
@@ -278,18 +273,16 @@ def read_checkpoint(folder, settings, must_agree=None):
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
         sound = metadata["sha256"] == content_hash(metadata, tensors)
     except Exception as e:              # whatever a damaged header may lead to
-        raise UserError(f"{path}: not a readable checkpoint ({qerl.reason(e)}); {NEW_RUN}")
-    qerl.require(sound, f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
+        raise UserError(f"{path}: not a readable checkpoint ({reason(e)}); {NEW_RUN}")
+    require(sound, f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
     state = json.loads(metadata["state"])
     then = json.loads(metadata["settings"])
     state.setdefault("steps", then["steps"])
     counted = set(must_agree or settings) & settings.keys() & then.keys() - {"steps"}
     for name in sorted(counted):
-        if settings[name] != then[name]:
-            raise UserError(
-                f"--resume: {folder} was started with {name} = {then[name]}, "
-                f"now it is {settings[name]}; give the same settings or another --out"
-            )
+        require(settings[name] == then[name],
+                f"--resume: {folder} was started with {name} = {then[name]}, now it is "
+                f"{settings[name]}; give the same settings or another --out")
     return state, tensors
 
 
@@ -314,11 +307,16 @@ def restore(tensors, model, optimizer=None, generators=()):
 KEPT = "stopped, the last checkpoint is kept"
 
 
-def require_finite_rollout(rollout, remedy):
-    """Refuse completions of a policy whose logits are NaN or infinite."""
-    sampled = torch.stack([rollout.logprobs, rollout.entropy])
-    if not torch.isfinite(sampled).all():
-        raise UserError(f"the policy's logits are NaN or infinite: {KEPT}; {remedy}")
+def require_finite(values):
+    """Refuse {name: tensor or number} if a value is NaN or infinite."""
+    for name, value in values.items():
+        if not torch.isfinite(torch.as_tensor(value)).all():
+            raise UserError(f"{name} are NaN or infinite: {KEPT}; start again with a lower --lr or less "
+                            "noise (--sigma-start), or use an undamaged model")
+
+
+def require_finite_rollout(rollout):
+    require_finite({"the policy's logits": torch.stack([rollout.logprobs, rollout.entropy])})
 
 
 def require_finite_update(losses, norm, scaler):
@@ -340,27 +338,12 @@ def require_finite_policy(model, prompt):
     """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
     tokens = torch.tensor([prompt], device=model.device)
     logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
-    for name, tensor in {**qerl.trainable(model), "a vector of logits": logits}.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(
-                f"after this update {name} holds NaN or infinity: {KEPT}; "
-                "start again with a lower --lr"
-            )
-
-
-def require_finite_metrics(metrics):
-    """Refuse a step's figures if one is no number; JSON has none for NaN and infinity."""
-    for name, value in metrics.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(
-                f"step {metrics['step']}: {name} is {value}: {KEPT}; "
-                "start again with a lower --lr or less noise (--sigma-start)"
-            )
+    values = {f"the values of {name}": p for name, p in qerl.trainable(model).items()}
+    require_finite({**values, "after this update the logits": logits})
 
 
 # --------------------------------------------------------------------------------------------------
 # Trackers
-
 
 def flat(metrics):
     """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
@@ -392,6 +375,6 @@ def open_tracker(name, folder, settings, state):
             state["wandb"] = run.id
             return lambda metrics, step: run.log(flat(metrics), step=step)
     except Exception as e:                  # no package, no key, no connection
-        raise UserError(f"--log {name}: {qerl.reason(e)}; pip install {name}, log in there, or leave "
+        raise UserError(f"--log {name}: {reason(e)}; pip install {name}, log in there, or leave "
                         "--log out")
     return lambda metrics, step: None

@@ -32,6 +32,13 @@ class Method:
         """{setting: value} where the method's differ from the usual; flags win over them."""
         return {}
 
+    def require_noise(self):
+        """Refuse a run without noise, with which this method does something."""
+        settings = self.settings
+        if max(settings.sigma_start, settings.sigma_end) == 0 or settings.stages == 1:
+            raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
+                            "0.01 and --stages 10")
+
     def check(self):
         """Refuse, by a UserError, settings that make no sense together with this method."""
 

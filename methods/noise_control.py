@@ -32,7 +32,7 @@ it cost our small policy accuracy (methods/README.md). The others are for ablati
 import math
 
 import qerl
-from harness.command import require_flag, require_noise
+from harness.command import require_flag
 from methods import Method
 
 SMALLEST = 1e-4                # sigma stays between these: our choice
@@ -66,7 +66,7 @@ class Neighbour(Method):
         self.state = {"sigma": settings.sigma_start, "divergence": None, "rounding": 0.0}
 
     def check(self):
-        require_noise(self.settings)
+        self.require_noise()
         require_flag(self.settings.sigma_start > 0, "sigma_start", 0,
                      f"--method {self.settings.method} begins with that; use 0.01")
 

@@ -26,7 +26,6 @@ import torch
 
 import qerl
 from harness.batches import join_rollouts
-from harness.command import require_noise
 from methods import Method
 from methods.rollout_correction import correction
 from qerl import require
@@ -38,7 +37,7 @@ class Neighbour(Method):
     """QeRL with pooled noise and sequence-MIS."""
 
     def check(self):
-        require_noise(self.settings)
+        self.require_noise()
         require(self.settings.group % DRAWS == 0,
                 f"--method pooled_noise: {DRAWS} draws share a group of {self.settings.group} "
                 f"unequally; use a --group divisible by {DRAWS}")

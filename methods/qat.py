@@ -45,10 +45,9 @@ from transformers import get_cosine_schedule_with_warmup
 
 import qerl
 from harness.export import named_parts, require_16_bit, write_packed_folder
-from harness.folders import cached_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
-from methods.parts.quantizers import round_e2m1
+from methods.parts.quantizers import cached_folder, round_e2m1
 from methods.parts.worked import answer_logits, rows_of, worked_sequences
 
 TOKENS = 2 ** 20                   # of worked answers to draw from

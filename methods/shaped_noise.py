@@ -24,7 +24,6 @@ import math
 import torch
 
 import qerl
-from harness.command import require_noise
 from methods import Method
 
 PLACES = ("attention", "mlp", "first", "last")
@@ -66,7 +65,7 @@ class Neighbour(Method):
     variants = (*PLACES, *UNIT_VARIANCE)
 
     def check(self):
-        require_noise(self.settings)
+        self.require_noise()
 
     def adaptive_quantization_noise(self, model, sigma, generator):
         return shaped_noise(model, sigma, generator, self.variant)

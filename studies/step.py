@@ -101,7 +101,7 @@ class TimedRanks:
 
     def add_gradients(self, trained):
         with self.phases("waiting"):            # for the slowest process
-            self.ranks.barrier(self.phases.device)
+            self.ranks.total(torch.zeros(1, device=self.phases.device))          # wait for all
         with self.phases("exchange"):
             self.ranks.add_gradients(trained)
 
@@ -116,7 +116,7 @@ def take_step(model, optimizer, scaler, lengths, settings, algo, ranks):
     asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
                            prompt_tokens(settings.device))
     phases = Phases(model.device)
-    ranks.barrier(model.device)
+    ranks.total(torch.zeros(1, device=model.device))                     # wait for all
     with phases("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
                                 slots=settings.slots, sampler_class=partial(CutSampler, lengths))

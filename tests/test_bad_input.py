@@ -284,10 +284,10 @@ def test_a_damaged_model_of_the_cache_is_made_again(qwen, cache, capsys):
     def make(folder):
         shutil.copy(f"{qwen[0]}/model.safetensors", folder)
     key = (qwen[0], "codes", ["key"], make)
-    weights = Path(folders.cached_folder(*key), "model.safetensors")
+    weights = Path(quantizers.cached_folder(*key), "model.safetensors")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-9000] + bytes(4000) + whole[-5000:])
-    assert folders.cached_folder(*key) == str(weights.parent)
+    assert quantizers.cached_folder(*key) == str(weights.parent)
     assert weights.read_bytes() == whole and "is made again" in capsys.readouterr().out
 
 

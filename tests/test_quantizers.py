@@ -160,7 +160,7 @@ def test_codes_are_found_by_one_process(qwen, cache):
         shutil.copy(f"{qwen[0]}/model.safetensors", path)
 
     def find(_):
-        return folders.cached_folder(qwen[0], "slow", ["key"], make)
+        return quantizers.cached_folder(qwen[0], "slow", ["key"], make)
     first = find(0)
     os.rename(first, f"{first}.123.tmp")
     with ThreadPoolExecutor(3) as pool:

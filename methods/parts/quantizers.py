@@ -7,14 +7,17 @@ global scale, and so do gate and up, as vLLM wants it; of layers that are rounde
 loading each has its own.
 """
 import functools
+import hashlib
 import importlib
 import inspect
+import json
+import os
 
 import torch
 
 import qerl
 from harness.export import is_packed, write_packed_folder
-from harness.folders import cached_folder, load_with_progress
+from harness.folders import load_with_progress, made_once, policy_fingerprints
 from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
@@ -39,6 +42,28 @@ def round_e2m1(x):
     """x -> the nearest of E2M1's values, ties to the even code."""
     bounds, magnitudes = e2m1_tables(x.device)
     return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
+
+
+def model_name(folder):
+    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
+    path = os.path.realpath(folder)
+    above, name = os.path.split(path)
+    if os.path.basename(above) == "snapshots":
+        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
+    return name
+
+
+def cached_folder(source, name, key, make):
+    """The folder that make(path) filled when it was first asked for with this key (JSON).
+
+    It is made of the weights in the folder `source`, and named after it and `name`. It is made
+    again once these weights, or the code of make's module, have changed.
+    """
+    code = inspect.getsource(inspect.getmodule(make))
+    made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
+    digest = hashlib.sha256(made_of.encode()).hexdigest()
+    name = f"{model_name(source)}-{name}-{digest[:12]}"
+    return made_once(name, make)
 
 
 @torch.no_grad()
