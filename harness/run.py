@@ -47,7 +47,7 @@ def require_same_policy(state, model, folder):
     for part, ours in model.fingerprints.items():
         # An older checkpoint lacks "config".
         require(state.get(part, ours) == ours,
-                f"--resume: {folder} was begun with {changed[part]}; bring back the model's files or the "
+                f"--resume: {folder} was begun with {changed.get(part, f'another {part}')}; bring back the model's files or the "
                 "cache of that time, or start a new run")
 
 
