@@ -133,8 +133,8 @@ def is_packed(folder):
 
 def require_16_bit(folder, flag):
     """Refuse a folder of which a layer is in 4 bits: `flag` needs the weights before that."""
-    qerl.require(not is_packed(folder), f"{flag}: {folder} is in 4 bits already; give the model before it "
-                                        "was quantised, or leave the flag out")
+    require(not is_packed(folder), f"{flag}: {folder} is in 4 bits already; give the model before it was "
+                                   "quantised, or leave the flag out")
 
 
 def named_parts(name, *parts):

@@ -45,10 +45,11 @@ def require_same_policy(state, model, folder):
         "config": "another config.json or other EOS tokens than --model has now",
     }
     for part, ours in model.fingerprints.items():
+        what = changed.get(part, f"another {part}")
         # An older checkpoint lacks "config".
         require(state.get(part, ours) == ours,
-                f"--resume: {folder} was begun with {changed.get(part, f'another {part}')}; bring back the model's files or the "
-                "cache of that time, or start a new run")
+                f"--resume: {folder} was begun with {what}; bring back the model's files or the cache of "
+                "that time, or start a new run")
 
 
 def open_run(settings):
