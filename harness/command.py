@@ -191,10 +191,6 @@ def check_settings(settings):
     ]
     if settings.save_quantized is not None:
         together += [("save_quantized", *row) for row in saving]
-    together.append((
-        "shard", not settings.shard or processes > 1,
-        "cuts the weights over several processes, but this is one; start by torchrun "
-        "--nproc_per_node=2 or more"))
     for name, ok, what in together:
         require_flag(ok, name, getattr(settings, name), what)
     template_options(settings)

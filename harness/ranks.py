@@ -112,6 +112,9 @@ class Ranks:
 
     def agree_on_flags(self, settings):
         """Let the ranks agree on the settings of train_gsm8k, but for what may differ by machine."""
+        require(self.count > 1 or not settings.shard,
+                "--shard cuts the weights over several processes, but this is one; start by torchrun "
+                "--nproc_per_node=2 or more")
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()}
         for name in ("--model", "--data", "--eval", "--device", "--out", "--log"):
             del flags[name]

@@ -27,6 +27,7 @@ from common import run_main, scored_by_letters, without_times
 from harness import folders
 from harness.data import ChatText
 from harness.folders import open_folder, read_jsonl, read_log
+from methods.parts import quantizers
 from test_qerl import HERE
 
 
@@ -367,7 +368,7 @@ def test_a_run_ends_well_where_nobody_can_read_it(ending, output):
 
 
 @pytest.mark.parametrize("options,message,steps", [
-    (["--lr", 1e30], "after this update a vector of logits holds NaN", 0),
+    (["--lr", 1e30], "after this update the logits are NaN", 0),
     (["--lr", 1e30, "--updates", 2], "gradient norm nan", 0),
     (["--sigma-start", 1e38], "the policy's logits are NaN or infinite", 1),
 ])
