@@ -19,7 +19,7 @@ import torch
 import qerl
 from harness.machine import is_out_of_memory
 from harness.ranks import Ranks
-from qerl import UserError
+from qerl import UserError, require
 
 
 def setting(default, remark, choices=None):
@@ -81,9 +81,9 @@ def require_value(name, value):
 
 
 def require_flag(ok, name, value, what):
-    """Unless ok, raise the one line that names a flag, its value and what is wrong with it."""
-    if not ok:
-        raise UserError(f"--{name.replace('_', '-')} {value}: {what}")
+    """Unless ok, raise the one line that names a flag, its value, if it takes one, and what is wrong."""
+    given = "" if value is True else f" {value}"
+    require(ok, f"--{name.replace('_', '-')}{given}: {what}")
 
 
 def check_device(name):
