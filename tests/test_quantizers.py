@@ -11,7 +11,7 @@ import torch
 
 import qerl
 import train_gsm8k
-from harness import export, folders
+from harness import export
 from harness.data import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
