@@ -88,7 +88,7 @@ FAULTS = [
     ("two answers in TeX", "harness/data.py", "with_one_answer(list(questions.values()), source)",
      "questions.values()", "test_answers", "different_answers"),
     ("empty box", "harness/data.py", "answer = answer if box is None else box",
-     "answer = box or answer", "test_answers", "unfit_file"),
+     "pass", "test_answers", "unfit_file"),
     ("empty value", "harness/command.py", 'require_flag("" not in values', "require_flag(True",
      "test_bad_input", "empty_value"),
     ("preset", "train_gsm8k.py", "{**values, **given})", "{**given, **values})", "test_bad_input",
