@@ -41,7 +41,6 @@ def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     lora = sum(p.nbytes for p in qerl.trainable(model).values()) / 1e9
     assert row["lora_gb"] == row["gradients_gb"] == pytest.approx(lora)
     assert 2 * lora <= row["optimizer_gb"] < 2.01 * lora            # and a count of steps each
-    assert row["embeddings_gb"] == pytest.approx(2 * 512 * 256 * 4 / 1e9)
     assert row["cache_gb"] == pytest.approx(cache_bytes(model, 8, 20) / 1e9)
     assert (tmp_path / "cpu/memory.png").exists()
     out = capsys.readouterr().out

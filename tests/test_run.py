@@ -1,4 +1,5 @@
 """A run: the loop, resume, evaluation, trackers."""
+
 import copy
 import json
 import math
@@ -39,7 +40,7 @@ def test_dynamic_sampling_gives_up_after_four_draws():
 
     def draw():
         rewards = torch.zeros(2, 2)
-        rewards[1, 1] = float(len(drawn) == 2)                  # one group of the third draw
+        rewards[1, 1] = float(len(drawn) == 2)  # one group of the third draw
         drawn.append(rewards)
         rows = torch.full((4, len(drawn)), len(drawn))
         rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], rows[:, 0] > 0)
@@ -77,14 +78,37 @@ def test_questions_come_once_a_pass_in_a_new_order_each():
 # has something to learn.
 
 LOOP = dict(
-    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4,
-    updates=2, stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075,
-    micro_tokens=24, save_every=3, seed=12, quantizer="rtn", eval_questions=5)
+    device="cpu",
+    dtype="float32",
+    prompts=4,
+    group=4,
+    max_new_tokens=6,
+    lora_rank=4,
+    steps=4,
+    updates=2,
+    stages=4,
+    lr=0.03,
+    reward="paper",
+    sigma_start=0.3,
+    sigma_end=0.075,
+    micro_tokens=24,
+    save_every=3,
+    seed=12,
+    quantizer="rtn",
+    eval_questions=5,
+)
 GRPO_LOOP = dict(
-    beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5)
+    beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5
+)
 DAPO_LOOP = dict(
-    algo="dapo", reward="answer", warm_up=0.0, gradient_clip=1.1, max_new_tokens=12,
-    lora_alpha=6.0, schedule="linear")
+    algo="dapo",
+    reward="answer",
+    warm_up=0.0,
+    gradient_clip=1.1,
+    max_new_tokens=12,
+    lora_alpha=6.0,
+    schedule="linear",
+)
 DR_GRPO_LOOP = dict(algo="dr-grpo", warm_up=0.0, gradient_clip=0.5)
 
 
@@ -108,11 +132,19 @@ def groups_of(call, settings):
         prompt = call.prompts[i // settings.group]
         tokens = call.rollout.tokens[i, :length].tolist()
         reward, correct = train_gsm8k.reward(
-            quiz_text(tokens), quiz_number(prompt), settings.reward)
-        rows.append(types.SimpleNamespace(
-            prompt=prompt, tokens=tokens, reward=reward, correct=correct,
-            finished=tokens[-1] == QUIZ_EOS, sampled=call.rollout.logprobs[i, :length],
-            entropy=call.rollout.entropy[i, :length]))
+            quiz_text(tokens), quiz_number(prompt), settings.reward
+        )
+        rows.append(
+            types.SimpleNamespace(
+                prompt=prompt,
+                tokens=tokens,
+                reward=reward,
+                correct=correct,
+                finished=tokens[-1] == QUIZ_EOS,
+                sampled=call.rollout.logprobs[i, :length],
+                entropy=call.rollout.entropy[i, :length],
+            )
+        )
     return [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
 
 
@@ -127,8 +159,9 @@ def draws_of_a_step(rollouts, settings):
     """
     draws = [next(rollouts)]
     groups = groups_of(draws[0], settings)
-    while (settings.algo == "dapo" and len(draws) < 4
-            and sum(map(teaches, groups)) < settings.prompts):
+    while (
+        settings.algo == "dapo" and len(draws) < 4 and sum(map(teaches, groups)) < settings.prompts
+    ):
         draws.append(next(rollouts))
         groups += groups_of(draws[-1], settings)
     return draws, groups
@@ -186,9 +219,11 @@ def minibatch_loss(model, rows, settings):
     sum over a constant length.
     """
     counted = [row for row in rows if row.finished or settings.algo != "dapo"]
-    divisors = {"grpo": lambda row: len(row.tokens) * len(rows),
-                "dapo": lambda row: sum(len(other.tokens) for other in counted),
-                "dr-grpo": lambda row: settings.max_new_tokens * len(rows)}
+    divisors = {
+        "grpo": lambda row: len(row.tokens) * len(rows),
+        "dapo": lambda row: sum(len(other.tokens) for other in counted),
+        "dr-grpo": lambda row: settings.max_new_tokens * len(rows),
+    }
     loss = 0
     kl = 0
     for row in counted:
@@ -261,12 +296,15 @@ def assert_evaluated(calls, quiz, out, when):
         assert summary[f"{kind}_{when}"] == pytest.approx(mean(right))
 
 
-@pytest.mark.parametrize("options,rates,sigmas", [
-    # Two steps of warm-up, then half a cosine to zero; and without warm-up.
-    (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
-    (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
-    (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
-])
+@pytest.mark.parametrize(
+    "options,rates,sigmas",
+    [
+        # Two steps of warm-up, then half a cosine to zero; and without warm-up.
+        (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
+        (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
+        (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
+    ],
+)
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **LOOP | options)
@@ -278,16 +316,24 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     log = read_jsonl(tmp_path / "metrics.jsonl")
     samples = {s["step"]: s["completions"] for s in read_jsonl(tmp_path / "samples.jsonl")}
     torch.manual_seed(settings.seed)
-    model = qerl.load_model(quiz, lora_rank=4, lora_alpha=settings.lora_alpha,
-                            train_norms=settings.train_norms)
-    reference = qerl.load_model(quiz)               # without adapters
+    model = qerl.load_model(
+        quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms
+    )
+    reference = qerl.load_model(quiz)  # without adapters
     trained = qerl.trainable(model)
     optimizer = adamw(trained.values(), settings)
     # The seed alone decides what is drawn, in the evaluation and in the first rollout.
     for call, count, temperature, top_p in ((calls[0], 1, 0.6, 0.95), (calls[2], 4, 1.0, 1.0)):
         again = qerl.generate(
-            model, call.prompts, settings.max_new_tokens, count, temperature, top_p,
-            eos=[QUIZ_EOS], generator=seeded(settings.seed))
+            model,
+            call.prompts,
+            settings.max_new_tokens,
+            count,
+            temperature,
+            top_p,
+            eos=[QUIZ_EOS],
+            generator=seeded(settings.seed),
+        )
         assert again.tokens.equal(call.rollout.tokens)
     noise_rng = seeded(settings.seed + 1)
     asked = []
@@ -297,8 +343,9 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         # Sampled without top-p, by the policy of this step with one draw of noise.
         draws, groups = draws_of_a_step(rollouts, settings)
         drawn = sum(groups, [])
-        noise = [sigma * torch.randn(norm.weight.shape, generator=noise_rng)
-                 for norm in scales(model)]
+        noise = [
+            sigma * torch.randn(norm.weight.shape, generator=noise_rng) for norm in scales(model)
+        ]
         for call in draws:
             asked += call.prompts
             assert call.drawn_with == {(1.0, 1.0)}
@@ -366,22 +413,27 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     assert max(m["mismatch_max_ratio"] for m in log) > settings.tis
 
 
-@pytest.mark.parametrize("options", [
-    ("--algo", "grpo", "--train-norms", "--warm-up", 0.6), ("--algo", "dapo"),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--algo", "grpo", "--train-norms", "--warm-up", 0.6),
+        ("--algo", "dapo"),
+    ],
+)
 def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
     """Adapter, AdamW's moments, both generators, the questions' order: after a stop in each step."""
-    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--save-every", 1, "--tis", 2,
-               "--sigma-start", 0.2, "--sigma-end", 0.1, *options)
+    options = (
+        "--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--save-every", 1, "--tis", 2,
+        "--sigma-start", 0.2, "--sigma-end", 0.1, *options)
     run_main(monkeypatch, *options, "--out", tmp_path / "whole")
     resume = []
-    for step in range(1, 6):                        # in step 1 there is only the checkpoint before it
+    for step in range(1, 6):  # in step 1 there is only the checkpoint before it
         stop_at(step, *options, "--out", tmp_path / "run", *resume)
         resume = ["--resume"]
     calls = recorded(monkeypatch)
     run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
     policies = {tuple(flat_policy(call.policy).tolist()) for call in calls}
-    assert len(policies) == 2                       # one step was left
+    assert len(policies) == 2  # one step was left
     assert_learned(assert_same_run(tmp_path / "whole", tmp_path / "run"))
 
 
@@ -398,8 +450,9 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     logprobs = theirs(torch.tensor([[*prompt, 6, 7, 8]])).logits[0, 2:-1].log_softmax(-1)
     logprobs.gather(1, completion.T).sum().backward()
     expected = dict(theirs.named_parameters())
-    compared = [(m.weight, [f"{m.name}.weight"])
-                for m in model.modules() if isinstance(m, qerl.RMSNorm)]
+    compared = [
+        (m.weight, [f"{m.name}.weight"]) for m in model.modules() if isinstance(m, qerl.RMSNorm)
+    ]
     for layer in model.quantized_layers():
         compared.append((layer.master, [f"{name}.weight" for name in layer.names]))
         if layer.bias is not None:
@@ -417,7 +470,7 @@ def test_full_fine_tuning_samples_what_it_trains(quick, qwen, tmp_path, monkeypa
     run_main(monkeypatch, *options, "--out", out)
     log = read_jsonl(out / "metrics.jsonl")
     assert_learned(log)
-    assert all(m["mismatch_kl"] < 1e-9 for m in log)            # it sampled from the newest weights
+    assert all(m["mismatch_kl"] < 1e-9 for m in log)  # it sampled from the newest weights
     start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["norm.weight"]
     _, tensors = read_checkpoint(str(out), {}, must_agree=["no such setting"])
     assert not torch.equal(tensors["model.norm.weight"], start)
@@ -431,15 +484,15 @@ def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(quick, tmp_pa
     graded = []
 
     def two_of_three(text, answer, anywhere=False):
-        if anywhere:                                            # not for a reward
+        if anywhere:  # not for a reward
             graded.append(text)
         return len(graded) % 3 != 0
 
     monkeypatch.setattr(train_gsm8k, "is_right", two_of_three)
     out = tmp_path / "run"
-    run_main(monkeypatch, *quick, "--steps", 1, "--eval-questions", 5, "--eval-samples", 3,
-             "--skip-eval-before", "--out", out)
-    assert len(graded) == 5 * 3 + 5                             # the last are the greedy ones
+    options = ("--steps", 1, "--eval-questions", 5, "--eval-samples", 3, "--skip-eval-before")
+    run_main(monkeypatch, *quick, *options, "--out", out)
+    assert len(graded) == 5 * 3 + 5  # the last are the greedy ones
     assert len(set(graded[:3])) > 1
     summary = json.loads((out / "summary.json").read_text())
     assert summary["accuracy_after"] == pytest.approx(10 / 15)
@@ -449,12 +502,16 @@ def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(quick, tmp_pa
     assert not (out / "answers_before.jsonl").exists()
 
 
-@pytest.mark.parametrize("tracker,package,begun", [
-    ("tensorboard", "torch.utils.tensorboard", [1, 3]),         # it forgets steps 3 and 4
-    ("wandb", "wandb", [None, "its id"]),
-])
+@pytest.mark.parametrize(
+    "tracker,package,begun",
+    [
+        ("tensorboard", "torch.utils.tensorboard", [1, 3]),  # it forgets steps 3 and 4
+        ("wandb", "wandb", [None, "its id"]),
+    ],
+)
 def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
-        quick, tmp_path, monkeypatch, tracker, package, begun):
+    quick, tmp_path, monkeypatch, tracker, package, begun
+):
     """A run that is stopped in step 4 and resumed after step 2."""
     opened = []
     written = {}
@@ -470,7 +527,8 @@ def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
         assert config["lora_rank"] == 2 and options["resume"] == "allow"
         opened.append(id)
         return types.SimpleNamespace(
-            log=lambda numbers, step: written.update({step: numbers}), id="its id")
+            log=lambda numbers, step: written.update({step: numbers}), id="its id"
+        )
 
     fake = types.SimpleNamespace(SummaryWriter=SummaryWriter, init=init)
     monkeypatch.setitem(sys.modules, package, fake)
@@ -488,17 +546,21 @@ def no_key(**options):
     raise RuntimeError("no API key configured\nhere")
 
 
-@pytest.mark.parametrize("tracker,package,module,message", [
-    ("tensorboard", "torch.utils.tensorboard", None, "pip install tensorboard"),
-    ("wandb", "wandb", None, "pip install wandb"),
-    ("wandb", "wandb", types.SimpleNamespace(init=no_key), "no API key configured;"),
-])
+@pytest.mark.parametrize(
+    "tracker,package,module,message",
+    [
+        ("tensorboard", "torch.utils.tensorboard", None, "pip install tensorboard"),
+        ("wandb", "wandb", None, "pip install wandb"),
+        ("wandb", "wandb", types.SimpleNamespace(init=no_key), "no API key configured;"),
+    ],
+)
 def test_a_tracker_that_cannot_be_used_is_one_line(
-        quick, tmp_path, monkeypatch, capsys, tracker, package, module, message):
-    monkeypatch.setitem(sys.modules, package, module)           # None is an ImportError
+    quick, tmp_path, monkeypatch, capsys, tracker, package, module, message
+):
+    monkeypatch.setitem(sys.modules, package, module)  # None is an ImportError
     options = (*quick, "--out", tmp_path / "run", "--log", tracker)
     assert message in refused(monkeypatch, capsys, *options)
-    assert not (tmp_path / "run").exists()                      # nothing was measured before
+    assert not (tmp_path / "run").exists()  # nothing was measured before
 
 
 def losses_times(monkeypatch, *factors):
@@ -509,11 +571,13 @@ def losses_times(monkeypatch, *factors):
     def multiplied(*args):
         loss, kl = policy_loss(*args)
         return loss * (left.pop(0) if len(left) > 1 else left[0]), kl
+
     monkeypatch.setattr(qerl, "policy_loss", multiplied)
 
 
 def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
-        quick, tmp_path, monkeypatch):
+    quick, tmp_path, monkeypatch
+):
     """An overflow costs its step alone; float16 could not hold the gradients of the second loss.
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
@@ -542,7 +606,7 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
     assert_same_run(tmp_path / "float16", tmp_path / "cut")
     with safe_open(tmp_path / "cut/checkpoint.safetensors", "pt") as f:
         state = json.loads(f.metadata()["state"])
-    assert state["scaler"]["_growth_tracker"] == 2              # it counts over the stop
+    assert state["scaler"]["_growth_tracker"] == 2  # it counts over the stop
 
 
 @pytest.mark.parametrize("scaling", [dict(enabled=False), dict(init_scale=1.0)])
@@ -553,8 +617,10 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(scaling
 
 
 # A question with whatever ends a line or a record somewhere, and what JSON has to escape.
-AWKWARD = ('one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n'
-           '{"step": 9}\\ "eight" \x00 ##')
+AWKWARD = (
+    "one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n"
+    '{"step": 9}\\ "eight" \x00 ##'
+)
 
 
 def test_a_question_stays_what_it_is(quick, tmp_path, monkeypatch):
