@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import qerl
-from common import all_trained, fp8_neighbour, sample_step
+from common import all_trained, compiled_for, fp8_neighbour, sample_step
 from harness.layers import train_all_weights
 from methods import flashrl, jetrl
 from methods.parts import fp8_blocks
@@ -116,6 +116,27 @@ def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
     whole = fp8_blocks.quantize(matrix, fp8_blocks.SQUARE).codes
     transposed = fp8_blocks.transpose_bytes(whole)
     assert torch.equal(transposed.view(torch.uint8), whole.view(torch.uint8).T)
+
+
+COMPILE = """
+import torch
+from methods.parts import fp8_blocks
+from studies import cross_compile
+cross_compile.pretend({target})
+x = torch.empty(300, 3584, dtype=torch.bfloat16)
+fp8_blocks.quantize(x, fp8_blocks.ROW)
+fp8_blocks.quantize(x, fp8_blocks.WHOLE_ROW)
+fp8_blocks.transpose_bytes(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))
+"""
+
+
+@pytest.mark.skipif(qerl.kernels is None, reason="needs Triton")
+@pytest.mark.parametrize("target", [89, 90])
+def test_fp8_kernels_compile_for(target):
+    """Compiled, not run."""
+    compiled = compiled_for(target, "-c", COMPILE.format(target=target))
+    assert [name for name, _ in compiled] == ["quantize_kernel"] * 2 + ["transpose_kernel"]
+    assert max(shared for _, shared in compiled) <= 2 ** 15
 
 
 @gpu

@@ -187,11 +187,16 @@ def test_worked_answers_may_have_no_steps():
     assert written == "ab\n<think></think><answer>\\frac12</answer>"
 
 
-def each_alone():
-    """(tokens [1, T], labels, answer's length) of TWO, as transformers takes them."""
+def by_transformers(model):
+    """(cross-entropy of the answers of TWO, the final hidden states), each text by itself."""
+    losses = []
+    hidden = []
     for prompt, answer in TWO:
-        yield (torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer]),
-               len(answer))
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        found = model(torch.tensor([prompt + answer]), labels=labels, output_hidden_states=True)
+        losses.append(found.loss * len(answer) / 7)
+        hidden.append(found.hidden_states[-1].flatten())
+    return sum(losses), torch.cat(hidden)
 
 
 def test_rilq_loss_equals_transformers(qwen, tmp_path):
@@ -201,14 +206,9 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
     target = qerl.load_model(qwen[0], "bf16").hidden(rows.tokens)
     model = qerl.load_model(student_folder, "bf16", lora_rank=2)
     loss, _, _ = rilq.rilq_loss(model, target, rows)
-    squares = []
-    losses = []
-    for tokens, labels, length in each_alone():
-        ours = student(tokens, labels=labels, output_hidden_states=True)
-        theirs = qwen[1](tokens, output_hidden_states=True)
-        squares.append((ours.hidden_states[-1] - theirs.hidden_states[-1]).square().flatten())
-        losses += [ours.loss] * length
-    expected = (torch.cat(squares).mean() + torch.stack(losses).mean()) / 2
+    cross_entropy, hidden = by_transformers(student)
+    _, wanted = by_transformers(qwen[1])
+    expected = (cross_entropy + (hidden - wanted).square().mean()) / 2
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -260,8 +260,7 @@ def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
     for name, p in parameters.items():
         if name.endswith("_proj.weight"):
             p.data = decoded(*qerl.quantize_nvfp4(p.data))
-    expected = sum(theirs(tokens, labels=labels).loss * length / 7
-                   for tokens, labels, length in each_alone())
+    expected, _ = by_transformers(theirs)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     for layer in student.quantized_layers():
@@ -273,8 +272,9 @@ def test_distillation_is_forward_kl(qwen, tmp_path):
     folder, _ = make_folder(tmp_path / "teacher", seed=1)
     models = [qerl.load_model(path, "bf16") for path in (folder, qwen[0])]
     divergences = []
-    for tokens, _, length in each_alone():
-        p, q = (model(tokens)[0, -length - 1:-1].log_softmax(-1) for model in models)
+    for prompt, answer in TWO:
+        p, q = (model(torch.tensor([prompt + answer]))[0, len(prompt) - 1:-1].log_softmax(-1)
+                for model in models)
         divergences.append((p.exp() * (p - q)).sum(-1))
     loss = qat.answer_loss(models[1], models[0], worked.rows_of(TWO, "cpu"))
     torch.testing.assert_close(loss, torch.cat(divergences).mean())
