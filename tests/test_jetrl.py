@@ -70,7 +70,7 @@ def test_cublas_is_given_blocks_as_it_wants_them():
 
 
 def test_a_gpus_products_are_tried(monkeypatch):
-    """A GPU that refuses blocks gets whole rows; one whose products are wrong, an error of one line."""
+    """A GPU that refuses blocks gets whole rows; one that multiplies wrongly is refused."""
     right = fp8_blocks.products_are_right
     multiply = fp8_blocks.multiply
     monkeypatch.setattr(

@@ -199,7 +199,7 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
 
 
 def test_update_aware_scaling_keeps_the_policy_and_its_codes(qwen):
-    """A step of the optimiser is 1.5 times as large against the quantisation step, the codes' scale."""
+    """The codes' scale is smaller, so that a step of the optimiser moves 1.5 times as many."""
     plain, scaled = (all_trained(qwen[0]) for _ in range(2))
     qurl.scale_for_updates(scaled, 1.5)
     tokens = torch.arange(30)[None]
