@@ -28,9 +28,10 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path, monkeyp
     left_out = shutil.ignore_patterns("table*.md", "phases.md", "*.png")
     shutil.copytree(f"{HERE}/results", tmp_path, dirs_exist_ok=True, ignore=left_out)
     results.make_tables(str(tmp_path), bench.PLOTS)
-    made, recorded = (files_below(folder) for folder in (tmp_path, Path(HERE, "results")))
-    tables = [name for name in recorded if name.endswith(".md")]
-    assert {name: made.get(name) for name in tables} == {name: recorded[name] for name in tables}
+    recorded = files_below(Path(HERE, "results"))
+    made, expected = ({name: data for name, data in files.items() if name.endswith(".md")}
+                      for files in (files_below(tmp_path), recorded))
+    assert made == expected
     pictures = {name for name in recorded if name.endswith(".png")}
     assert drawn == pictures - {"learning/report.png"}           # which a browser made
 
