@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -22,10 +21,10 @@ from safetensors.torch import load_file, save_file
 import harness.run
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, assert_learned, copied, files_below, killed_at, refused
-from common import run_main, scored_by_letters, without_times
+from common import LEARNING, QUICK, assert_learned, assert_same_run, copied, files_below
+from common import killed_at, refused, run_main, scored_by_letters, stopped_and_resumed
 from harness import folders
-from harness.data import ChatText
+from harness.data import ChatText, check_tokens
 from harness.folders import open_folder, read_jsonl, read_log
 from methods.parts import quantizers
 from test_qerl import HERE
@@ -108,7 +107,7 @@ def test_flags_win_over_the_preset_and_it_over_the_defaults(argv, expected):
 
 @pytest.fixture
 def bad_things(qwen, tmp_path, monkeypatch):
-    """The current folder holds what the table below names: models, each with an edited file, data."""
+    """What the table below names, in the current folder: models with an edited file, and data."""
     monkeypatch.chdir(tmp_path)
     for name, file, values in (
             ("no-heads", "config.json", {"num_attention_heads": 0}),
@@ -141,6 +140,11 @@ def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, monkeypatch, capsys, quick, argv, message):
     assert message in refused(monkeypatch, capsys, *quick, *argv.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(qerl.UserError, match="tokens 1 to 300, its vocabulary has 262"):
+        check_tokens([{"question": "a", "prompt": [1, 300]}], {256}, 262)
 
 
 def with_template(model, folder, text):
@@ -206,10 +210,18 @@ def test_a_folder_in_use_is_refused(tmp_path):
     lock.release()
 
 
-def test_folders_that_runs_choose_at_the_same_time_differ(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        chosen = pool.map(folders.choose_folder, [f"{tmp_path}/small"] * 24, [False] * 24)
-        assert len(set(chosen)) == 24
+def test_folders_that_runs_choose_at_the_same_time_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.glob, "glob", lambda _: [])        # neither sees the other's
+    stem = f"{tmp_path}/small"
+    assert [folders.choose_folder(stem, resume=False) for _ in range(2)] == [f"{stem}-1", f"{stem}-2"]
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        folders.atomic_write(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
 
 
 def test_a_lost_log_is_a_warning(tmp_path, capsys):
@@ -292,41 +304,41 @@ def test_a_damaged_model_of_the_cache_is_made_again(qwen, cache, capsys):
     assert weights.read_bytes() == whole and "is made again" in capsys.readouterr().out
 
 
-def lasting(out):
-    """What two equal runs leave: their files, but those with times or what is made of them."""
-    files = files_below(out)
-    same = ("adapter/adapter_model.safetensors", "samples.jsonl", "answers_before.jsonl",
-            "answers_after.jsonl")
-    log = without_times(out / "metrics.jsonl")
-    return log, sorted(files), [files[name] for name in same]
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
 def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
     options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
                "--eval-questions", 2)
     rename, line = (os, "replace"), (harness.run, "append_jsonl")
-    renames = killed_at(rename, 0, "before", *options, "--out", tmp_path / "whole")
-    whole = lasting(tmp_path / "whole")
-    assert_learned(whole[0])
+    whole = tmp_path / "whole"
+    renames = killed_at(rename, 0, "before", *options, "--out", whole)
     kills = [(rename, n, "before") for n in range(1, renames + 1)]
     for event, number, when in [*kills, (line, 1, "after"), (line, 2, "amid")]:
         out = tmp_path / f"{event[1]}-{number}"
         assert killed_at(event, number, when, *options, "--out", out) is None
         killed_at(rename, 0, "before", *options, "--out", out, "--resume")
-        assert lasting(out) == whole
+        assert_learned(assert_same_run(whole, out))
+        assert files_below(out).keys() == files_below(whole).keys()
 
 
 # --------------------------------------------------------------------------------------------------
 # What the system does
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees mapped files by Linux's /proc")
-def test_no_open_file_is_replaced(finished):
-    """Windows refuses it: what is read of a checkpoint is not mapped from the file."""
-    _, out = finished
-    checkpoint = harness.run.read_checkpoint(str(out), {})
-    assert checkpoint and str(out) not in Path("/proc/self/maps").read_text()
+def held_open():
+    """The files that this process has open or mapped into its memory."""
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return {*opened, *Path("/proc/self/maps").read_text().split()}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
+def test_no_open_file_is_replaced(tmp_path, monkeypatch, quick):
+    """Windows refuses it."""
+    for name in ("replace", "rename", "remove"):
+        def strict(*paths, original=getattr(os, name)):
+            assert held_open().isdisjoint(map(os.path.abspath, paths))
+            original(*paths)
+        monkeypatch.setattr(os, name, strict)
+    stopped_and_resumed(monkeypatch, (*quick, "--steps", 3, "--save-every", 1), tmp_path)
 
 
 WITHOUT = """
@@ -374,7 +386,7 @@ def test_a_run_ends_well_where_nobody_can_read_it(ending, output):
 ])
 def test_nan_ends_a_run_before_it_is_stored(
         tmp_path, monkeypatch, capsys, quick, options, message, steps):
-    """The checkpoint of the step before stays; of 1e38 the first stage without noise is that step."""
+    """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
     scored_by_letters(monkeypatch)
     assert message in refused(monkeypatch, capsys, *quick, "--save-every", 1, *options)
     stored = load_file(tmp_path / "out/checkpoint.safetensors")

@@ -177,8 +177,8 @@ def test_serving_snippets_give_the_trained_policys_answer(packed, tmp_path, monk
 
 def test_serving_commands_are_known():
     training, serving = blocks("sh")
-    saves, trains = (train_gsm8k.arguments([*shlex.split(line, comments=True)[2:], "--device", "cpu"])
-                     for line in training.splitlines())
+    flags = [shlex.split(line, comments=True)[2:] for line in training.splitlines()]
+    saves, trains = (train_gsm8k.arguments([*words, "--device", "cpu"]) for words in flags)
     assert saves.save_quantized == trains.model == "qwen-32b-nvfp4"
     request = json.loads(shlex.split(serving)[-1])
     assert request["messages"][0]["content"] == train_gsm8k.SYSTEM["answer"]
