@@ -11,7 +11,6 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import qerl
@@ -67,9 +66,9 @@ def run_main(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
     train_gsm8k.main()
 
+
 QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
-    "--lora-rank", 2, "--lr", 1e-3,
-         "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
+         "--lora-rank", 2, "--lr", 1e-3, "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
 
 
 def without_times(path):
@@ -80,11 +79,10 @@ def without_times(path):
 
 def refused(monkeypatch, capsys, *args):
     """The one line with which a command ends, exit status 2."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="^2$"):
         run_main(monkeypatch, *args)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert stop.value.code == 2 and len(lines) == 1
-    return lines[0]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
 
 
 def files_below(folder):
@@ -222,15 +220,6 @@ def neighbour(name, **settings):
     return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
 
 
-def batch_of(prompts, rollout, advantages=None, **tensors):
-    """The completions of a Rollout as one minibatch; every advantage is 1 unless given."""
-    ones = torch.ones(len(rollout.tokens), device=rollout.tokens.device)
-    return Batch(
-        prompts, rollout.tokens, rollout.length, rollout.logprobs,
-        ones if advantages is None else advantages, qerl.token_weights(rollout.mask),
-        torch.zeros_like(rollout.logprobs), minibatches=[list(range(len(prompts)))], **tensors)
-
-
 def loss_of(algo, logprobs, batch):
     """(loss, KL) of a whole Batch as the loop computes them."""
     settings = algo.settings
@@ -291,24 +280,20 @@ def fp8_neighbour(variant, model):
     return method
 
 
-def widened(tensors):
-    """Give the MLPs 200 inner features, which 16 does not divide."""
-    for name, tensor in tensors.items():
-        if "mlp" in name:
-            tensors[name] = F.pad(tensor, (0, 8) if "down" in name else (0, 0, 0, 8))
-
-
-def sample_step(algo, model, text, prompts, sigma=0.0, group=4, seed=0):
-    """A step's rollout with noise, and its log pi_old -> (Rollout, Batch).
+def sample_step(algo, model, text, prompts, group=4, seed=0):
+    """A step's rollout without noise, and its log pi_old -> (Rollout, Batch).
 
     group completions a prompt of at most 64 tokens; every advantage is 1.
     """
     sampling_rng = torch.Generator(model.device).manual_seed(seed)
     noise_rng = torch.Generator().manual_seed(seed)
-    with algo.adaptive_quantization_noise(model, sigma, noise_rng):
+    with algo.adaptive_quantization_noise(model, 0.0, noise_rng):
         rollout = algo.generate(
             model, prompts, 64, group, eos=text.eos, slots=256, generator=sampling_rng)
-    batch = batch_of([p for p in prompts for _ in range(group)], rollout)
+    batch = Batch(
+        [p for p in prompts for _ in range(group)], rollout.tokens, rollout.length,
+        rollout.logprobs, torch.ones_like(rollout.logprobs[:, 0]), qerl.token_weights(rollout.mask),
+        torch.zeros_like(rollout.logprobs), minibatches=[list(range(len(rollout.tokens)))])
     with torch.no_grad():
         batch.old_logprobs = algo.token_logprobs(
             model, batch.prompts, batch.tokens, batch.length)

@@ -3,7 +3,6 @@
 from test_qerl import family, qwen  # noqa: F401
 
 import itertools
-import json
 import random
 
 import matplotlib.figure
@@ -58,7 +57,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     train, held_out = made_up_problems()
     for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+        write_jsonl(folder / f"{name}.jsonl", problems)
     return str(folder)
 
 
