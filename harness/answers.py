@@ -164,6 +164,23 @@ def within(seconds, function):
         signal.signal(signal.SIGALRM, before)
 
 
+@functools.cache
+def tex_comparison():
+    """math-verify's (text, text) -> bool; its first call takes seconds, and so is made here."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError("answers in TeX need the package math-verify; pip install math-verify")
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
+
+    def compare(right, given):
+        texts = (parse(text, parsing_timeout=None) for text in (right, given))
+        return verify(*texts, timeout_seconds=None)
+
+    compare(r"\boxed{\frac{1}{2}}", r"\boxed{x}")
+    return compare
+
+
 patience = 1.0                 # seconds for the next TeX answer, between 0.2 and 1
 
 
@@ -184,19 +201,10 @@ def is_equal(given, answer, prose=False):
         return True
     if len(given) > LONGEST:
         return False
+    compare = tex_comparison()
+    text = given if prose else f"\\boxed{{{given}}}"
     try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise UserError("answers in TeX need the package math-verify; pip install math-verify")
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
-
-    def compare():
-        right = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-        text = given if prose else f"\\boxed{{{given}}}"
-        return verify(right, parse(text, parsing_timeout=None), timeout_seconds=None)
-
-    try:
-        right = within(patience, compare)
+        right = within(patience, lambda: compare(f"\\boxed{{{answer}}}", text))
         patience = min(1, patience / 0.9)
     except TooSlow:
         right = None
