@@ -113,7 +113,8 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch
     (first,) = slots
     assert 1 < first < 256
     monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 9)
-    for more, expected in ((["--eval-only"], first), ([], first), (["--slots", 5], 5)):
+    longer = ["--steps", 2]
+    for more, expected in ((["--eval-only"], first), (longer, first), (["--slots", 5, *longer], 5)):
         slots.clear()
         run_main(monkeypatch, *options, "--resume", *more)
         assert slots == {expected} and budgets == {512}
