@@ -196,7 +196,7 @@ def compare(before, after):
 
 # Of each panel: the metric, its title, its unit; and whether the noise is drawn into it.
 PANELS = [
-    ("accuracy", "Accuracy (training, temperature 1)", "fraction right", False),
+    ("accuracy", "Accuracy of the training samples", "fraction right", False),
     ("reward", "Reward", "mean", False),
     ("entropy", "Entropy", "nats a token", True),
     ("length", "Completion length", "mean tokens", False),
