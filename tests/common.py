@@ -3,7 +3,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +16,9 @@ import qerl
 import train_gsm8k
 import harness.run
 from harness.batches import Batch
-from harness.folders import read_jsonl, write_jsonl
 from harness.layers import train_all_weights
 from methods import jetrl
-from studies import claims, study
+from studies import claims
 from test_qerl import HERE, scales
 
 # A vocabulary in which a policy that knows nothing answers, and now and then rightly: 1 or 2, in a
@@ -62,9 +60,9 @@ def assert_learned(log):
     assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
 
 
-def run_main(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
-    train_gsm8k.main()
+def run_main(monkeypatch, *args, program=train_gsm8k):
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, args)])
+    program.main()
 
 
 QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
@@ -77,10 +75,10 @@ def without_times(path):
             for line in open(path)]
 
 
-def refused(monkeypatch, capsys, *args):
+def refused(monkeypatch, capsys, *args, program=train_gsm8k):
     """The one line with which a command ends, exit status 2."""
     with pytest.raises(SystemExit, match="^2$"):
-        run_main(monkeypatch, *args)
+        run_main(monkeypatch, *args, program=program)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
 
@@ -88,13 +86,6 @@ def refused(monkeypatch, capsys, *args):
 def files_below(folder):
     """{name: bytes} of all files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def copied(finished, tmp_path):
-    """(command line with --resume, folder) of a copy of the finished run."""
-    options, out = finished
-    shutil.copytree(out, tmp_path / "run")
-    return (*options, "--out", tmp_path / "run", "--resume"), tmp_path / "run"
 
 
 def compiled_for(target, *program):
@@ -168,39 +159,11 @@ def made_up_rows():
                    **before, **measures}
 
 
-def quick_study():
-    """QUICK without the flags that a study sets itself, and two steps."""
-    flags = list(map(str, QUICK))
-    for flag in ("--lr", "--quantizer"):
-        at = flags.index(flag)
-        del flags[at:at + 2]
-    return [*flags, "--steps", "2"]
-
-
-def study_arguments(tmp_path, *flags):
-    os.makedirs(f"{tmp_path}/out", exist_ok=True)
-    return study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out"], "a study",
-                           ["a", "b"], ["a", "b"], (1, 2), "results")
-
-
 def note_run(out, name, **columns):
     """Leave the row of a finished run in a study's folder."""
     os.makedirs(f"{out}/{name}")
     with open(f"{out}/{name}/row.json", "w") as f:
         json.dump({"name": name, **columns}, f)
-
-
-def finished_run(command, **_):
-    """subprocess.call for a run that ends at once, with what row_of reads."""
-    folder = command[command.index("--out") + 1]
-    settings = harness.run.lasting(train_gsm8k.read_settings(command[2:]))
-    with open(f"{folder}/summary.json", "w") as f:
-        json.dump({"settings": settings, "steps": 2, "accuracy_after": 0.5, "greedy_after": 0.5,
-            "seconds": 1.0, "hardware": "none"}, f)
-    step = dict.fromkeys(("accuracy", "entropy", "mismatch_kl", "peak_memory_gb"),
-        0.5) | {"seconds": {"step": 1.0}}
-    write_jsonl(f"{folder}/metrics.jsonl", [{"step": 1, **step}, {"step": 2, **step}])
-    return 0
 
 
 # Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
@@ -254,17 +217,6 @@ def assert_same_run(one, other):
     assert whole.keys() == again.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
     return logs[0]
-
-
-def stopped_and_resumed(monkeypatch, options, tmp_path):
-    """Metrics of a run of three steps, which has to be the same if it is stopped in its second."""
-    whole = tmp_path / "whole"
-    stopped = tmp_path / "stopped"
-    run_main(monkeypatch, *options, "--out", whole)
-    stop_at(2, *options, "--out", stopped)
-    run_main(monkeypatch, *options, "--out", stopped, "--resume")
-    assert len(read_jsonl(whole / "metrics.jsonl")) == 3
-    return assert_same_run(whole, stopped)
 
 
 def all_trained(folder):

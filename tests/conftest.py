@@ -62,9 +62,9 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def quick(qwen, data):
-    """The flags of a run of a few seconds, but for --out."""
-    return ("--model", qwen[0], "--data", data, *QUICK)
+def quick(qwen, data, tmp_path):
+    """The command line of a run of a few seconds in tmp_path/run; flags behind it win."""
+    return ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,12 +89,11 @@ def plain_curves():
 
 @pytest.fixture(scope="module")
 def finished(qwen, data, tmp_path_factory):
-    """(command line, folder) of a run of two steps, which a test copies before it breaks it."""
+    """The folder of a run of two steps, which a test copies before it breaks it."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    options = ("--model", qwen[0], "--data", data, *QUICK, "--steps", 2)
     with pytest.MonkeyPatch.context() as patch:
-        run_main(patch, *options, "--out", out)
-    return options, out
+        run_main(patch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out)
+    return out
 
 
 @pytest.fixture

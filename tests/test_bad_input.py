@@ -21,19 +21,11 @@ from safetensors.torch import load_file, save_file
 import harness.run
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, assert_learned, assert_same_run, copied, files_below
-from common import killed_at, refused, run_main, scored_by_letters, stopped_and_resumed
-from harness import folders
+from common import LEARNING, QUICK, assert_learned, assert_same_run, files_below
+from common import killed_at, refused, run_main, scored_by_letters, without_times
 from harness.data import ChatText, check_tokens
 from harness.folders import open_folder, read_jsonl, read_log
-from methods.parts import quantizers
 from test_qerl import HERE
-
-
-@pytest.fixture
-def quick(qwen, data, tmp_path):
-    """The command line of a short run in tmp_path/out; flags behind it win."""
-    return ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,10 +56,8 @@ def test_flags_that_cannot_be_meant_are_named(argv, message):
 ])
 def test_every_program_refuses_an_empty_value(monkeypatch, capsys, program, arguments):
     """As an unset variable leaves it: `--out ''` would write to the root of the file system."""
-    monkeypatch.setattr(sys, "argv", ["program", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(program).main()
-    assert "is empty; give a value" in capsys.readouterr().err
+    module = importlib.import_module(program)
+    assert "is empty; give a value" in refused(monkeypatch, capsys, *arguments, program=module)
 
 
 def test_help_tells_what_every_setting_is(monkeypatch, capsys):
@@ -134,12 +124,12 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
     ("--lora-rank 65", "--lora-rank 65: the smallest layer has 64 features"),
     ("--out used", "already holds a run"),
-    ("--resume", "out: no such folder"),
+    ("--resume", "run: no such folder"),
 ])
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, monkeypatch, capsys, quick, argv, message):
     assert message in refused(monkeypatch, capsys, *quick, *argv.split())
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_of_another_model_is_refused():
@@ -210,20 +200,6 @@ def test_a_folder_in_use_is_refused(tmp_path):
     lock.release()
 
 
-def test_folders_that_runs_choose_at_the_same_time_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders.glob, "glob", lambda _: [])        # neither sees the other's
-    stem = f"{tmp_path}/small"
-    assert [folders.choose_folder(stem, resume=False) for _ in range(2)] == [f"{stem}-1", f"{stem}-2"]
-
-
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("old")
-    monkeypatch.setattr(os, "fsync", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        folders.atomic_write(tmp_path / "file", "new")
-    assert (tmp_path / "file").read_text() == "old"
-
-
 def test_a_lost_log_is_a_warning(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
     assert read_log(str(tmp_path), 2) == []
@@ -237,7 +213,7 @@ def test_a_lost_log_is_a_warning(tmp_path, capsys):
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
     """In its header, its settings and its tensors; and a lost end."""
-    stored = (finished[1] / "checkpoint.safetensors").read_bytes()
+    stored = (finished / "checkpoint.safetensors").read_bytes()
     damaged = [stored[:1000]]
     for i in (10, stored.index(b"lora_rank"), len(stored) // 2, len(stored) - 1):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
@@ -247,9 +223,13 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
             harness.run.read_checkpoint(str(tmp_path), {})
 
 
-def test_a_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
-    """One newer than the checkpoint takes its default, one that is no more is left out."""
-    _, out = copied(finished, tmp_path)
+def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
+    """By the schedules of the longer run: its learning rate is that of an own run of four steps.
+
+    A setting newer than the checkpoint takes its default, one that is no more is left out.
+    """
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
     path = out / "checkpoint.safetensors"
     tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
     settings = json.loads(metadata["settings"])
@@ -257,10 +237,18 @@ def test_a_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypatch, caps
     metadata["settings"] = json.dumps(settings | {"no_more": 3})
     metadata["sha256"] = harness.run.content_hash(metadata, tensors)
     save_file(tensors, path, metadata)
-    for flags in ((), ("--eval-only",)):
-        run_main(monkeypatch, "--resume", "--out", out, *flags)
+    resume = ("--out", out, "--resume")
+    for flags in (("--steps", 4), ("--eval-only",)):
+        run_main(monkeypatch, *resume, *flags)
         assert "was started with lora_rank = 2, now it is 3" in refused(
-            monkeypatch, capsys, "--resume", "--out", out, "--lora-rank", 3, *flags)
+            monkeypatch, capsys, *resume, "--lora-rank", 3, *flags)
+    log = without_times(out / "metrics.jsonl")
+    assert log[:2] == without_times(finished / "metrics.jsonl")
+    assert [m["step"] for m in log] == [1, 2, 3, 4]
+    expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
+    assert [m["lr"] for m in log[2:]] == expected
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+    assert "has done 4; give more" in refused(monkeypatch, capsys, *resume, "--steps", 3)
 
 
 def test_a_run_does_not_go_on_with_another_model_or_other_data(
@@ -293,17 +281,6 @@ def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, quan
     assert ("data" in agreed) == fitted and "quantizer" in agreed
 
 
-def test_a_damaged_model_of_the_cache_is_made_again(qwen, cache, capsys):
-    def make(folder):
-        shutil.copy(f"{qwen[0]}/model.safetensors", folder)
-    key = (qwen[0], "codes", ["key"], make)
-    weights = Path(quantizers.cached_folder(*key), "model.safetensors")
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-9000] + bytes(4000) + whole[-5000:])
-    assert quantizers.cached_folder(*key) == str(weights.parent)
-    assert weights.read_bytes() == whole and "is made again" in capsys.readouterr().out
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
 def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
@@ -331,14 +308,15 @@ def held_open():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees open files by Linux's /proc")
-def test_no_open_file_is_replaced(tmp_path, monkeypatch, quick):
-    """Windows refuses it."""
+def test_no_open_file_is_replaced(finished, tmp_path, monkeypatch):
+    """Windows refuses it. A run has its checkpoint open when it goes on."""
+    shutil.copytree(finished, tmp_path / "run")
     for name in ("replace", "rename", "remove"):
         def strict(*paths, original=getattr(os, name)):
             assert held_open().isdisjoint(map(os.path.abspath, paths))
             original(*paths)
         monkeypatch.setattr(os, name, strict)
-    stopped_and_resumed(monkeypatch, (*quick, "--steps", 3, "--save-every", 1), tmp_path)
+    run_main(monkeypatch, "--out", tmp_path / "run", "--resume", "--steps", 3)
 
 
 WITHOUT = """
@@ -354,8 +332,8 @@ def test_a_run_without_the_modules_of_linux(tmp_path, quick):
     command = [sys.executable, "-c", WITHOUT, *map(str, quick), "--steps", "1"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=HERE, env=environment, check=True)
-    step, = read_jsonl(tmp_path / "out/metrics.jsonl")
-    assert step["peak_memory_gb"] == 0 and (tmp_path / "out/report.html").exists()
+    step, = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert step["peak_memory_gb"] == 0 and (tmp_path / "run/report.html").exists()
 
 
 def test_every_file_is_read_and_written_as_utf_8():
@@ -389,9 +367,9 @@ def test_nan_ends_a_run_before_it_is_stored(
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
     scored_by_letters(monkeypatch)
     assert message in refused(monkeypatch, capsys, *quick, "--save-every", 1, *options)
-    stored = load_file(tmp_path / "out/checkpoint.safetensors")
+    stored = load_file(tmp_path / "run/checkpoint.safetensors")
     assert all(t.isfinite().all() for t in stored.values())
-    assert len(read_jsonl(tmp_path / "out/metrics.jsonl")) == steps
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == steps
 
 
 @pytest.mark.parametrize("function,number,error,message", [
@@ -409,4 +387,4 @@ def test_what_the_system_cannot_write_is_one_line(
         return original(*args)
     monkeypatch.setattr(os, function, fails)
     said = refused(monkeypatch, capsys, *quick)
-    assert message in said and f"--resume --out {tmp_path}/out" in said
+    assert message in said and f"--resume --out {tmp_path}/run" in said

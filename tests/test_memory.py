@@ -20,12 +20,11 @@ from test_qerl import with_lora
     (qerl, "load_model"), (qerl.Sampler, "steps"), (torch.optim.AdamW, "step"),
 ])
 def test_out_of_memory_is_one_line_with_the_remedies(
-        quick, tmp_path, monkeypatch, capsys, place, name):
+        quick, monkeypatch, capsys, place, name):
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     monkeypatch.setattr(place, name, no_memory)
-    options = (*quick, "--skip-eval-before", "--out", tmp_path / "run")
-    line = refused(monkeypatch, capsys, *options)
+    line = refused(monkeypatch, capsys, *quick, "--skip-eval-before")
     assert "out of memory; lower --slots (rollout) or --micro-tokens" in line
     assert "--resume" in line
 
@@ -91,7 +90,7 @@ def test_slots_are_what_memory_holds(family, monkeypatch, capsys):
     assert machine.slots_that_fit(model, 1, share=1.0) == 256
 
 
-def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
+def test_a_run_keeps_what_memory_held_when_it_began(quick, monkeypatch):
     """Otherwise a resumed run would draw other numbers and add in another order."""
     slots = set()
     budgets = set()
@@ -107,7 +106,7 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch
         return cut(batch, rows, budget)
     monkeypatch.setattr(qerl, "generate", watched_generate)
     monkeypatch.setattr(Batch, "micro_batches", watched_cut)
-    options = (*quick, "--steps", 1, "--out", tmp_path / "run")
+    options = (*quick, "--steps", 1)
     monkeypatch.setattr(machine, "free_memory", lambda device: 10 ** 6)
     run_main(monkeypatch, *options)
     (first,) = slots

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import qerl
 import train_gsm8k
-from common import QUICK, all_trained, loss_of, neighbour, refused
-from common import stopped_and_resumed
+from common import QUICK, all_trained, assert_same_run, loss_of, neighbour, refused, run_main
+from common import stop_at
 from harness import export
 from harness.batches import effective_sizes
 from harness.small_policy import ByteText
@@ -371,6 +371,16 @@ def test_branches_join_the_samples_behind_their_question(qwen):
 
 # --------------------------------------------------------------------------------------------------
 # Runs
+
+def stopped_and_resumed(monkeypatch, options, tmp_path):
+    """Metrics of a run of three steps, which has to be the same if it is stopped in its second."""
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    run_main(monkeypatch, *options, "--out", whole)
+    stop_at(2, *options, "--out", stopped)
+    run_main(monkeypatch, *options, "--out", stopped, "--resume")
+    return assert_same_run(whole, stopped)
+
 
 NOISY = ("--sigma-start", 0.3, "--sigma-end", 0.3)
 ALL_WEIGHTS = ("--lora-rank", 0, "--beta", 0)

@@ -9,7 +9,7 @@ import transformers
 
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, copied, recorded, refused, run_main, without_times
+from common import LEARNING, recorded, refused, run_main
 from harness.export import load_adapter
 from harness.folders import read_jsonl
 
@@ -18,7 +18,7 @@ def size(tensors):
     return sum(t.double().square().sum() for t in tensors.values()).item()
 
 
-def test_the_best_adapter_on_questions_kept_apart(qwen, data, monkeypatch, tmp_path):
+def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_path):
     """They are the last training questions; none of them is trained on."""
     kept = [q["question"] for q in read_jsonl(f"{data}/train.jsonl")[-8:]]
     asked = []
@@ -34,8 +34,8 @@ def test_the_best_adapter_on_questions_kept_apart(qwen, data, monkeypatch, tmp_p
 
     monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
     calls = recorded(monkeypatch)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, *LEARNING, "--steps", 6,
-             "--reward", "random", "--validation", 8, "--eval-every", 2, "--out", tmp_path)
+    run_main(monkeypatch, *quick, *LEARNING, "--steps", 6, "--reward", "random",
+             "--validation", 8, "--eval-every", 2, "--out", tmp_path)
     assert asked == [kept] * 3
     rollouts = [call for call in calls if call.drawn_with == {(1.0, 1.0)}]
     prompts_kept = {tuple(p) for call in calls for p in call.prompts if len(call.prompts) == 8}
@@ -47,22 +47,6 @@ def test_the_best_adapter_on_questions_kept_apart(qwen, data, monkeypatch, tmp_p
     assert abs(size(best) - size(rollouts[5].policy)) > 1e-6
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in log if "greedy_validation" in m] == [2, 4, 6]
-
-
-def test_a_finished_run_goes_on_longer(finished, tmp_path, monkeypatch, capsys):
-    """By the schedules of the longer run: its learning rate is that of an own run of four steps."""
-    (*options, _), out = copied(finished, tmp_path)
-    run_main(monkeypatch, "--out", out, "--resume", "--steps", 4)
-    said = "2 steps become 4: learning rate and noise go on as they are after 2 of 4 steps"
-    assert said in capsys.readouterr().out
-    log = without_times(out / "metrics.jsonl")
-    whole = without_times(finished[1] / "metrics.jsonl")
-    assert log[:2] == whole and [m["step"] for m in log] == [1, 2, 3, 4]
-    expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
-    assert [m["lr"] for m in log[2:]] == expected
-    assert json.loads((out / "summary.json").read_text())["steps"] == 4
-    line = refused(monkeypatch, capsys, "--out", out, "--resume", "--steps", 3)
-    assert line.endswith("has done 4; give more")
 
 
 def short(folder, body):
@@ -115,7 +99,7 @@ def peft_adapter(folder, out, rank=4, layers=PROJECTIONS):
     return model
 
 
-def test_training_starts_from_an_adapter_of_peft(qwen, data, tmp_path, monkeypatch, capsys):
+def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, monkeypatch, capsys):
     """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
     torch.manual_seed(0)
     theirs = peft_adapter(qwen[0], tmp_path / "adapter", rank=2)
@@ -131,9 +115,9 @@ def test_training_starts_from_an_adapter_of_peft(qwen, data, tmp_path, monkeypat
         with qerl.adapters_off(ours):
             assert ours(tokens).equal(before)
         assert not ours(tokens).equal(before)
-    run_main(monkeypatch, "--model", qwen[0], "--data", data, *QUICK, *LEARNING, "--steps", 2,
-             "--weights", "bf16", "--reward", "random", "--beta", 0.1, "--skip-eval-before",
-             "--adapter", tmp_path / "adapter", "--out", tmp_path / "run")
+    run_main(monkeypatch, *quick, *LEARNING, "--steps", 2, "--weights", "bf16",
+             "--reward", "random", "--beta", 0.1, "--skip-eval-before",
+             "--adapter", tmp_path / "adapter")
     assert "with which --beta compares" in capsys.readouterr().out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["settings"]["lora_rank"], summary["settings"]["lora_alpha"]) == (2, 8)
@@ -145,15 +129,14 @@ def test_training_starts_from_an_adapter_of_peft(qwen, data, tmp_path, monkeypat
     (dict(layers=PROJECTIONS[:4]), "does not fit, the adapter lacks base_model.model.model.layers.0.mlp"),
     (None, "adapter_config.json cannot be read"),
 ])
-def test_an_adapter_that_does_not_fit_is_refused(qwen, data, tmp_path, monkeypatch, capsys, options, said):
+def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, monkeypatch, capsys, options, said):
     if options:
         peft_adapter(qwen[0], tmp_path / "adapter", **options)
-    line = refused(monkeypatch, capsys, "--model", qwen[0], "--data", data, "--quantizer", "rtn",
-                   "--adapter", tmp_path / "adapter", "--out", tmp_path / "run")
-    assert said in line
+    options = (*quick, "--adapter", tmp_path / "adapter")
+    assert said in refused(monkeypatch, capsys, *options)
 
 
-def test_the_chat_template_gets_what_the_user_says(qwen, data, tmp_path, monkeypatch, capsys):
+def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, monkeypatch, capsys):
     """Qwen3's way to switch thinking off; the first prompt is shown with its special tokens."""
     model = tmp_path / "model"
     shutil.copytree(qwen[0], model)
@@ -164,8 +147,8 @@ def test_the_chat_template_gets_what_the_user_says(qwen, data, tmp_path, monkeyp
     text = [train_gsm8k.ChatText(str(model), "Reason.", options).prompt("1 + 1?")
             for options in ({}, {"enable_thinking": False})]
     assert text[0] == text[1][:len(text[0])] != text[1]
-    run_main(monkeypatch, "--model", model, "--data", data, *QUICK, "--eval-only",
-             "--chat-template-kwargs", '{"enable_thinking": false}')
+    run_main(monkeypatch, *quick, "--model", model, "--eval-only", "--chat-template-kwargs",
+             '{"enable_thinking": false}')
     shown = next(line for line in capsys.readouterr().out.splitlines() if "the first prompt" in line)
     assert "<think></think>'" in shown.replace(" ", "")
     line = refused(monkeypatch, capsys, "--chat-template-kwargs", "[1]")

@@ -385,9 +385,8 @@ def test_each_process_needs_a_held_out_question(several, monkeypatch):
 
 def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
-    options = ["--device", "cpu", "--out", str(tmp_path), "--processes", "2", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", *options])
-    bench.main()
+    run_main(monkeypatch, "scaling", "--device", "cpu", "--out", tmp_path, "--processes", 2,
+             "--repeats", 1, program=bench)
     rows = json.loads((tmp_path / "cpu/scaling.json").read_text())["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 2), (2, 2, 2)]
     for row in rows:
@@ -424,8 +423,5 @@ def test_bench_step_cuts_the_weights(tmp_path):
     (["step", "--shard"], "--nproc_per_node=2 or more"),
 ])
 def test_bench_refuses(tmp_path, monkeypatch, capsys, options, message):
-    arguments = ["bench.py", *options, "--device", "cpu", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert message in capsys.readouterr().err
+    options = (*options, "--device", "cpu", "--out", tmp_path)
+    assert message in refused(monkeypatch, capsys, *options, program=bench)

@@ -532,13 +532,12 @@ def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
 
     fake = types.SimpleNamespace(SummaryWriter=SummaryWriter, init=init)
     monkeypatch.setitem(sys.modules, package, fake)
-    out = tmp_path / "run"
-    options = (*quick, "--out", out, "--log", tracker)
+    options = (*quick, "--log", tracker)
     stop_at(4, *options)
     assert written.keys() == {1, 2, 3, 4}
     run_main(monkeypatch, *options, "--resume")
     assert opened == begun
-    assert written == {m["step"]: flat(m) for m in read_jsonl(out / "metrics.jsonl")}
+    assert written == {m["step"]: flat(m) for m in read_jsonl(tmp_path / "run/metrics.jsonl")}
     assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[5].keys()
 
 
@@ -558,8 +557,7 @@ def test_a_tracker_that_cannot_be_used_is_one_line(
     quick, tmp_path, monkeypatch, capsys, tracker, package, module, message
 ):
     monkeypatch.setitem(sys.modules, package, module)  # None is an ImportError
-    options = (*quick, "--out", tmp_path / "run", "--log", tracker)
-    assert message in refused(monkeypatch, capsys, *options)
+    assert message in refused(monkeypatch, capsys, *quick, "--log", tracker)
     assert not (tmp_path / "run").exists()  # nothing was measured before
 
 
