@@ -33,7 +33,7 @@ from harness.data import next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
-from harness.machine import Clock, find_fit, keep_decoded, peak_memory_gb
+from harness.machine import GPUS, Clock, find_fit, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
 from harness.run import require_finite_rollout, require_finite_update, require_same_policy, restore
@@ -127,6 +127,8 @@ class Settings:
     skip_eval_before: bool = setting(False, "do not measure the policy before its training")
     eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
     save_every: int = setting(10, "steps between checkpoints")
+    dry_run: bool = setting(False, "only say what memory and time the run will take, by config.json alone")
+    gpu: str = setting(None, "GPU of which that is said; by default the one here, or an H100", sorted(GPUS))
     out: str = setting(None, "folder of the run; by default a new one under runs/")
     save_quantized: str = setting(None, "only write the model in NVFP4 to this new folder, for vLLM and "
                                         "transformers: docs/serving.md")
@@ -684,6 +686,10 @@ def main():
     with one_line() as run:                     # an error that the user can mend is one line
         settings = arguments()
         ranks = Ranks()
+        if settings.dry_run:
+            if ranks.main:
+                print(forecast(settings, ranks.count))
+            return
         if settings.save_quantized:
             return save_quantized(settings)
         settings = replace(settings, device=ranks.start(settings.device))
@@ -696,6 +702,8 @@ def main():
             evaluate_only(settings)
         else:
             run.folder = settings.out           # what a stopped run goes on from
+            if settings.device != "cpu" and settings.model and not settings.shard:
+                print(forecast(settings, ranks.count))
             train(settings)
         ranks.stop()
 

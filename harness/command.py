@@ -175,6 +175,8 @@ def check_settings(settings):
          "trains the weights themselves, which --shard cuts; leave one of the two out"),
         ("keep_activations", not (settings.keep_activations and settings.shard),
          "with --shard a block is computed again in backward; leave one of the two out"),
+        ("dry_run", settings.model and not settings.shard or not settings.dry_run,
+         "knows real models that are not cut; name one with --model, leave --shard out"),
         ("method", settings.method == "qerl" or processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
     ]

@@ -1,14 +1,16 @@
-"""The machine: what its memory has room for; what a run takes of it, in seconds and bytes."""
+"""The machine: what its memory has room for; what a run will take of it, and what it takes."""
 import contextlib
+import math
 import os
 import platform
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
+from transformers import AutoConfig
 
 import qerl
 
@@ -124,22 +126,21 @@ def room_for_updates(model, share=0.8):
     return share * free / itemsize
 
 
-def activations(model, recomputed):
-    """How many an update takes a token if so many blocks are recomputed in backward.
+def activations(config, blocks, recomputed):
+    """How many an update takes a token if so many of the blocks are recomputed in backward.
 
     Fitted to measured peaks of 1.5B, 3B, 7B and 32B: each block's input, what the blocks that are
     not recomputed keep for backward, and what one recomputed block does.
     """
-    d = model.config.hidden_size
-    wide = model.config.intermediate_size
-    blocks = len(model.blocks)
+    d = config.hidden_size
+    wide = config.intermediate_size
     kept = (blocks - recomputed) * (5 * d + 3 * wide)
     return kept + blocks * d + (10 * d + 5 * wide if recomputed else 0)
 
 
 def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
     """How many tokens a pass of an update may have, `most` at most."""
-    values = activations(model, model.recompute_blocks)
+    values = activations(model.config, len(model.blocks), model.recompute_blocks)
     room = room_for_updates(model, share)
     tokens = max(least, min(most, int(room / values)))
     if tokens < most:
@@ -152,10 +153,109 @@ def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
 def keep_activations(model, tokens):
     """Recompute in backward only as many blocks as memory asks for, with `tokens` tokens a pass."""
     room = room_for_updates(model)
+    blocks = len(model.blocks)
     recomputed = 0
-    while recomputed < len(model.blocks) and tokens * activations(model, recomputed) > room:
+    while recomputed < blocks and tokens * activations(model.config, blocks, recomputed) > room:
         recomputed += 1
     model.recompute_in_backward(recomputed)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run will take, by its model's config alone
+#
+# The formulas count the large parts. The constants are fitted: DECODE and the shares of bandwidth
+# and FLOP/s to results/h200/rollout.json and the rollouts of 7B on an H100 (results/README.md),
+# TOUCHED to log-probabilities of 1.5B, 3B and 7B there, PASS to runs of 0.5B (results/learning).
+
+GPUS = {                       # bytes; bytes/s, 0.8 of the data sheet's; 16-bit FLOP/s, 0.7 of it
+    "H100": (80e9, 2.7e12, 690e12),
+    "H200": (141e9, 3.8e12, 690e12),
+    "A100": (80e9, 1.6e12, 218e12),            # this one and the next: the same shares, unmeasured
+    "RTX 4090": (24e9, 0.8e12, 115e12),
+}
+DECODE = 45e-6                 # seconds of a block in a decode step, beside reading and multiplying
+PASS = 2.5e-3                  # seconds in which the host starts, or records, a block of a pass
+TOUCHED = 4                    # times that a pass reads or writes an activation
+PROMPT = 128                   # tokens of a prompt
+
+
+def estimate(config, settings, gpu, length, taught=1.0):
+    """(bytes of memory, seconds of a step) that a run takes of a GPU, one of GPUS.
+
+    The bytes are the least, with all blocks recomputed; the step is as fast as the memory allows.
+    length: tokens of a completion on average; taught: the fraction of the groups that is trained on.
+    Not counted: attention's products, which are few up to some thousand tokens, and evaluations.
+    """
+    memory, bandwidth, speed = gpu
+    d = config.hidden_size
+    wide = config.intermediate_size
+    blocks = config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or d // config.num_attention_heads
+    q = config.num_attention_heads * head_dim
+    kv = config.num_key_value_heads * head_dim
+    block = 2 * d * (q + kv) + 3 * d * wide                  # weights: q and o, k and v, the MLP's
+    lora = settings.lora_rank * (4 * d + 2 * (q + kv) + 3 * (d + wide))
+    output = config.vocab_size * d
+    # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale (of NF4 16)
+    frozen = blocks * block * (9 / 16 if qerl.FORMATS[settings.weights].tile else 2)
+    multiplied = 2 * (blocks * (block + lora) + output) / speed                # seconds a token
+
+    # Memory: what is trained has float32, a gradient and AdamW's two moments.
+    lasting = frozen + 2 * output * (2 - config.tie_word_embeddings) + 16 * blocks * (lora or block)
+    completions = settings.prompts * settings.group
+    cached = 4 * blocks * kv                                 # a token's keys and values
+    sequence = cached * (PROMPT + settings.max_new_tokens)
+    slots = settings.slots or min(256, 0.7 * (memory - lasting) // sequence)
+    slots = min(completions, max(settings.group, slots))
+    # In a pass: a block's decoded weights and 2,048 tokens' logits; the activations of its tokens.
+    in_pass = lasting + 2 * block + 4096 * config.vocab_size
+    most = 2 * activations(config, blocks, 0)
+    least = most if settings.keep_activations else 2 * activations(config, blocks, blocks)
+    room = 0.8 * (memory - in_pass)
+    micro_tokens = settings.micro_tokens or max(512, min(16384, room / least))
+    tokens = completions * length + settings.prompts * PROMPT
+    update = in_pass + least * min(micro_tokens, tokens / settings.updates)
+    needed = max(lasting + slots * sequence, update)
+
+    # Rollout: until all have had their slots, then with ever fewer slots until the longest ends.
+    full = completions * length / slots                      # decode steps
+    last = settings.max_new_tokens - length
+    a_step = (frozen + 2 * output) / bandwidth + blocks * DECODE
+    a_token = multiplied + cached * (PROMPT + length / 2) / bandwidth
+    rollout = (full + last) * a_step + (full + last / 4) * slots * a_token
+    rollout += math.log2(slots) / 2 * blocks * PASS          # a CUDA graph each time half are idle
+    # Passes: log-probabilities before, of the reference; forward, backward, forward again.
+    kept = min(1, room / micro_tokens / most)                # of the activations
+    passes = 4 - 1 / settings.updates + (settings.beta > 0) - kept
+    one_pass = taught * tokens * (multiplied + TOUCHED * most / bandwidth)
+    return needed, rollout + passes * (one_pass + settings.updates * blocks * PASS)
+
+
+def forecast(settings, processes):
+    """The line that says what a run will take of --gpu, or of the GPU here, or else of an H100."""
+    model = settings.model
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        qerl.check_config(config)
+    except qerl.UserError:
+        raise
+    except Exception as e:
+        raise qerl.UserError(f"model {model}: its config.json cannot be read ({qerl.reason(e)}); check "
+                             "the name and the connection")
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = settings.gpu or next((name for name in GPUS if name in here), "H100")
+    memory, *speeds = GPUS[name]
+    if here and not settings.gpu:
+        memory = free_memory(torch.device("cuda"))
+    length = settings.max_new_tokens // 2
+    taught = 1 if settings.beta else 0.5
+    share = replace(settings, prompts=settings.prompts / processes)
+    needed, step = estimate(config, share, (memory, *speeds), length, taught)
+    minutes = settings.steps * step / 60
+    return (f"{model} takes at least {needed / 1e9:.1f} of {memory / 1e9:.0f} GB, more where it is free, "
+            f"and about {minutes:.0f} minutes on an {name}: {settings.steps} steps of {step:.1f} s, if "
+            f"completions have {length} tokens, half of --max-new-tokens, and {taught:.0%} of the groups "
+            "are trained on")
 
 
 # --------------------------------------------------------------------------------------------------

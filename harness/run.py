@@ -23,7 +23,7 @@ from qerl import UserError, reason, require
 
 # Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
 FREE = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-        "shard", "log", "preset", "save_quantized")
+        "shard", "log", "preset", "save_quantized", "dry_run", "gpu")
 
 
 def lasting(settings):

@@ -73,6 +73,8 @@ FAULTS = [
     ("other EOS", "harness/folders.py", "f.read() + repr(sorted(eos)).encode()", "f.read()",
      "test_bad_input", "does_not_go_on"),
     ("room", "harness/machine.py", "size <= share * free", "size <= free", "test_memory", "decoded"),
+    ("estimated weights", "harness/machine.py", "(9 / 16 if", "(1 / 2 if", "test_estimate", "memory"),
+    ("estimated passes", "harness/machine.py", "passes = 4 -", "passes = 3 -", "test_estimate", "quarter"),
     ("overflow", "harness/run.py", "(math.isfinite(norm) or left_out)", "math.isfinite(norm)",
      "test_run", "float16"),
     ("NaN rollout", "harness/run.py", "require_finite({\"the policy's", "len({\"the policy's",

@@ -124,7 +124,7 @@ def test_pieces_are_what_memory_holds(family, monkeypatch, capsys):
     model = with_lora(family[0])
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
     logits = 3 * 2048 * model.config.vocab_size * 4
-    thousand = trained + logits + 1000 * 4 * machine.activations(model, 0)
+    thousand = trained + logits + 1000 * 4 * machine.activations(model.config, 2, 0)
     for free, tokens in ((thousand, 1000), (0, 512), (1e15, 16384)):
         monkeypatch.setattr(machine, "free_memory", lambda device: free)
         assert machine.micro_tokens_that_fit(model, share=1.0) == tokens
@@ -136,7 +136,7 @@ def test_blocks_keep_their_activations_where_memory_allows(qwen, monkeypatch):
     model = with_lora(qwen[0])
     model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
     for recomputed in (0, 3, 7, 40):
-        room = 1000 * machine.activations(model, recomputed)
+        room = 1000 * machine.activations(model.config, 40, recomputed)
         monkeypatch.setattr(machine, "room_for_updates", lambda model: room)
         machine.keep_activations(model, 1000)
         assert model.recompute_blocks == recomputed
