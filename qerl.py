@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute        # gradient checkpointing
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -419,10 +420,9 @@ class RMSNorm(nn.Module):
             return self.noisy_weight
         return self.weight if self.use_adapter else self.reference_weight
 
-    def forward(self, x, reader=None):
-        """reader: in decoding, the QuantLinear that reads the result, for its weight.interleaved."""
+    def forward(self, x, interleaved=False):
+        """interleaved: for a layer that reads the result so, see PackedWeight."""
         if use_kernels(x):
-            interleaved = reader is not None and reader.weight.interleaved
             return kernels.rms_norm(x, self.scale, self.eps, interleaved)
         return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
 
@@ -504,17 +504,15 @@ def rope_frequencies(config, head_dim):
     return rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.0
 
 
-def rotate(x, cos, sin):
-    """Turn each pair (x[i], x[i + D/2]) of x [..., D] by an angle of its own; cos, sin broadcast to x."""
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
-
-
 def rotary(x, cos, sin):
-    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
+    """Rotary embedding of x [..., T, heads, D]; cos, sin [T, D].
+
+    Each pair (x[i], x[i + D/2]) is turned by an angle of its own.
+    """
     if use_kernels(x):
         return kernels.rotary(x, cos, sin)
-    return rotate(x, cos[:, None], sin[:, None])
+    left, right = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
 
 
 def silu_mul(gate_up, interleaved=False):
@@ -541,13 +539,12 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     _, slots, kv_heads, _, D = pieces[0].shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     q, k, v = qkv.view(len(qkv), -1, D).split([heads, kv_heads, kv_heads], 1)    # [rows, heads, D]
-    q = rotate(q, cos[:, None], sin[:, None])
-    k = rotate(k, cos[:, None], sin[:, None])
+    q = rotary(q, cos, sin)
+    kv = torch.stack([rotary(k, cos, sin), v], 1)                                # [rows, 2, kv_heads, D]
     for i, piece in enumerate(pieces):
         rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
         place = filled[rows] - i * CACHE_PIECE
-        piece[0, rows % slots, :, place] = k[rows]
-        piece[1, rows % slots, :, place] = v[rows]
+        piece[:, rows % slots, :, place] = kv[rows]
 
     longest = filled.max() + 1
     k, v = torch.cat(pieces, 3)[:, :, :, :longest]
@@ -604,8 +601,7 @@ class Attention(nn.Module):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
-        cos, sin = rope
-        y = decode_attention(qkv, cos, sin, cache, self.index, self.o.weight.interleaved)
+        y = decode_attention(qkv, *rope, cache, self.index, self.o.weight.interleaved)
         return self.o.decode(y, residual)
 
 
@@ -652,9 +648,9 @@ class Block(nn.Module):
 
         On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
         """
-        y = self.attention_norm(x, reader=self.attention.qkv)
+        y = self.attention_norm(x, self.attention.qkv.weight.interleaved)
         x = self.attention.decode(y, rope, cache, residual=x)
-        y = self.mlp_norm(x, reader=self.mlp.gate_up)
+        y = self.mlp_norm(x, self.mlp.gate_up.weight.interleaved)
         return self.mlp.decode(y, residual=x)
 
 
@@ -931,11 +927,10 @@ class Sampler:
         longest = max(map(len, prompts))
         padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
         last = to_device([len(p) - 1 for p in prompts], device)
-        at_once = max(1, PREFILL_TOKENS // longest)
-        for i in range(0, len(prompts), at_once):
-            if longest > 1:                            # a single token needs no prefill
-                chosen = slots[i * group:(i + at_once) * group]
-                self.model.hidden(padded[i:i + at_once, :-1], self.cache, chosen)
+        if longest > 1:                                # a single token needs no prefill
+            at_once = max(1, PREFILL_TOKENS // longest)
+            for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
+                self.model.hidden(tokens, self.cache, chosen)
         first_input = padded.gather(1, last[:, None])[:, 0]
         self.token[slots] = first_input.repeat_interleave(group)
         self.cache.filled[slots] = last.repeat_interleave(group)
@@ -1236,22 +1231,21 @@ def pack(prompts, length):
     """
     groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
     P = len(groups)
-    owner = [group for group, (_, count) in enumerate(groups) for _ in range(count)]
-    sizes = torch.tensor([size for size, _ in groups] + length.tolist())
+    prompt_sizes, counts = torch.tensor(groups).T
+    owner = torch.arange(P).repeat_interleave(counts)
+    sizes = torch.cat([prompt_sizes, length.cpu()])
     ends = F.pad(sizes.cumsum(0), (1, 0))                                        # [1 + P + B]
     begins = ends[:-1]
     first = begins[P]                                       # where the completions begin
     line = torch.arange(ends[-1])
     before = line[first:] - 1
     before[begins[P:] - first] = ends[1:][owner] - 1
-    row_begins = begins.clone()                             # were its prompt just before it
-    row_begins[P:] -= sizes[owner]
-    position = line - row_begins.repeat_interleave(sizes)
-    counts = torch.tensor([0] + [count for _, count in groups])
-    group_ends = ends[P + counts.cumsum(0)] - first
+    first_position = F.pad(prompt_sizes[owner], (P, 0))     # 0 in a prompt; a completion goes on
+    position = line + (first_position - begins).repeat_interleave(sizes)
+    group_ends = ends[P + F.pad(counts.cumsum(0), (1, 0))] - first
     position, before, ends, group_ends = (
         to_device(t, length.device) for t in (position, before, ends, group_ends))
-    return Packing(sizes.tolist(), owner, position, before, ends.int(), group_ends.int())
+    return Packing(sizes.tolist(), owner.tolist(), position, before, ends.int(), group_ends.int())
 
 
 def packed_attention(q, k, v, packing):
@@ -1263,14 +1257,12 @@ def packed_attention(q, k, v, packing):
         return kernels.packed_attention(q, k, v, packing)
     sizes, owner = packing.sizes, packing.owner
     P = len(sizes) - len(owner)
-    T = max(sizes[p] + sizes[P + i] for i, p in enumerate(owner))
 
     def rows(x):
         """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
         parts = x.split(sizes)
-        joined = (torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner))
-        padded = [F.pad(row, (0, 0, 0, 0, 0, T - len(row))) for row in joined]
-        return torch.stack(padded).transpose(1, 2)
+        joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
+        return pad_sequence(joined, batch_first=True).transpose(1, 2)
 
     y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
     y = y.transpose(1, 2).unbind()
@@ -1317,15 +1309,6 @@ class OutputLogprobs(torch.autograd.Function):
         return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
 
 
-def gather_rows(x, index):
-    """x [S, d] and index int64 [...] -> x[index], [..., d].
-
-    As an embedding lookup, because the gradient of indexing is slow on a GPU, and on several CPU
-    threads adds up in any order, so that no run could be repeated exactly.
-    """
-    return F.embedding(index, x)
-
-
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
     """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
 
@@ -1339,7 +1322,10 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]
-    hidden = gather_rows(hidden, packing.before)           # the token before predicts a token
+    # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
+    # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
+    # no run could be repeated exactly.
+    hidden = F.embedding(packing.before, hidden)
     if temperature != 1:
         hidden = hidden / temperature                      # and so the logits
     logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
