@@ -599,7 +599,7 @@ class Attention(nn.Module):
         qkv = self.qkv.decode(x)
         if isinstance(self.q_norm, RMSNorm):
             q, k, v = self.heads(qkv)
-            qkv = torch.cat([self.q_norm(q).flatten(1), self.k_norm(k).flatten(1), v.flatten(1)], -1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1).flatten(1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
         y = decode_attention(qkv, *rope, cache, self.index, self.o.weight.interleaved)
         return self.o.decode(y, residual)
@@ -664,12 +664,10 @@ class Transformer(nn.Module):
         self.recompute_blocks = 0                      # so many, from the first on
         self.reference = None                          # see adapters_off
         shape = (config.vocab_size, config.hidden_size)
-        embedding = checkpoint.tensor("model.embed_tokens.weight", shape)
-        lm_head = embedding
-        if not config.tie_word_embeddings:
-            lm_head = checkpoint.tensor("lm_head.weight", shape)
-        self.register_buffer("embedding", embedding)
-        self.register_buffer("lm_head", lm_head)
+        self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
+        tied = config.tie_word_embeddings
+        self.register_buffer(
+            "lm_head", self.embedding if tied else checkpoint.tensor("lm_head.weight", shape))
         self.blocks = nn.ModuleList(
             Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
@@ -1067,16 +1065,16 @@ def adapters_off(model):
     """
     adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
     trained = trainable(model) if model.reference else {}
-    now = {name: p.detach().clone() for name, p in trained.items()}
+    now = {name: p.data for name, p in trained.items()}
     for name, p in trained.items():
-        p.data.copy_(model.reference[name])
+        p.data = model.reference[name]
     for module in adapted:
         module.use_adapter = bool(model.reference)
     try:
         yield
     finally:
         for name, p in trained.items():
-            p.data.copy_(now[name])
+            p.data = now[name]
         for module in adapted:
             module.use_adapter = True
 
@@ -1381,6 +1379,7 @@ def open_tensors(folder, device):
 
 
 LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
+IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
 # Names of tensors that a model may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
 UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
@@ -1391,7 +1390,7 @@ class Checkpoint:
     """Hands a model its tensors one layer at a time, read, checked and quantised; see load_model.
 
     So of the quantised layers no more than one is ever held in full precision. files: see
-    open_tensors. Override `read` and `has` to make a model without files (random weights).
+    open_tensors. Override `read` to make a model without files (random weights).
     """
     files: dict
     weights: str = "nvfp4"
@@ -1404,18 +1403,15 @@ class Checkpoint:
     def __post_init__(self):
         self.unread = set(self.files)
         # Whether the folder has layers in 4 bits.
-        self.is_packed = any(name.endswith((".weight_packed", ".weight_scale_2")) for name in self.files)
-
-    def has(self, name):
-        return name in self.files
+        self.is_packed = any(name.endswith(IN_4_BITS) for name in self.files)
 
     def in_4_bits(self, layer):
         """Whether a layer is in NVFP4, as compressed-tensors or as NVIDIA's ModelOpt writes it."""
-        return self.has(f"{layer}.weight_packed") or self.has(f"{layer}.weight_scale_2")
+        return any(f"{layer}{last}" in self.files for last in IN_4_BITS)
 
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
         """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
-        require(self.has(name), f"tensor {name} is missing; fetch the model again or check config.json")
+        require(name in self.files, f"tensor {name} is missing; fetch the model again or check config.json")
         tensor = torch.atleast_1d(self.files[name].get_tensor(name))
         require(tensor.shape == shape and tensor.dtype in dtypes,
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not of the shape {list(shape)} in "
@@ -1442,17 +1438,17 @@ class Checkpoint:
             # A weight is quantised in the dtype that it has.
             parts = format.quantize(weight.to(self.dtype) if weights == "bf16" else weight)
         else:
-            codes, last = "weight_packed", "weight_global_scale"       # of compressed-tensors
-            if self.has(f"{name}.weight_scale_2"):
-                codes, last = "weight", "weight_scale_2"               # of ModelOpt
-            scale = self.read(f"{name}.{last}", (1,))
-            parts = (
-                self.read(f"{name}.{codes}", (out_features, in_features // 2), [torch.uint8]),
-                self.read(f"{name}.weight_scale", (out_features, in_features // 16),
-                          [torch.float8_e4m3fn]),
-                1 / scale if last == "weight_scale_2" else scale,      # S_FP32, or what divides
-            )
-            require(parts[1].float().min() >= 0 and parts[2] > 1 / LARGEST,
+            codes = f"{name}.weight_packed"
+            if codes in self.files:                                    # of compressed-tensors
+                global_scale = self.read(f"{name}.weight_global_scale", (1,))
+            else:                                                      # of ModelOpt, which has S_FP32
+                codes = f"{name}.weight"
+                global_scale = 1 / self.read(f"{name}.weight_scale_2", (1,))
+            packed = self.read(codes, (out_features, in_features // 2), [torch.uint8])
+            scale = self.read(f"{name}.weight_scale", (out_features, in_features // 16),
+                              [torch.float8_e4m3fn])
+            parts = packed, scale, global_scale
+            require(scale.float().min() >= 0 and global_scale > 1 / LARGEST,
                     f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
                     "these are not; quantise it again")
             if weights != "nvfp4":
