@@ -39,7 +39,7 @@ from harness.run import Keeper, lasting, open_run, read_saved, require_finite_po
 from harness.run import require_finite_rollout, require_finite_update, require_same_policy, restore
 from harness.run import stored_settings
 from harness.small_policy import ByteText, warm_start
-from qerl import UserError
+from qerl import UserError, require
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,6 @@ PRESETS = {
     # KL loss, the authors' code --beta 0.04.
     "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", lr=1e-5, quantizer="awq"),
 }
-NO_KL = dict(beta=0.0)                          # all objectives but GRPO are without a KL term
-PAPER_BF16 = dict(lr=5e-6)                      # Table 4: half the learning rate for 16-bit weights
 
 
 def train(settings):
@@ -339,9 +337,9 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     check_tokens(sum(data, []), tokenizer.eos, model.config.vocab_size)
     if ranks.main:
         print(f"the first prompt: {tokenizer.shown(prompts[0])!r}")
-    if len(held_out) < ranks.count:
-        raise UserError(f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; "
-                        "raise --eval-questions, give more of them, or start fewer processes")
+    require(len(held_out) >= ranks.count,
+            f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; raise "
+            "--eval-questions, give more of them, or start fewer processes")
     if algo is not qerl:
         algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
     fit = find_fit(model, settings, max(map(len, prompts)) + settings.max_new_tokens, saved)
@@ -409,10 +407,8 @@ def find_reward(scheme):
             weight = float(weight or 1)
         except ValueError:
             raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME")
-        if name in SYSTEM:
-            terms.append((weight, partial(usual_reward, name)))
-        else:
-            terms.append((weight, own_reward(name)))
+        earned = partial(usual_reward, name) if name in SYSTEM else own_reward(name)
+        terms.append((weight, earned))
     return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
 
 
@@ -610,8 +606,7 @@ def evaluate_only(settings):
         if settings.quantizer in ("awq", "gptq") or getattr(algo, "fits_questions", False):
             policy += ("data",)
         saved = read_saved(settings, must_agree=policy)
-        if not saved:
-            raise UserError(f"--resume: {settings.out} has no checkpoint to evaluate")
+        require(saved, f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
     model, tokenizer, data, fit = load_all(settings, algo, ranks, saved)
     if saved:
@@ -650,16 +645,18 @@ def read_settings(argv=None):
         given = {name: value for name, value in then if hasattr(Settings, name)} | given
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
-    if given.get("algo", "grpo") != "grpo":
-        values.update(NO_KL | qerl.OBJECTIVES[given["algo"]].defaults)
-    values.update(method_defaults(given.get("method", Settings.method)))
-    weights = {**values, **given}.get("weights", Settings.weights)
+    algo = given.get("algo", "grpo")
+    if algo != "grpo":
+        values["beta"] = 0.0                    # the other objectives are without a KL term
+    values |= qerl.OBJECTIVES[algo].defaults
+    values |= method_defaults(given.get("method", "qerl"))
+    weights = (values | given).get("weights", Settings.weights)
     if preset == "paper" and weights == "bf16":
-        values.update(PAPER_BF16)
+        values["lr"] = 5e-6                     # Table 4: half the learning rate for 16-bit weights
     if weights != "nvfp4" or given.get("shard"):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     if given.get("adapter"):
-        values.update(adapter_settings(given["adapter"]))
+        values |= adapter_settings(given["adapter"])
     settings = Settings(**{**values, **given})
     check_settings(settings)
     find_algo(settings)                                # it refuses settings that it cannot use
