@@ -274,13 +274,11 @@ class TiledWeight:
         bounds = sum(sizes[:1]), sum(sizes[:2])
         return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
 
-    def multiply(self, x, bias=None, residual=None, lora=None, config=None):
+    def multiply(self, x, bias=None, residual=None, lora=None):
         """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
 
         x [rows, in], interleaved, on a GPU bfloat16; bias [out]; residual [rows, out]; lora from
-        prepare_lora; x and residual contiguous. ValueError if linear_kernel gets a weight whose out
-        or in is not divisible by 128. config: a Config of its tiles instead of the one that it would
-        choose, for tests.
+        prepare_lora; x and residual contiguous.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
@@ -289,13 +287,14 @@ class TiledWeight:
             pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
             pays = len(x) <= 64 and not self.nf4
-        if config is None and not pays:
+        if not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
-            return dense_linear(x, weight, self, bias, residual, lora)
-
+            y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
+            y = y if residual is None else y + residual
+            return y if lora is None else add_lora(y, x, self, lora)
         if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(self.multiply(x, bias, residual, config=config), x, self, lora)
-        return launch_linear(x, self, bias, residual, lora, config)
+            return add_lora(launch_linear(x, self, bias, residual, None), x, self, lora)
+        return launch_linear(x, self, bias, residual, lora)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
@@ -566,21 +565,11 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
 # --------------------------------------------------------------------------------------------------
 # 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
 #
-# With many rows PyTorch multiplies, by a weight that was decoded before. x and the columns of A are
-# interleaved, so the weight has to be, too.
-
-def dense_linear(x, weight, tiled, bias, residual, lora):
-    """TiledWeight.multiply by PyTorch; weight [out, in] is decoded and interleaved already."""
-    y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-    if residual is not None:
-        y = y + residual
-    return add_lora(y, x, tiled, lora)
-
+# With many rows PyTorch multiplies, by a weight that was decoded before (TiledWeight.multiply). x and
+# the columns of A are interleaved, so the weight has to be, too.
 
 def add_lora(y, x, tiled, lora):
     """y + (x Aᵀ) Bᵀ, piece by piece: each of the stacked layers has its own part of A and of B."""
-    if lora is None:
-        return y
     first, second = lora.bounds
     B = lora.B * tiled.out_scale[:, None].to(x.dtype)
     h = F.linear(x, lora.A).split(lora.B.shape[1], -1)
@@ -662,14 +651,13 @@ def configs_on(device):
     return CONFIGS_WITHOUT_WGMMA if roomy else CONFIGS_IN_100_KB
 
 
-def config_for(rows, out, columns, bounds, rank, groups=None):
-    """The Config for x [rows, columns] and W [out, columns] from these groups, CONFIGS by default.
+def config_for(rows, out, columns, bounds, rank, groups):
+    """The Config for x [rows, columns] and W [out, columns] from groups such as CONFIGS.
 
     It is the first whose tiles and steps fit into W's pieces, which begin at `bounds`, a whole
     number of times, and which has room in its registers for a tile's part of LoRA's B. rank: of
     LoRA, 0 without. The thresholds are measured on an H200. ValueError if none fits.
     """
-    groups = groups or CONFIGS
     configs = next((configs for configs in groups if configs[0].rows >= rows), groups[-1])
     large = out * columns > LARGE or out * rows > 2.4e6
     for config in reversed(configs) if large else configs:
@@ -680,37 +668,24 @@ def config_for(rows, out, columns, bounds, rank, groups=None):
     raise ValueError(f"linear_kernel: {out} x {columns}, cut at {bounds}, are not divisible by 128")
 
 
-@dataclass(frozen=True)
-class LinearPlan:
+class LinearPlan(NamedTuple):
     """How linear_kernel's work is cut: all of its launch but the tensors and their sizes."""
     config: Config
     tiles: int             # of y
     programs: int          # that multiply by W; each gets an equal share of the steps of all tiles
     at_once: int           # parts of a tile that are loaded at once when they are added up
-    rank: int              # of LoRA, 0 without
-    ranks: int             # columns of h = x Aᵀ: the rank times the number of pieces
     lora_rows: int         # rows of x in a tile of h
     lora_parts: int        # into how many parts a tile of h is cut along the input
     lora_programs: int     # that compute h, a part each; 0 if it is computed before
 
-    @property
-    def warp_groups(self):
-        """How often there are the four warps that hold 64 rows of W."""
-        return self.config.warps // 4
 
-
-def plan_linear(rows, out, columns, bounds, pieces, rank, sms, config=None, groups=None):
+def plan_linear(rows, out, columns, bounds, rank, ranks, sms, groups):
     """The LinearPlan for x [rows, columns] and W [out, columns] on a GPU of `sms` SMs.
 
-    bounds: where the second and third piece begin in out; pieces and rank: of LoRA, 0 without;
-    config: instead of the one that config_for takes from `groups`. ValueError if the layer is not
-    whole steps.
+    bounds: where the second and third piece begin in out; rank: of LoRA; ranks: of all pieces
+    together, which h = x Aᵀ has as columns; both 0 without LoRA; groups: see config_for.
     """
-    config = config or config_for(rows, out, columns, bounds, rank, groups)
-    fits = out % (64 * max(2, config.R)) == 0 and columns % (64 * max(2, config.C)) == 0
-    if not fits:
-        raise ValueError(f"linear_kernel: {out} x {columns} are not whole steps of {config}")
-    assert config.R % (config.warps // 4) == 0, f"{config} leaves warps without rows"
+    config = config_for(rows, out, columns, bounds, rank, groups)
     running = config.programs * sms                          # programs that the GPU runs at once
 
     # h is multiplied in tiles of at most 32 rows, too few for wgmma, so that Triton takes mma.sync:
@@ -718,7 +693,7 @@ def plan_linear(rows, out, columns, bounds, pieces, rank, sms, config=None, grou
     # more rows, each of its tiles of h is cut into fewer parts. If possible, h gets at most a sixth
     # of the programs.
     lora_rows = min(config.rows, 32)
-    lora_tiles = triton.cdiv(pieces * rank, 64) * triton.cdiv(rows, lora_rows)
+    lora_tiles = triton.cdiv(ranks, 64) * triton.cdiv(rows, lora_rows)
     part_columns = 1024 if out * columns > LARGE else 256
     lora_parts = min(16, columns // part_columns) * lora_rows // config.rows
     lora_parts = max(1, min(lora_parts, running // (6 * lora_tiles + 1)))
@@ -736,8 +711,7 @@ def plan_linear(rows, out, columns, bounds, pieces, rank, sms, config=None, grou
 
     at_once = min(8, max(1, 64 * config.warps // (config.R * config.rows)))
     return LinearPlan(config=config, tiles=tiles, programs=programs, at_once=at_once,
-                      rank=rank, ranks=pieces * rank, lora_rows=lora_rows, lora_parts=lora_parts,
-                      lora_programs=lora_programs)
+                      lora_rows=lora_rows, lora_parts=lora_parts, lora_programs=lora_programs)
 
 
 class Scratch(NamedTuple):
@@ -761,20 +735,18 @@ def scratch(device):
     return Scratch(sms, partial, lora_partial, counters)
 
 
-def launch_linear(x, tiled, bias, residual, lora, config=None):
+def launch_linear(x, tiled, bias, residual, lora):
     """TiledWeight.multiply by linear_kernel, in one launch."""
     rows, columns = x.shape
     out = len(tiled.out_scale)
     A, B, bounds = lora or Lora(None, None, (out, out))
     rank = 0 if lora is None else B.shape[1]
-    pieces = 0 if lora is None else len(A) // rank
+    ranks = 0 if lora is None else len(A)
     shared = scratch(x.device)
     wgmma = is_hopper(x.device)
-    plan = plan_linear(rows, out, columns, bounds, pieces, rank, shared.sms, config,
-                       configs_on(x.device))
+    groups = configs_on(x.device)
+    plan = plan_linear(rows, out, columns, bounds, rank, ranks, shared.sms, groups)
     config = plan.config
-    sums = 2 * plan.programs * 64 * config.R * config.rows
-    assert sums <= len(shared.partial), f"{config} is not made for this kernel"
     counted = 1024 + plan.tiles <= len(shared.counters)
     assert counted, f"{rows} rows are more than the counters of this kernel"
 
@@ -782,7 +754,7 @@ def launch_linear(x, tiled, bias, residual, lora, config=None):
     if lora is not None and plan.lora_programs == 0:
         h = F.linear(x, A)
     else:
-        h = torch.empty(rows, plan.ranks, dtype=x.dtype, device=x.device)
+        h = torch.empty(rows, ranks, dtype=x.dtype, device=x.device)
 
     # By TMA, a tile of x, residual or y is moved as a block, and the kernel takes a descriptor
     # instead of a pointer. This pays with more than 32 rows.
@@ -799,9 +771,9 @@ def launch_linear(x, tiled, bias, residual, lora, config=None):
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
         bias, residual, A, B, h, y_there,
         shared.partial, shared.lora_partial, shared.counters,
-        rows, out, columns // 64, plan.ranks, *bounds, plan.lora_parts, plan.lora_programs,
+        rows, out, columns // 64, ranks, *bounds, plan.lora_parts, plan.lora_programs,
         RANK=rank, NF4=tiled.nf4, ROWS=config.rows, LORA_ROWS=plan.lora_rows, R=config.R, C=config.C,
-        WARP_GROUPS=plan.warp_groups, STAGES=config.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
+        WARP_GROUPS=config.warps // 4, STAGES=config.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
         num_warps=config.warps, maxnreg=config.registers, launch_pdl=wgmma)
     return y
 
@@ -1219,14 +1191,21 @@ class FusedSiluMul(torch.autograd.Function):
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
-    let_next_start()
-    wait_for_previous()
+def gate_and_up(gate_up, n, SIZE: tl.constexpr):
+    """(row, columns k, gate and up of these in float32) that are this program's."""
     pieces = tl.cdiv(n, SIZE)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
     gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+    return row, k, gate, up
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    row, k, gate, up = gate_and_up(gate_up, n, SIZE)
     silu = gate / (1 + tl.exp(-gate))
     silu = silu.to(y.dtype.element_ty).to(tl.float32)             # rounded, as PyTorch's is
     at = y + row * n
@@ -1236,11 +1215,7 @@ def silu_mul_kernel(gate_up, y, n, INTERLEAVED: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr):
-    pieces = tl.cdiv(n, SIZE)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    k = tl.program_id(0) % pieces * SIZE + tl.arange(0, SIZE)
-    gate = tl.load(gate_up + row * 2 * n + k, mask=k < n, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * n + n + k, mask=k < n, other=0.0).to(tl.float32)
+    row, k, gate, up = gate_and_up(gate_up, n, SIZE)
     g = tl.load(grad + row * n + k, mask=k < n, other=0.0).to(tl.float32)
     s = 1 / (1 + tl.exp(-gate))
     at = grad_gate_up + row * 2 * n + k
@@ -1376,8 +1351,7 @@ PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200
 MOST_PARTS = 64            # of a row
 
 
-def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, interleaved=False,
-                     split=None, parts=None):
+def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, interleaved=False):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
@@ -1385,17 +1359,14 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, i
     `filled`; the caller then adds 1 to it. The cache has max_len places, `piece` in each of `pieces`
     [2 (k, v), slots, kv_heads, piece, D], the rest in the last. Pieces that no row has reached need
     not exist yet. addresses int64: where each piece lies. Row b is of slot b % slots, and behind its
-    row b - slots, if there is one. For tests: a program has `split` tokens of the cache, divisible by
-    64, or more where `parts` programs a row would not be enough.
+    row b - slots, if there is one.
     """
     _, slots, kv_heads, _, D = pieces[0].shape
     B = len(qkv)
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
-    split = split or (512 if B * kv_heads >= 128 else 128)
-    assert split % 64 == 0
-    parts = parts or min(MOST_PARTS, triton.cdiv(PROGRAMS, B * kv_heads))
-    parts = min(parts, triton.cdiv(max_len, split))
+    split = 512 if B * kv_heads >= 128 else 128
+    parts = min(MOST_PARTS, triton.cdiv(PROGRAMS, B * kv_heads), triton.cdiv(max_len, split))
 
     # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
     # least.

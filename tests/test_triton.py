@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import qerl
-from common import compiled_for
+from common import compiled_for, neighbour
 from methods import merged
 from qerl import kernels
 from test_qerl import CUDA, HERE, KERNEL_DEVICE, NEAR, PROMPTS, gpu, gradient_of, make_folder
@@ -169,7 +169,7 @@ def is_close(y, expected):
     return relative(y.cpu().double(), expected) < 5e-3
 
 
-def assert_linear(name, rows, columns, piece=128, rank=8, configs=(None,)):
+def assert_linear(name, rows, columns, piece=128, rank=8):
     """TiledWeight.multiply by three stacked layers of `piece` rows is Eq. 2 in float64.
 
     Without and with bias, residual and LoRA. The counters that programs share are zero afterwards.
@@ -184,12 +184,10 @@ def assert_linear(name, rows, columns, piece=128, rank=8, configs=(None,)):
     product = x.double() @ dense.T
     whole = product + 2 * h @ torch.block_diag(*B.double().split(piece)).T + bias + residual
     lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
-    for config in configs:
-        y = tiled.multiply(interleaved(x), config=config)
-        assert is_close(y, product)
-        y = tiled.multiply(interleaved(x), *there(bias, residual), lora, config)
-        assert is_close(y, whole)
-        assert not kernels.scratch(y.device).counters.any()
+    assert is_close(tiled.multiply(interleaved(x)), product)
+    y = tiled.multiply(interleaved(x), *there(bias, residual), lora)
+    assert is_close(y, whole)
+    assert not kernels.scratch(y.device).counters.any()
 
 
 @runs_kernels
@@ -202,14 +200,16 @@ def assert_linear(name, rows, columns, piece=128, rank=8, configs=(None,)):
     ("mxfp4", 21, 256, 0),
     ("nf4", 21, 256, 3),
 ])
-def test_kernel_linear(name, rows, columns, group):
+def test_kernel_linear(monkeypatch, name, rows, columns, group):
     """In each config for about so many rows; with one program an SM several share a tile."""
     groups = kernels.configs_on(torch.device(KERNEL_DEVICE))
     if group >= len(groups):
         pytest.skip("only Hopper has room for tiles of more than 64 rows")
     piece = 64 * max(config.R for config in groups[group])
     one_program = groups[group][0]._replace(C=1, programs=1)
-    assert_linear(name, rows, columns, piece, configs=[*groups[group], one_program])
+    for config in (*groups[group], one_program):
+        monkeypatch.setattr(kernels, "config_for", lambda *_: config)
+        assert_linear(name, rows, columns, piece)
 
 
 @runs_kernels
@@ -246,7 +246,7 @@ def test_kernel_linear_plans_fit():
     layers = (37888, 3584, (18944, 37888)), (4608, 3584, (3584, 4096))
     cases = itertools.product((1, 17, 64, 129, 1024), layers, (0, 16, 128), groups)
     for rows, (out, columns, bounds), rank, configs in cases:
-        plan = kernels.plan_linear(rows, out, columns, bounds, 3, rank, 132, groups=configs)
+        plan = kernels.plan_linear(rows, out, columns, bounds, rank, 3 * rank, 132, configs)
         config = plan.config
         assert math.gcd(out, *bounds) % (64 * config.R) == 0
         assert columns % (64 * config.C) == 0
@@ -385,23 +385,30 @@ def test_kernels_train_as_pytorch(tmp_path, name, recomputed):
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads,kv_heads,dim,in_tiles", [(6, 2, 48, False), (14, 2, 128, True)])
-def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, in_tiles):
-    """Three pieces of the cache, the last one short; what lies behind `filled` does not matter."""
+@pytest.mark.parametrize("heads,kv_heads,dim,in_tiles,new", [
+    (6, 2, 48, False, 1),
+    (14, 2, 128, True, 1),
+    (6, 2, 48, False, 4),
+])
+def test_kernel_decode_attention(monkeypatch, heads, kv_heads, dim, in_tiles, new):
+    """Three pieces of the cache, the last one short; what lies behind `filled` does not matter.
+
+    new: tokens of a slot. Between four of them a piece ends, or a program's part of the cache.
+    """
     torch.manual_seed(0)
     monkeypatch.setattr(qerl, "CACHE_PIECE", 256)
     monkeypatch.setattr(kernels, "MOST_PARTS", 3)      # each of more than 128 tokens
-    filled = torch.tensor([0, 64, 65, 520, 255, 127, 256])
-    new_tokens = torch.randn(7, (heads + 2 * kv_heads) * dim), *torch.rand(2, 7, dim)
-    kept = torch.randn(2, 7, kv_heads, 521, dim)
-    behind = torch.arange(521)[:, None] >= filled[:, None, None, None]
+    cached = torch.tensor([0, 64, 65, 520, 255, 127, 256])
+    filled, = there((cached + torch.arange(new)[:, None]).flatten())
+    new_tokens = torch.randn(7 * new, (heads + 2 * kv_heads) * dim), *torch.rand(2, 7 * new, dim)
+    kept = torch.randn(2, 7, kv_heads, 524, dim)
+    behind = torch.arange(524)[:, None] >= cached[:, None, None, None]
 
     def attended(kept, dtype):
         pieces = there(*(piece.to(dtype).contiguous() for piece in kept.split(256, 3)))
-        addresses = torch.tensor([[piece.data_ptr() for piece in pieces]])
+        addresses = torch.tensor([[piece.data_ptr() for piece in pieces]], device=KERNEL_DEVICE)
         cache = types.SimpleNamespace(
-            pieces=[pieces], filled=filled.to(KERNEL_DEVICE), max_len=521,
-            addresses=addresses.to(KERNEL_DEVICE))
+            pieces=[pieces], filled=filled, max_len=524, addresses=addresses)
         inputs = (t.to(dtype) for t in there(*new_tokens))
         y = qerl.decode_attention(*inputs, cache, 0, in_tiles)
         return y.double(), torch.cat(pieces, 3).nan_to_num().double()
@@ -459,23 +466,28 @@ def test_kernel_sample():
 # All together
 
 @gpu
-@pytest.mark.parametrize("weights,sampler_class", [
-    *itertools.product(qerl.FORMATS, [qerl.Sampler]),
-    ("nvfp4", merged.MergingSampler),
+@pytest.mark.parametrize("name,weights,top_p", [
+    *(("qerl", weights, 1.0) for weights in qerl.FORMATS),
+    ("merged", "nvfp4", 1.0),
+    ("speculative", "nvfp4", 1.0),
+    ("speculative", "nvfp4", 0.9),
 ])
-def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, weights, sampler_class):
+def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, weights, top_p):
     """Log-probabilities of decoding against those of training, with LoRA and refilled slots.
 
-    Decoding has tiles, fused kernels and a CUDA graph.
+    Decoding has tiles, fused kernels and a CUDA graph. The second rollout has drafts of the first.
     """
     monkeypatch.setattr(merged, "MERGED_ABOVE", 64)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
     prompts = [[5 + i // 2] * (1 + i // 2 % 7) for i in range(120)]
-    rollout = qerl.generate(model, prompts, 40, slots=70, sampler_class=sampler_class)
+    algo = neighbour(name)
+    for _ in range(2):
+        rollout = algo.generate(model, prompts, 40, 1, top_p=top_p, slots=70)
     with torch.no_grad():
         logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
     assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
+    assert name != "speculative" or algo.measured["tokens_a_pass"] > 1
 
 
 @gpu
