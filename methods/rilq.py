@@ -31,7 +31,6 @@ not [from the abstract and from notes; its figures were not checked]. Ours: meth
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.
 """
-import contextlib
 import random
 
 import torch
@@ -54,29 +53,12 @@ def adapter(model):
     return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
 
 
-@torch.no_grad()
-def put_adapter(model, tensors):
-    for name, p in qerl.trainable(model).items():
-        p.copy_(tensors[name])
-
-
-@contextlib.contextmanager
-def other_adapter(model, tensors):
-    """The context in which the model has these tensors in the place of its own adapter."""
-    own = adapter(model)
-    put_adapter(model, tensors)
-    try:
-        yield
-    finally:
-        put_adapter(model, own)
-
-
 def rilq_loss(model, teacher_hidden, rows):
-    """(loss, its MSE, its cross-entropy) of Rows; teacher_hidden [B, T, d] of the 16-bit model."""
+    """The loss of Rows; teacher_hidden [B, T, d] of the 16-bit model."""
     hidden = model.hidden(rows.tokens)
     mse = F.mse_loss(hidden[rows.mask].float(), teacher_hidden[rows.mask].float())
     cross_entropy = F.cross_entropy(*answer_logits(model, rows, hidden))
-    return 0.5 * mse + 0.5 * cross_entropy, mse, cross_entropy
+    return 0.5 * mse + 0.5 * cross_entropy
 
 
 def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
@@ -94,7 +76,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     def loss_of(rows):
         with torch.no_grad():
             target = teacher.hidden(rows.tokens)
-        return rilq_loss(model, target, rows)[0]
+        return rilq_loss(model, target, rows)
 
     @torch.no_grad()
     def validate():
@@ -114,7 +96,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
                 best = adapter(model)
             if waited == PATIENCE:
                 break
-    put_adapter(model, best)
+    model.load_state_dict(best, strict=False)
     return losses
 
 
@@ -146,10 +128,6 @@ class Neighbour(Method):
                             f"{LONGEST} tokens; give --data with shorter ones")
         teacher = qerl.load_model(folder, "bf16", device=self.settings.device)
         losses = compensate(model, teacher, texts)
-        self.start = adapter(model)
+        model.reference = adapter(model)           # of the KL term: the start, LoRA included
         print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "
               f"{len(losses) - 1} validations")
-
-    def adapters_off(self, model):
-        """The reference is the policy of the first step, LoRA included."""
-        return other_adapter(model, self.start)

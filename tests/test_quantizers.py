@@ -212,7 +212,7 @@ def test_rilq_loss_equals_transformers(qwen, tmp_path):
     rows = worked.rows_of(TWO, "cpu")
     target = qerl.load_model(qwen[0], "bf16").hidden(rows.tokens)
     model = qerl.load_model(student_folder, "bf16", lora_rank=2)
-    loss, _, _ = rilq.rilq_loss(model, target, rows)
+    loss = rilq.rilq_loss(model, target, rows)
     cross_entropy, hidden = by_transformers(student)
     _, wanted = by_transformers(qwen[1])
     expected = (cross_entropy + (hidden - wanted).square().mean()) / 2
