@@ -18,7 +18,7 @@ from common import QUICK, run_main, without_times
 from harness import answers, data
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
 from harness.data import math_questions, read_questions, with_prompts
-from harness.folders import write_jsonl
+from harness.folders import read_jsonl, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from train_gsm8k import reward
 
@@ -336,13 +336,6 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
                      ("openai/gsm8k", "main", "train")]
 
 
-def test_gsm8k_is_fetched_for_its_name_and_for_a_model(monkeypatch):
-    files = [{"question": "to train on"}], [{"question": "held out"}]
-    monkeypatch.setattr(data, "gsm8k", lambda folder: files if folder is None else None)
-    assert data.load_questions("gsm8k", None, None) == files
-    assert data.load_questions(None, None, "some/Model") == files
-
-
 def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
     rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
     train, exam = f"{tmp_path}/train.jsonl", f"{tmp_path}/exam.jsonl"
@@ -365,17 +358,25 @@ def test_long_prompts_are_counted_and_skipped(capsys):
 
 
 def test_a_run_with_two_sets_held_out(qwen, tmp_path, monkeypatch):
-    """Each has its limit and its accuracy; answers that took for ever are counted."""
+    """Each has its limit and its accuracy, the mean of three answers to each question.
+
+    Answers that took for ever are counted, and only the first of the three is kept.
+    """
     monkeypatch.chdir(tmp_path)
     for name, answer in (("train", "5"), ("a", "70"), ("b", "27")):
         write_jsonl(f"{name}.jsonl", [{"question": name + i, "answer": answer} for i in "12"])
-    texts = [["70", "no"], ["\\boxed{70}", "27"], ["\\boxed{5}", "\\boxed{9^{9^{9}}}"]]
+    texts = [["70", "no"], ["\\boxed{70}", "no", "no", "27", "27", "no"], ["\\boxed{5}", "\\boxed{9^{9^{9}}}"]]
     monkeypatch.setattr(train_gsm8k, "decode_all", lambda *_: texts.pop())
     run_main(monkeypatch, "--model", qwen[0], *QUICK, "--steps", 1, "--prompts", 1, "--out", "run",
              "--data", "train.jsonl", "--eval", "a.jsonl", "b.jsonl", "--eval-questions", 1,
-             "--skip-eval-before")
+             "--eval-samples", 3, "--skip-eval-before")
     step, = without_times("run/metrics.jsonl")
     assert (step["accuracy"], step["timeouts"]) == (0.5, 1)
     summary = json.loads(Path("run/summary.json").read_text())
-    found = [summary[f"{name}_after"] for name in ("accuracy", "greedy", "greedy_a", "greedy_b")]
-    assert found == [1, 0.5, 1, 0]
+    names = ("accuracy", "accuracy_a", "greedy", "greedy_a", "greedy_b")
+    found = [summary[f"{name}_after"] for name in names]
+    assert found == pytest.approx([1 / 2, 1 / 3, 1 / 2, 1, 0])
+    assert "accuracy_before" not in summary and not Path("run/answers_before.jsonl").exists()
+    kept = [answer["accuracy"]["text"] for answer in read_jsonl("run/answers_after.jsonl")]
+    assert kept == ["\\boxed{70}", "27"]
+    assert Path("run/report.html").exists() and Path("run/curve.png").exists()

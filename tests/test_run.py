@@ -17,7 +17,7 @@ from common import assert_learned, assert_same_run, recorded, refused, run_main
 from common import scored_by_letters, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows, make_batch
-from harness.folders import read_jsonl, write_jsonl
+from harness.folders import append_jsonl, read_jsonl, write_jsonl
 from harness.layers import train_all_weights
 from harness.ranks import Ranks
 from harness.run import flat, read_checkpoint
@@ -479,29 +479,6 @@ def test_full_fine_tuning_samples_what_it_trains(quick, qwen, tmp_path, monkeypa
         assert remedy in refused(monkeypatch, capsys, *options, *flags, "--out", tmp_path / "a")
 
 
-def test_pass_at_1_is_the_mean_of_so_many_answers_to_each_question(quick, tmp_path, monkeypatch):
-    """The grader is replaced by one that finds two of three answers to each question right."""
-    graded = []
-
-    def two_of_three(text, answer, anywhere=False):
-        if anywhere:  # not for a reward
-            graded.append(text)
-        return len(graded) % 3 != 0
-
-    monkeypatch.setattr(train_gsm8k, "is_right", two_of_three)
-    out = tmp_path / "run"
-    options = ("--steps", 1, "--eval-questions", 5, "--eval-samples", 3, "--skip-eval-before")
-    run_main(monkeypatch, *quick, *options, "--out", out)
-    assert len(graded) == 5 * 3 + 5  # the last are the greedy ones
-    assert len(set(graded[:3])) > 1
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["accuracy_after"] == pytest.approx(10 / 15)
-    assert "accuracy_before" not in summary
-    assert [a["accuracy"]["text"] for a in read_jsonl(out / "answers_after.jsonl")] == graded[:15:3]
-    assert (out / "report.html").exists() and (out / "curve.png").exists()
-    assert not (out / "answers_before.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     "tracker,package,begun",
     [
@@ -621,12 +598,11 @@ AWKWARD = (
 )
 
 
-def test_a_question_stays_what_it_is(quick, tmp_path, monkeypatch):
+def test_a_question_stays_what_it_is(tmp_path):
     """In a file of one object a line, whoever reads it."""
-    for name, question in (("train", AWKWARD), ("test", "another")):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"question": question, "answer": "#### 1"}])
-    out = tmp_path / "run"
-    run_main(monkeypatch, *quick, "--data", tmp_path, "--out", out)
-    samples = read_jsonl(out / "samples.jsonl")
-    assert samples == list(map(json.loads, (out / "samples.jsonl").read_bytes().splitlines()))
-    assert [(s["step"], s["question"]) for s in samples] == [(n, AWKWARD) for n in (1, 2, 4, 5)]
+    path = tmp_path / "questions.jsonl"
+    write_jsonl(path, [{"question": AWKWARD}])
+    append_jsonl(path, {"question": AWKWARD})
+    rows = [{"question": AWKWARD}] * 2
+    assert read_jsonl(path) == rows
+    assert list(map(json.loads, path.read_bytes().splitlines())) == rows
