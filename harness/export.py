@@ -105,7 +105,7 @@ def load_adapter(model, folder):
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
     model.fingerprints["adapter"] = files_fingerprint(folder)
-    print(f"training starts from {folder}, with which --beta compares")
+    print(f"starting from {folder}, with which --beta compares")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """What a run can be asked for beside the paper's recipe: choosing by validation, own rewards and so on."""
+import itertools
 import json
 import shutil
 
@@ -47,6 +48,14 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     assert abs(size(best) - size(rollouts[5].policy)) > 1e-6
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in log if "greedy_validation" in m] == [2, 4, 6]
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers():
+    for right in itertools.product([0, 1], repeat=4):
+        for k in (1, 2, 4):
+            chosen = [any(some) for some in itertools.combinations(right, k)]
+            expected = sum(chosen) / len(chosen)
+            assert train_gsm8k.pass_at(k, sum(right), 4) == pytest.approx(expected)
 
 
 def short(folder, body):
@@ -147,9 +156,11 @@ def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, monkey
     text = [train_gsm8k.ChatText(str(model), "Reason.", options).prompt("1 + 1?")
             for options in ({}, {"enable_thinking": False})]
     assert text[0] == text[1][:len(text[0])] != text[1]
-    run_main(monkeypatch, *quick, "--model", model, "--eval-only", "--chat-template-kwargs",
-             '{"enable_thinking": false}')
-    shown = next(line for line in capsys.readouterr().out.splitlines() if "the first prompt" in line)
+    run_main(monkeypatch, *quick, "--model", model, "--eval-only", "--eval-samples", 4,
+             "--chat-template-kwargs", '{"enable_thinking": false}')
+    said = capsys.readouterr().out
+    assert all(f"pass@{k} now: " in said for k in (1, 2, 4)) and "pass@8" not in said
+    shown = next(line for line in said.splitlines() if "the first prompt" in line)
     assert "<think></think>'" in shown.replace(" ", "")
     line = refused(monkeypatch, capsys, "--chat-template-kwargs", "[1]")
     assert "is no JSON object" in line

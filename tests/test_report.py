@@ -53,7 +53,10 @@ def made_up_run(folder, steps=9, text="42", length=1):
     for name, lines in logs.items():
         write_jsonl(folder / f"{name}.jsonl", lines)
     summary = {
+        "accuracy_before": 0.5,
         "accuracy_after": 0.7,
+        "greedy_before": 0.5,
+        "greedy_after": 0.75,
         "seconds": 61.2,
         "settings": {"algo": "grpo", "weights": "nvfp4", "model": text, "data": text},
     }
@@ -68,7 +71,6 @@ def report_of(folder):
 def test_report_shows_a_run(tmp_path):
     made_up_run(tmp_path)
     page = report_of(tmp_path)
-    # By summary.json, else by the answers.
     for shown in ("pass@1 50.0% \u2192 70.0%", "50.0% \u2192 75.0%</dd>", "61 s"):
         assert shown in page
     assert re.findall(r"<h3>Step (\d+)</h3>", page) == list("1235679")
