@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 import qerl
-from harness.answers import is_right, own_reward
+from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
 from harness.command import require_flag, require_rank_fits, say_what_stays, setting, template_options
@@ -317,6 +317,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
+    model.fingerprints["reward"] = reward_fingerprint(settings.reward)
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -335,6 +336,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     data = Data(*(with_prompts(part, tokenizer, longest) for part in (questions, validation, held_out)))
     prompts = [q["prompt"] for part in data for q in part]
     check_tokens(sum(data, []), tokenizer.eos, model.config.vocab_size)
+    find_reward(settings.reward)("", data.train[0])    # one that fails does so before all else
     if ranks.main:
         print(f"the first prompt: {tokenizer.shown(prompts[0])!r}")
     require(len(held_out) >= ranks.count,
@@ -402,11 +404,12 @@ def find_reward(scheme):
     """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
     terms = []
     for term in scheme.split("+"):
-        weight, _, name = term.rpartition("*")
+        weight, _, name = term.strip().rpartition("*")
         try:
             weight = float(weight or 1)
         except ValueError:
-            raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME")
+            raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME, to "
+                            "subtract -WEIGHT*NAME")
         earned = partial(usual_reward, name) if name in SYSTEM else own_reward(name)
         terms.append((weight, earned))
     return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)

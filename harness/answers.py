@@ -4,6 +4,7 @@ A number is read by what is allowed around it (NUMBER), in time proportional to 
 Other TeX is compared by math-verify: pip install math-verify.
 """
 import functools
+import hashlib
 import importlib.util
 import logging
 import math
@@ -222,8 +223,10 @@ def own_reward(name):
     as a Decimal or TeX. What goes wrong in it is a UserError that names file and line.
     """
     path, _, function = name.rpartition(":")
-    if not os.path.isfile(path) or not path.endswith(".py"):
+    if not path.endswith(".py"):
         raise UserError(f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION")
+    if not os.path.isfile(path):
+        raise UserError(f"--reward {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("own_reward", path)
     module = importlib.util.module_from_spec(spec)
     guarded(name, spec.loader.exec_module, module)
@@ -240,9 +243,19 @@ def own_reward(name):
     return earned
 
 
+def reward_fingerprint(scheme):
+    """SHA-256 of the files that a --reward names, which a resumed run must share."""
+    digest = hashlib.sha256()
+    for path in re.findall(r"([^+*]+\.py):", scheme):
+        with open(path.strip(), "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()
+
+
 def guarded(name, function, *arguments):
     try:
         return function(*arguments)
     except Exception as e:
         place = traceback.extract_tb(e.__traceback__)[-1]
-        raise UserError(f"--reward {name}: {type(e).__name__}: {e} ({place.filename}:{place.lineno})")
+        raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e} "
+                        f"({place.filename}:{place.lineno})")

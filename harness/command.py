@@ -302,7 +302,7 @@ def how_to_go_on(folder):
     """What to type after a stop, if there is something to go on with."""
     if not folder or not os.path.isdir(folder):
         return ""
-    return f"; go on with the same command and --resume --out {folder}"
+    return f"; go on with --resume --out {folder}"
 
 
 def flush_quietly():

@@ -101,7 +101,7 @@ def load_adapter(model, folder):
     for name, tensor in ours.items():
         require(stored[name].shape == tensor.shape and torch.isfinite(stored[name]).all(),
                 f"--adapter {folder}: {name} is {list(stored[name].shape)}, not {list(tensor.shape)}, or not "
-                "finite; use an adapter of this model")
+                "finite; use an adapter of this model, without --lora-rank")
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
     model.fingerprints["adapter"] = files_fingerprint(folder)

@@ -43,6 +43,8 @@ def require_same_policy(state, model, folder):
         "weights": "other weights than --model has now, or other 4-bit codes than --quantizer finds "
                    "now, with other code, libraries or hardware",
         "config": "another config.json or other EOS tokens than --model has now",
+        "adapter": "another adapter than --adapter has now",
+        "reward": "another text of the file of --reward",
     }
     for part, ours in model.fingerprints.items():
         what = changed.get(part, f"another {part}")
@@ -111,8 +113,8 @@ class Keeper:
             require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
             print(f"resumed {self.folder} after step {done}")
             if steps != planned:
-                print(f"{planned} steps become {steps}: learning rate and noise go on as they are after "
-                      f"{done} of {steps} steps")
+                print(f"{planned} steps become {steps}: learning rate and noise are now those of a run of "
+                      f"{steps} steps, after its step {done}")
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
@@ -172,6 +174,7 @@ class Keeper:
             self.state["best"] = {"accuracy": accuracy, "step": logged["step"]}
             if self.model.quantized_layers()[0].rank:
                 save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
+                print("this is the best policy so far: it is kept in adapter-best")
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""

@@ -73,6 +73,15 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
     assert train_gsm8k.instruction(f"0.1*{own}+paper") == train_gsm8k.SYSTEM["paper"]
 
 
+def test_a_run_goes_on_with_the_reward_that_it_began_with(tmp_path, monkeypatch, capsys):
+    options = ("--reward", short(tmp_path, "return len(completion)"), "--prompts", 2, "--updates", 1,
+               "--skip-eval-before", "--eval-questions", 2, "--out", tmp_path / "run")
+    run_main(monkeypatch, *options, "--steps", 1)
+    short(tmp_path, "return -len(completion)")
+    line = refused(monkeypatch, capsys, "--resume", "--out", tmp_path / "run", "--steps", 2)
+    assert "was begun with another text of the file of --reward" in line
+
+
 @pytest.mark.parametrize("body,said", [
     ("return 1 / 0", "ZeroDivisionError: division by zero ({path}:2)"),
     ("return float('nan')", "gave nan, which is no finite number"),
@@ -83,12 +92,13 @@ def test_an_own_reward_that_fails_is_one_line(tmp_path, monkeypatch, capsys, bod
     own = short(tmp_path, body)
     line = refused(monkeypatch, capsys, "--reward", own, "--steps", 1, "--skip-eval-before",
                    "--out", tmp_path / "run")
-    assert line.startswith(f"error: --reward {own}: ")
+    assert line.startswith(f"error: --reward {own}")
     assert said.format(path=own.partition(":")[0]) in line
 
 
 @pytest.mark.parametrize("name,said", [
-    ("none.py:f", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
+    ("none.py:f", "there is no file none.py"),
+    ("good", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
     ("heavy*answer", "heavy is no number"),
 ])
 def test_an_unknown_reward_is_refused(monkeypatch, capsys, name, said):
