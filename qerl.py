@@ -9,7 +9,7 @@ bottom, from a weight's 4 bits up to the loss:
     3. Noisy RMSNorm      quantisation noise as annealed exploration, merged in the norm   Eq. 7-10
     4. Transformer        Qwen2/2.5, Qwen3 and Llama 3
     5. Sampler            KV cache, groups of completions for each prompt
-    6. Objectives         GRPO, DAPO, Dr. GRPO: advantages, loss; mismatch                 Eq. 3-4
+    6. Objectives         GRPO and five others: advantages, loss; mismatch                 Eq. 3-4
 
     and what a first reading may skip:
     7. Log-probabilities of a batch, in which a prompt that completions share is computed once
@@ -453,34 +453,34 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")                   # Figure 9
+# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last.
+SCHEDULES = {
+    "exponential": lambda start, end, p, K: start * (end / start) ** p,                        # Eq. 8
+    "linear": lambda start, end, p, K: start + (end - start) * p,
+    "cosine": lambda start, end, p, K: start + (end - start) * (1 - math.cos(math.pi * p)) / 2,
+    "logarithmic": lambda start, end, p, K:
+        start + (end - start) * math.log(1 + p * (K - 1)) / math.log(max(K, 2)),
+}
 
 
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
-    """σ of 0-based `step`: training is cut into `stages` equal parts, of which the first has no noise.
+    """σ of 0-based `step`: training is cut into `stages` equal parts, and the first has no noise.
 
-    The others fall from start to end, exponentially by Eq. 8, whose K is here the number of noisy
-    stages, stages - 1: so the last one has `end`, as in the authors' code. (Algorithm 1's line 7 takes
-    all stages for K, and would stop short of it; appendix F's text has it end at σ_start, a slip.) Ten
-    stages have 0, 0.01, 0.0069, 0.0047, ..., 0.0005. Of two stages the noisy one has `start`. With fewer
-    steps than stages some are skipped, perhaps that of `start` or `end`. "exponential" needs start and
-    end positive, or both 0.
+    The K = stages - 1 others fall from start to end by a name in SCHEDULES. Ten stages have 0, 0.01,
+    0.0069, 0.0047, ..., 0.0005. Of two stages the noisy one has `start`. With fewer steps than stages
+    some are skipped, perhaps that of `start` or `end`. "exponential" needs start and end positive, or
+    both 0.
     """
+    # In Eq. 8 K counts the noisy stages here, so that the last has `end`, as in the authors' code.
+    # Algorithm 1's line 7 takes all stages, and would stop short of it; appendix F ends at σ_start.
+    sigma = SCHEDULES[schedule]
     stage = step * stages // steps
-    assert schedule in SCHEDULES, schedule
     if stage == 0:
         return 0.0
     if start == end:
         return start
-    progress = (stage - 1) / max(stages - 2, 1)        # 0 in the first noisy stage, 1 in the last
-    if schedule == "exponential":
-        return start * (end / start) ** progress
-    fallen = {
-        "linear": progress,
-        "cosine": (1 - math.cos(math.pi * progress)) / 2,
-        "logarithmic": math.log(stage) / math.log(max(stages - 1, 2)),
-    }
-    return start + (end - start) * fallen[schedule]
+    K = stages - 1
+    return sigma(start, end, (stage - 1) / max(K - 1, 1), K)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1061,7 +1061,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 def adapters_off(model):
     """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN.
 
-    model.reference, {name: tensor}, holds what is trained as it was where training began with LoRA.
+    model.reference, {name: tensor}, holds the starting values if training began from an adapter.
     """
     adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
     trained = trainable(model) if model.reference else {}

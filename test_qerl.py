@@ -363,7 +363,7 @@ def test_noise_schedules(schedule, expected):
     assert sigma[::2] == sigma[1::2] == pytest.approx([0, *expected], rel=1e-3)
     assert sigmas(3, 1) == [0, 0, 0]
     assert sigmas(2, 2, 0.1, 0.01) == [0, pytest.approx(0.1)]
-    with pytest.raises(AssertionError):
+    with pytest.raises(KeyError):
         qerl.noise_sigma(0, 12, schedule="quadratic")
 
 

@@ -1,4 +1,4 @@
-"""Train a 4-bit policy on word problems by GRPO or DAPO with annealed quantisation noise
+"""Train a 4-bit policy on word problems by reinforcement learning with annealed quantisation noise
 (QeRL, arXiv 2510.11696).
 
     python train_gsm8k.py                                 a small policy, made-up problems: minutes
@@ -8,8 +8,8 @@
     python train_gsm8k.py --resume --out FOLDER --steps 600        and longer than it was to go
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
-# Read from top to bottom: the settings, the loop (`train`), then the loop's parts: loading, sampling
-# and scoring, the update, evaluation. What a run needs and the story does not, such as checkpoints
+# Read from top to bottom: the settings, the loop (`train`) and its `update`, then the loop's parts:
+# loading, sampling and scoring, the optimiser, evaluation. What a run needs and the story does not, such as checkpoints
 # and plots, is in the folder harness/. `algo` in the loop is the module qerl; with --method it is a
 # neighbour in the folder methods/, which has some functions of its own and qerl's others. Letters in
 # shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
@@ -197,7 +197,7 @@ def train(settings):
         batch = make_batch(samples, advantages, algo, settings, ranks)
 
         # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
-        # first minibatch does without the former: its own forward pass gives them.
+        # first minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
             for rows in batch.micro_batches(batch.later_rows, fit.micro_tokens):
                 batch.old_logprobs[rows.index] = algo.token_logprobs(
@@ -228,7 +228,7 @@ def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
-    has in the whole minibatch. It needs old_logprobs of all minibatches but the first, whose it sets.
+    has in the whole minibatch. The first minibatch sets its old_logprobs, the others must have them.
     """
     losses = []
     trained = qerl.trainable(model).values()
@@ -531,8 +531,8 @@ def mean_by_source(questions, values):
 def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
     """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
-    pass@1 is the mean over questions and `eval_samples` answers to each, pass@2, pass@4 and so on are
-    of as many; of several sets of questions (--eval) it is the mean of the sets' own. The first of the
+    pass@1 is the mean over questions and `eval_samples` answers to each, from which pass@2, pass@4 and
+    so on are estimated, too; of several sets of questions (--eval) it is the mean of the sets' own. The first of the
     answers and the greedy ones go to answers_WHEN.jsonl in the run's folder.
     """
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]

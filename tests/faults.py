@@ -33,7 +33,7 @@ FAULTS = [
      "test_qerl", "normal_around"),
     ("noise stays", "qerl.py", "            norm.noisy_weight = None", "            pass", "test_qerl",
      "ends_with"),
-    ("last stage", "qerl.py", "(stage - 1) / max(stages - 2, 1)", "(stage - 1) / (stages - 1)",
+    ("last stage", "qerl.py", "(stage - 1) / max(K - 1, 1)", "(stage - 1) / K",
      "test_qerl", "schedules"),
     ("nucleus", "qerl.py", "of_likelier >= top_p", "of_likelier > top_p", "test_qerl", "nucleus"),
     ("odd slots", "qerl.py", "busy <= len(idle)", "busy <= len(idle) + 1", "test_qerl", "odd_number"),
