@@ -1,15 +1,17 @@
-"""Every command and snippet of docs/course.md, and the README's step."""
+"""docs/course.md as a notebook, its debugger sessions, and the README's step."""
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from decimal import Decimal
 
+import jupytext
 import pytest
 import torch
+from nbclient import NotebookClient
+from nbformat.v4 import new_notebook
 
 import qerl
 from common import NUMBER, columns
@@ -28,10 +30,19 @@ def read(name):
         return f.read()
 
 
-def course_exercises():
-    """[(whether its figures are the built-in policy's, kind, text) of each block] an exercise."""
-    parts = re.split(r"^## (?=\d)", read("docs/course.md"), flags=re.MULTILINE)
-    return [BLOCK.findall(part) for part in parts[1:]]
+def course_parts():
+    """The cells before the exercises, then those of each exercise."""
+    parts = [[]]
+    for cell in jupytext.read(f"{HERE}/docs/course.md").cells:
+        if re.match(r"## \d", cell.source):
+            parts.append([])
+        parts[-1].append(cell)
+    return parts
+
+
+def course_blocks(cells):
+    """(whether its figures are the built-in policy's, kind, text) of each block that is no code."""
+    return [b for cell in cells if cell.cell_type == "markdown" for b in BLOCK.findall(cell.source)]
 
 
 def number_agrees(expected, found, any_decimals):
@@ -60,35 +71,52 @@ def course_difference(expected, found, any_decimals=False):
         return f"the course has\n{expected}\nand the output is\n{found}"
 
 
-def run_line(command, folder, typed=""):
-    """Run a line of the course in a copy of the project -> what it writes to stdout."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                   "TMPDIR": str(folder), "NO_COLOR": "1", "TRITON_INTERPRET": "0"}
-    command = re.sub(r"(?<![\w./-])python(?= )", lambda _: shlex.quote(sys.executable), command)
-    result = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, input=typed,
+def environment(folder):
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
+            "TRITON_INTERPRET": "0", "TMPDIR": str(folder), "IPYTHONDIR": str(folder / "ipython"),
+            "PYTHONPATH": str(folder), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+
+
+def run_cells(cells, folder):
+    """Run cells as a notebook in docs, no snippet with the names of the one before."""
+    for cell in cells:
+        if cell.cell_type == "code" and not cell.source.startswith("%%"):
+            cell.source = f"%reset -f\n{cell.source}"
+    NotebookClient(new_notebook(cells=cells), timeout=None, kernel_name="python3").execute(
+        cwd=folder / "docs", env=environment(folder))
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def run_session(text, folder):
+    """A session with pdb: "$ command", then "(Pdb) what is typed" each -> (expected, found)."""
+    command, shown = text.removeprefix("$ ").split("\n", 1)
+    typed = "".join(re.findall(r"^\(Pdb\)(.*\n)", shown, flags=re.MULTILINE))
+    result = subprocess.run(["bash", "-c", command], cwd=folder, env=environment(folder), input=typed,
                             capture_output=True, text=True)
     assert result.returncode == 0, f"{command}: {result.stderr[-2000:]}"
-    return result.stdout
+    return "..." + re.sub(r"^\(Pdb\).*", "(Pdb)", shown, flags=re.MULTILINE), result.stdout
 
 
-def run_exercise(blocks, folder):
-    """Run an exercise's blocks in order -> (what differs from the course, its scripts' outputs)."""
+def run_exercise(number, folder):
+    """Run an exercise's cells -> (what differs from the course, the outputs)."""
     with open(f"{warm_start()}/model.safetensors", "rb") as f:
         other_policy = hashlib.md5(f.read()).hexdigest() != COURSE_POLICY
+    before, *exercises = course_parts()
+    cells = exercises[number - 1]
+    run_cells(before + cells, folder)
     differences = []
     outputs = []
-    for of_policy, kind, text in blocks:
-        if kind == "python":
-            (folder / "try.py").write_text(text)
-        elif kind == "sh":
-            outputs.append(run_line(text.strip(), folder))
-        else:
+    for cell in cells:
+        if cell.cell_type == "code":
+            outputs.append(printed(cell))
+            (folder / "try.py").write_text(cell.source.removeprefix("%reset -f\n"))
+        for of_policy, kind, text in course_blocks([cell]):
             found = outputs[-1] if outputs else ""
-            if kind == "pdb":                          # "$ command", then "(Pdb) what is typed" each
-                start, shown = text.removeprefix("$ ").split("\n", 1)
-                typed = re.findall(r"^\(Pdb\)(.*\n)", shown, flags=re.MULTILINE)
-                text = "..." + re.sub(r"^\(Pdb\).*", "(Pdb)", shown, flags=re.MULTILINE)
-                found = run_line(start, folder, "".join(typed))
+            if kind == "pdb":
+                text, found = run_session(text, folder)
             differences.append(course_difference(text, found, bool(of_policy) and other_policy))
     return [d for d in differences if d], outputs
 
@@ -99,6 +127,13 @@ def claims_of_exercise_4(outputs):
     assert abs(small[3]) < 0.1 * large[3]
     assert large[3] > 3 * large[4]
     assert large[5] < without[5] / 1.3
+
+
+def claims_of_exercise_6(outputs):
+    (before,) = columns(outputs[-1], "pass@1 before")          # %, questions, tokens
+    (after,) = columns(outputs[-1], "pass@1 after")
+    assert after[0] < before[0] / 4
+    assert after[2] < before[2] / 4
 
 
 def claims_of_exercise_7(outputs):
@@ -117,7 +152,7 @@ def claims_of_exercise_7(outputs):
 
 
 # What the course concludes from the built-in policy's figures, whichever policy this processor makes.
-CLAIMS = {4: claims_of_exercise_4, 7: claims_of_exercise_7}
+CLAIMS = {4: claims_of_exercise_4, 6: claims_of_exercise_6, 7: claims_of_exercise_7}
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
@@ -125,26 +160,28 @@ CLAIMS = {4: claims_of_exercise_4, 7: claims_of_exercise_7}
 def test_course_exercise(tmp_path, number):
     folder = tmp_path / "copy"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "runs"))
-    differences, outputs = run_exercise(course_exercises()[number - 1], folder)
+    differences, outputs = run_exercise(number, folder)
     assert not differences, differences[0]
     if number in CLAIMS:
         CLAIMS[number](outputs)
 
 
 def test_course_blocks_are_all_run():
-    """Each fenced block of the course is of a known kind and in an exercise."""
+    """Each fenced block of the course is a cell of code or a block of a known kind in an exercise."""
     fences = re.findall(r"^ *```\w*$", read("docs/course.md"), flags=re.MULTILINE)
-    exercises = course_exercises()
-    kinds = [kind for blocks in exercises for _, kind, _ in blocks]
+    before, *exercises = course_parts()
+    cells = sum(exercises, before)
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    kinds = [kind for cells in exercises for _, kind, _ in course_blocks(cells)]
     assert len(exercises) == 8
-    assert len(fences) == 2 * len(kinds)
-    assert set(kinds) == {"sh", "python", "pdb", "text"}
+    assert len(fences) == 2 * (len(code) + len(kinds))
+    assert set(kinds) == {"pdb", "text"}
 
 
 def test_course_wrong_numbers_are_noticed():
     """Any number of any output in the course, changed to its double and one, is noticed."""
-    texts = [text for blocks in course_exercises() for _, kind, text in blocks if kind == "text"]
-    for text in texts:
+    blocks = [block for cells in course_parts() for block in course_blocks(cells)]
+    for text in (text for _, kind, text in blocks if kind == "text"):
         assert course_difference(text, text) is None
         for number in NUMBER.finditer(text):
             wrong = f"{text[:number.start()]}{2 * float(number[0]) + 1}{text[number.end():]}"
