@@ -18,7 +18,7 @@ import math
 import re
 import zlib
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -400,6 +400,7 @@ def answers_to(questions, texts):
         yield question.get("begun", "") + text, question
 
 
+@cache                             # so that a user's file is run once, not at each step
 def find_reward(scheme):
     """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
     terms = []
@@ -532,8 +533,8 @@ def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
     """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
     pass@1 is the mean over questions and `eval_samples` answers to each, from which pass@2, pass@4 and
-    so on are estimated, too; of several sets of questions (--eval) it is the mean of the sets' own. The first of the
-    answers and the greedy ones go to answers_WHEN.jsonl in the run's folder.
+    so on are estimated, too; of several sets of questions (--eval) it is the mean of the sets' own.
+    The first of the answers and the greedy ones go to answers_WHEN.jsonl in the run's folder.
     """
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
