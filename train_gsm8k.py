@@ -26,14 +26,13 @@ import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
-from harness.command import require_flag, require_rank_fits, say_what_stays, setting, template_options
-from harness.command import use_device
+from harness.command import say_what_stays, setting, template_options, use_device
 from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
 from harness.data import next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
-from harness.machine import GPUS, Clock, find_fit, forecast, keep_decoded, peak_memory_gb
+from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
 from harness.run import require_finite_rollout, require_finite_update, require_same_policy, restore
@@ -152,14 +151,14 @@ def train(settings):
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     algo = find_algo(settings)                         # the module qerl, or a neighbour
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
-    model, tokenizer, data, fit = load_all(settings, algo, ranks, keeper.saved)
+    model, tokenizer, data, settings = load_all(settings, algo, ranks, keeper.saved)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, fit, sum(data, []))
+    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, settings, sum(data, []))
     if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
-            state.update(evaluate(model, tokenizer, data.held_out, settings, fit, "before", ranks))
+            state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
         keeper.save()
     clock = Clock(model.device)
 
@@ -169,7 +168,7 @@ def train(settings):
             rollout = algo.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 temperature=settings.temperature, top_p=settings.top_p, eos=tokenizer.eos,
-                slots=fit.slots, generator=sampling_rng, **options)
+                slots=settings.slots, generator=sampling_rng, **options)
         with clock("reward"):
             require_finite_rollout(rollout)
             return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
@@ -199,32 +198,31 @@ def train(settings):
         # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
         # first minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
-            for rows in batch.micro_batches(batch.later_rows, fit.micro_tokens):
+            for rows in batch.micro_batches(batch.later_rows, settings.micro_tokens):
                 batch.old_logprobs[rows.index] = algo.token_logprobs(
                     model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             with algo.adapters_off(model):
-                for rows in batch.micro_batches(batch.reference_rows, fit.micro_tokens):
+                for rows in batch.micro_batches(batch.reference_rows, settings.micro_tokens):
                     batch.ref_logprobs[rows.index] = algo.token_logprobs(
                         model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
         with clock("update"):
-            update_metrics = update(
-                algo, model, batch, optimizer, scaler, settings, fit.micro_tokens, ranks)
+            update_metrics = update(algo, model, batch, optimizer, scaler, settings, ranks)
 
         # Log, evaluate and save.
         metrics = {"step": step + 1, "sigma": sigma, **update_metrics,
                    **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})}
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
-            metrics |= evaluate(model, tokenizer, data.validation, settings, fit, "validation", ranks)
+            metrics |= evaluate(model, tokenizer, data.validation, settings, "validation", ranks)
         keeper.log(metrics, samples, batch, tokenizer)
 
-    state.update(evaluate(model, tokenizer, data.held_out, settings, fit, "after", ranks))
+    state.update(evaluate(model, tokenizer, data.held_out, settings, "after", ranks))
     keeper.finish(len(data.held_out))
 
 
-def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=Ranks()):
+def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
@@ -233,7 +231,7 @@ def update(algo, model, batch, optimizer, scaler, settings, micro_tokens, ranks=
     losses = []
     trained = qerl.trainable(model).values()
     for number, minibatch in enumerate(batch.minibatches):
-        for rows in batch.micro_batches(minibatch, micro_tokens):
+        for rows in batch.micro_batches(minibatch, settings.micro_tokens):
             logprobs = algo.token_logprobs(
                 model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             if number == 0:                    # the policy has not moved since it sampled
@@ -291,7 +289,7 @@ def find_algo(settings):
 
 
 def load_all(settings, algo, ranks=Ranks(), saved=None):
-    """(model, tokenizer, data.Data, machine.Fit).
+    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted).
 
     saved: of run.read_saved, where a run is resumed.
     """
@@ -324,14 +322,10 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
         train_all_weights(model)
     if settings.adapter:
         load_adapter(model, settings.adapter)
-    require_rank_fits(model, settings.lora_rank)
     say_what_stays(model.config)
     if not settings.shard:
         keep_decoded(model, ranks.collect)
-    positions = model.config.max_position_embeddings
-    require_flag(settings.max_new_tokens < positions, "max_new_tokens", settings.max_new_tokens,
-                 f"the model has {positions} positions; lower it")
-    longest = positions - settings.max_new_tokens
+    longest = model.config.max_position_embeddings - settings.max_new_tokens
     held_out = first_of_each(held_out, settings.eval_questions)
     data = Data(*(with_prompts(part, tokenizer, longest) for part in (questions, validation, held_out)))
     prompts = [q["prompt"] for part in data for q in part]
@@ -344,8 +338,8 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
             "--eval-questions, give more of them, or start fewer processes")
     if algo is not qerl:
         algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
-    fit = find_fit(model, settings, max(map(len, prompts)) + settings.max_new_tokens, saved)
-    return model, tokenizer, data, fit
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    return model, tokenizer, data, fitted(settings, model, longest, saved)
 
 
 def stored_folder(settings, algo, folder, questions, tokenizer):
@@ -368,6 +362,7 @@ class Samples:
     texts: list                    # N strings
     rewards: torch.Tensor          # float32 [P, G]
     correct: torch.Tensor          # float32 [P, G], 1 where the answer is right
+    timeouts: int = 0              # answers that took too long to grade: see answers.is_equal
     draws: list = None             # of Samples: everything drawn, of which DAPO kept these
 
 
@@ -384,12 +379,12 @@ def score(questions, rollout, texts, scheme):
     go on from stands in question["begun"], and is scored with them.
     """
     earned = find_reward(scheme)
-    scores = [
-        (earned(text, question), bool(is_right(text, question["right"])))
-        for text, question in answers_to(questions, texts)]
+    answers = list(answers_to(questions, texts))
+    right = [is_right(text, question["right"]) for text, question in answers]
+    scores = [(earned(*answer), bool(correct)) for answer, correct in zip(answers, right)]
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
-    return Samples(questions, rollout, texts, rewards, correct)
+    return Samples(questions, rollout, texts, rewards, correct, right.count(None))
 
 
 def answers_to(questions, texts):
@@ -411,13 +406,9 @@ def find_reward(scheme):
         except ValueError:
             raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME, to "
                             "subtract -WEIGHT*NAME")
-        earned = partial(usual_reward, name) if name in SYSTEM else own_reward(name)
+        earned = partial(reward, scheme=name) if name in SYSTEM else own_reward(name)
         terms.append((weight, earned))
     return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
-
-
-def usual_reward(name, completion, question):
-    return reward(completion, question["right"], name)[0]
 
 
 # In the paper's format the reasoning and the answer stand between tags, each of which comes once.
@@ -425,19 +416,19 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*"
                     r"<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
-def reward(completion, answer, scheme):
-    """(reward, 1.0 if the answer is right) of one completion; scheme: see Settings.reward.
+def reward(completion, question, scheme):
+    """What one completion earns; scheme: answer, paper or random (Settings.reward).
 
     The paper's format reward is small, but not after the division by a group's standard deviation:
     where few answers are right it is most of the advantage, and a short wrong answer in the right
     format wins.
     """
-    correct = float(bool(is_right(completion, answer)))
-    if scheme == "answer":
-        return correct, correct
     if scheme == "random":         # a control that knows nothing: the last bit of a text's checksum
-        return float(zlib.crc32(completion.encode()) % 2), correct
-    return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion)), correct
+        return float(zlib.crc32(completion.encode()) % 2)
+    correct = float(bool(is_right(completion, question["right"])))
+    if scheme == "answer":
+        return correct
+    return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion))
 
 
 def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
@@ -499,7 +490,7 @@ def set_learning_rate(optimizer, step, settings):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
-def answer_all(model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks):
+def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
     """[(text, its length in tokens)] of `samples` answers to each question, of all processes."""
     own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
     prompts = [questions[i]["prompt"] for i in own]
@@ -507,7 +498,7 @@ def answer_all(model, tokenizer, questions, settings, fit, samples, temperature,
     ranks.differ(rng, settings.seed, 0)
     rollout = qerl.generate(
         model, prompts, settings.max_new_tokens, samples, temperature, top_p,
-        eos=tokenizer.eos, slots=fit.slots, generator=rng,
+        eos=tokenizer.eos, slots=settings.slots, generator=rng,
     )
     require_finite_rollout(rollout)
     places = [i * samples + k for i in own for k in range(samples)]
@@ -529,7 +520,7 @@ def mean_by_source(questions, values):
     return {source: sum(values) / len(values) for source, values in by_source.items()}
 
 
-def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
+def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
     pass@1 is the mean over questions and `eval_samples` answers to each, from which pass@2, pass@4 and
@@ -544,7 +535,7 @@ def evaluate(model, tokenizer, questions, settings, fit, when, ranks=Ranks()):
     )
     for name, samples, temperature, top_p in measures:
         found = answer_all(
-            model, tokenizer, questions, settings, fit, samples, temperature, top_p, ranks)
+            model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
         texts, lengths = zip(*found)
         right = [bool(is_right(text, question["right"], anywhere=True))
                  for text, question in answers_to(questions, texts)]
@@ -576,7 +567,6 @@ def describe(samples, batch, clock, algo):
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
-    answers = [answer for s in draws for answer in answers_to(s.questions, s.texts)]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     policies = batch.old_logprobs, batch.rollout_logprobs, batch.taught
     kl, largest_ratio = algo.mismatch(*policies)
@@ -584,8 +574,7 @@ def describe(samples, batch, clock, algo):
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
         "draws": len(draws),
-        "timeouts": float(sum(is_right(text, question["right"]) is None           # see is_equal
-                              for text, question in answers)),
+        "timeouts": float(sum(s.timeouts for s in draws)),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
         "groups_left_out": 1 - len(batch.taught_rows) / len(batch.prompts),
         "mismatch_kl": kl,
@@ -612,13 +601,13 @@ def evaluate_only(settings):
         saved = read_saved(settings, must_agree=policy)
         require(saved, f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
-    model, tokenizer, data, fit = load_all(settings, algo, ranks, saved)
+    model, tokenizer, data, settings = load_all(settings, algo, ranks, saved)
     if saved:
         state, tensors = saved
         require_same_policy(state, model, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
-    result = evaluate(model, tokenizer, data.held_out, settings, fit, "now", ranks)
+    result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
         atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))

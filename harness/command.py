@@ -211,15 +211,6 @@ def template_options(settings):
     return options
 
 
-def require_rank_fits(model, rank):
-    """Refuse a rank of LoRA above what the smallest layer can have."""
-    layers = model.quantized_layers() if rank else []
-    shapes = [(layer.lora_A.shape[1], *layer.sizes) for layer in layers]
-    smallest = min(map(min, shapes), default=0)
-    require_flag(rank <= smallest, "lora_rank", rank,
-                 f"the smallest layer has {smallest} features; lower it")
-
-
 def say_what_stays(config):
     """Say so where a model's folder asks for quantised activations (W4A4): they stay as they are."""
     stored = json.dumps(getattr(config, "quantization_config", None), default=str)

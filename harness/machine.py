@@ -6,7 +6,7 @@ import platform
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import transformers
@@ -71,19 +71,12 @@ def keep_decoded(model, collect=list, share=0.5, small=1e8):
         layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How much is computed at once. What the flags leave open was found by the free memory."""
-    slots: int                     # sequences decoded at once
-    micro_tokens: int              # tokens in one pass of an update
+def fitted(settings, model, longest, saved):
+    """The settings with the slots and micro_tokens that memory holds, where no flag gave them.
 
-
-def find_fit(model, settings, longest, saved):
-    """The Fit of a run; longest: tokens of a prompt and its completion.
-
-    A resumed run (saved: run.read_saved, or None) keeps its own unless the flags are given: on the
-    first number the random numbers depend, on the second the order of sums. On a GPU it also chooses
-    the blocks whose activations are kept.
+    longest: tokens of a prompt and its completion. A resumed run (saved: run.read_saved, or None)
+    keeps its own: on the first number the random numbers depend, on the second the order of sums. On
+    a GPU this also chooses the blocks whose activations are kept.
     """
     before = saved[0] if saved else {}
     slots = settings.slots or before.get("slots") or slots_that_fit(model, longest)
@@ -91,7 +84,7 @@ def find_fit(model, settings, longest, saved):
         settings.micro_tokens or before.get("micro_tokens") or micro_tokens_that_fit(model))
     if model.recompute_blocks and not settings.shard:
         keep_activations(model, micro_tokens)
-    return Fit(slots, micro_tokens)
+    return replace(settings, slots=slots, micro_tokens=micro_tokens)
 
 
 def cache_bytes(model):

@@ -84,11 +84,11 @@ class Keeper:
         self.track = open_tracker(
             self.writes and settings.log, self.folder, lasting(settings), self.state)
 
-    def begin(self, model, optimizer, scaler, generators, algo, fit, questions):
+    def begin(self, model, optimizer, scaler, generators, algo, fitted, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
 
-        generators: list of torch.Generator; fit: a machine.Fit; questions: all, whose content a
-        resumed run must share.
+        generators: list of torch.Generator; fitted: settings whose slots and micro_tokens a resumed
+        run keeps; questions: all, whose content it must share.
         """
         self.model = model
         self.optimizer = optimizer
@@ -119,7 +119,7 @@ class Keeper:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             self.state.update(data=data, **model.fingerprints)
-        self.state.update(asdict(fit))
+        self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
         self.state.setdefault("best", {"accuracy": -1, "step": 0})       # of the validation questions
         if self.saved and self.writes:
             read_log(self.folder, self.state["step"])

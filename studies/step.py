@@ -127,7 +127,7 @@ def take_step(model, optimizer, scaler, lengths, settings, algo, ranks):
         batch = make_batch(samples, advantages, algo, settings, ranks)
     timed = TimedRanks(ranks, phases) if ranks.count > 1 else ranks
     with phases("update"):
-        update(algo, model, batch, optimizer, scaler, settings, settings.micro_tokens, timed)
+        update(algo, model, batch, optimizer, scaler, settings, timed)
     for phase in PHASES[-2:]:           # both are part of the update
         phases.seconds["update"] -= phases.seconds.get(phase, 0.0)
     return ranks.join({

@@ -105,8 +105,8 @@ def compiled_for(target, *program):
 
 def scored_by_letters(monkeypatch):
     """Rewards of which most differ, so that an untrained model's completions have a signal."""
-    monkeypatch.setattr(train_gsm8k, "reward",
-                        lambda text, number, scheme: (float(sum(map(ord, text)) % 7), 0.0))
+    monkeypatch.setattr(train_gsm8k, "find_reward",
+                        lambda scheme: lambda text, question: float(sum(map(ord, text)) % 7))
 
 
 def killed_at(event, number, when, *args):

@@ -63,7 +63,7 @@ def test_only_one_clear_number_counts(text, five):
     """Of a completion and, behind "####", of the right answer."""
     for completion in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}",
                        f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
-        assert reward(completion, Decimal(5), "answer") == (five, five)
+        assert reward(completion, {"right": Decimal(5)}, "answer") == five
     assert (final_number({"answer": f"so 7\n#### {text}\n8"}) == 5) == five
 
 
@@ -166,7 +166,7 @@ PIECES = """
 @given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
 def test_no_text_raises_anything(text):
     for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        assert reward(completion, Decimal(5), "paper")[1] in (0, 1)
+        assert reward(completion, {"right": Decimal(5)}, "paper") in (0, 0.2, 2, 2.2)
         assert is_right(completion, Decimal(5), anywhere=True) in (True, False)
     assert isinstance(final_number({"answer": f"so\n#### {text}"}), (Decimal, type(None)))
 
@@ -191,20 +191,19 @@ PAPER = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
 
 
 @pytest.mark.parametrize("completion,earned", [
-    (PAPER, (2.2, 1)),
-    (PAPER.replace("$42", "41"), (0.2, 0)),
-    (PAPER + " and more", (2, 1)),
-    ("<answer>42</answer>", (2, 1)),
-    ("the answer is 42", (0, 0)),
+    (PAPER, 2.2),
+    (PAPER.replace("$42", "41"), 0.2),
+    (PAPER + " and more", 2),
+    ("<answer>42</answer>", 2),
+    ("the answer is 42", 0),
 ])
 def test_the_papers_reward_counts_answer_and_format(completion, earned):
-    assert reward(completion, Decimal(42), "paper") == earned
+    assert reward(completion, {"right": Decimal(42)}, "paper") == earned
 
 
 def test_a_random_reward_knows_nothing_of_the_answer():
-    rewards = [reward(f"\\boxed{{{n}}}", Decimal(5), "random") for n in range(400)]
-    assert 160 < sum(earned for earned, _ in rewards) < 240
-    assert [correct for _, correct in rewards] == [n == 5 for n in range(400)]
+    rewards = [reward(f"\\boxed{{{n}}}", {"right": Decimal(5)}, "random") for n in range(400)]
+    assert 160 < sum(rewards) < 240
 
 
 @pytest.mark.parametrize("opened,rewards", [

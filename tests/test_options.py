@@ -26,8 +26,8 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     accuracies = iter([0.2, 0.5, 0.3])
     evaluate = train_gsm8k.evaluate
 
-    def evaluated(model, tokenizer, questions, settings, fit, when, ranks):
-        result = evaluate(model, tokenizer, questions, settings, fit, when, ranks)
+    def evaluated(model, tokenizer, questions, settings, when, ranks):
+        result = evaluate(model, tokenizer, questions, settings, when, ranks)
         if when == "validation":
             asked.append([q["question"] for q in questions])
             result["accuracy_validation"] = next(accuracies)

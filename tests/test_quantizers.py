@@ -183,7 +183,7 @@ def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
     text = train_gsm8k.ChatText(qwen[0], train_gsm8k.SYSTEM[scheme])
     *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200")
     assert last in text.eos and "<<" not in text.decode(tokens)
-    assert train_gsm8k.reward(text.decode(tokens), 1200, scheme) == (whole, 1.0)
+    assert train_gsm8k.reward(text.decode(tokens), {"right": 1200}, scheme) == whole
 
 
 def test_worked_answers_may_have_no_steps():

@@ -131,15 +131,13 @@ def groups_of(call, settings):
     for i, length in enumerate(call.rollout.length.tolist()):
         prompt = call.prompts[i // settings.group]
         tokens = call.rollout.tokens[i, :length].tolist()
-        reward, correct = train_gsm8k.reward(
-            quiz_text(tokens), quiz_number(prompt), settings.reward
-        )
+        text, right = quiz_text(tokens), quiz_number(prompt)
         rows.append(
             types.SimpleNamespace(
                 prompt=prompt,
                 tokens=tokens,
-                reward=reward,
-                correct=correct,
+                reward=train_gsm8k.reward(text, {"right": right}, settings.reward),
+                correct=is_right(text, right),
                 finished=tokens[-1] == QUIZ_EOS,
                 sampled=call.rollout.logprobs[i, :length],
                 entropy=call.rollout.entropy[i, :length],
