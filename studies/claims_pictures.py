@@ -85,24 +85,16 @@ ASKED = {
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
-def interval(values):
-    """Half the width of the 95 % interval of the mean of two values or more."""
-    return T95[min(len(values), 11) - 2] * standard_error(values)
-
-
 def compared(rows):
-    """{(model, rate): {question of ASKED: [after, gained]}} of those that two seeds answer.
+    """{(model, rate): {question of ASKED: (after, before)}} of those that two seeds answer.
 
-    after, gained: pass@1's differences by seed, in points, lists of numbers.
+    after, before: pass@1's differences by seed, in points, arrays.
     """
     found = {}
     for model, by in by_model(rows).items():
         for lr in rates_of(by):
-            answers = {}
-            for what in ASKED:
-                pairs = at_rate(QUESTIONS[what], lr)
-                answers[what] = [[100 * d for d in differences(by, pairs, measure)]
-                                 for measure in ("accuracy_after", "gained")]
+            answers = {what: [100 * np.array(differences(by, at_rate(QUESTIONS[what], lr), measure))
+                              for measure in ("accuracy_after", "accuracy_before")] for what in ASKED}
             if any(len(after) > 1 for after, _ in answers.values()):
                 found[model, lr] = answers
     return found
@@ -138,12 +130,13 @@ def plot_differences(rows, plt):
     return figure
 
 
-def plot_seeds(axis, place, after, gained):
+def plot_seeds(axis, place, after, before):
     """One line of plot_differences."""
-    if after:
-        axis.plot(mean(after) - mean(gained), place, "|", color="black", markersize=16)
+    if len(after):
+        axis.plot(before.mean(), place, "|", color="black", markersize=16)
     axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.4,
               markeredgewidth=0)
     if len(after) > 2:
-        axis.errorbar(mean(after), place, xerr=interval(after), fmt="D", markersize=5, capsize=4,
+        interval = T95[min(len(after), 11) - 2] * standard_error(after)
+        axis.errorbar(after.mean(), place, xerr=interval, fmt="D", markersize=5, capsize=4,
                       color="tab:red")

@@ -7,6 +7,7 @@
 How runs are made, stopped and resumed: studies/study.py. Beside the runs stands table.md,
 made of them; flags that are not named here go to train_gsm8k.py.
 """
+from dataclasses import replace
 from itertools import product
 from statistics import fmean as mean
 
@@ -72,7 +73,6 @@ def methods_table(rows):
         if not same:
             continue
         qerl = {row["seed"]: row["accuracy_after"] for row in groups.get((model, "qerl"), [])}
-        before = [row["accuracy_before"] for row in same if "accuracy_before" in row]
         gains = [row["accuracy_after"] - qerl[row["seed"]] for row in same if row["seed"] in qerl]
         lines.append([
             model,
@@ -81,8 +81,7 @@ def methods_table(rows):
             f"{max(row['peak_memory_gb'] for row in same):.1f}",
             f"{mean(row['seconds_a_step'] for row in same):.2f}",
             f"{max(0.0, mean(row['mismatch_kl'] for row in same)):.1e}",     # 0 but for rounding
-            with_error(before),
-            with_error([row["accuracy_after"] for row in same]),
+            *(with_error([row[f"accuracy_{when}"] for row in same]) for when in ("before", "after")),
             f"{with_error(gains)} ({len(gains)})" if gains and arm != "qerl" else "-",
             with_error([row["greedy_after"] for row in same]),
             len(same),
@@ -103,4 +102,5 @@ def main(argv):
     args = arguments(argv, __doc__, METHODS, list(METHODS), seeds=(5, 2), out="runs/methods")
     require_flag(len(args.lrs) == 1, "lrs", args.lrs, "methods are compared at one learning rate; give "
                  "each an --out of its own")
-    return run_study(flags_of(not args.model), args, make_tables, same=["--lr", str(args.lrs[0])])
+    args.settings = replace(args.settings, lr=args.lrs[0])
+    return run_study(flags_of(not args.model), args, make_tables)

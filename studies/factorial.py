@@ -3,10 +3,10 @@
 A row is what a study keeps of a finished run: row_of in studies/study.py. A setting is an arm at a
 learning rate, (arm, lr).
 """
-import math
+from itertools import combinations
 from statistics import fmean as mean
 
-from studies.study import NO_NOISE, start_of
+from studies.study import NO_NOISE, rate_text
 
 ARMS = {}
 for codes, flags in {
@@ -69,68 +69,77 @@ QUESTIONS |= {
     "all weights for LoRA": [("full", "bf16")],
     "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
 }
-CHANGES = {arm: [(arm, "nvfp4+aqn")] for arm in ABLATIONS}
-
-
-def best_rates(rows):
-    """{arm: the learning rate with the highest mean training accuracy at the end} of a model's rows.
-
-    Only of arms that were tried at two rates or more. Training questions decide, never those of the
-    test. Two rates are compared by the seeds that both have, beginning with those of most seeds.
-    """
-    accuracy = {}                                              # {arm: {lr: {seed: accuracy}}}
-    for r in rows:
-        of_arm = accuracy.setdefault(r["arm"], {})
-        of_arm.setdefault(r["lr"], {})[r["seed"]] = r["training_accuracy"]
-    best = {}
-    for arm, reached in sorted(accuracy.items()):
-        first, *others = sorted(reached, key=lambda lr: (-len(reached[lr]), lr))
-        for lr in others:
-            leader = best.get(arm, first)
-            common = reached[lr].keys() & reached[leader].keys()
-            lead = [reached[lr][seed] - reached[leader][seed] for seed in common]
-            if lead:
-                best[arm] = lr if mean(lead) > 0 else leader
-    return best
-
-
-def measured_starts(rows, measure):
-    """{start: accuracy_before or greedy_before}, of the starts that a run measured."""
-    return {start_of(r): r[measure] for r in rows if measure in r}
+QUESTIONS |= {change: [(change, "nvfp4+aqn")] for change in ABLATIONS}
 
 
 def by_model(rows):
-    """{model: {(setting, seed): row}}, models in the order of their names.
+    """{model: {setting: {seed: row}}}, models in the order of their names.
 
-    The rows have "gained", too: pass@1 after minus before, nan where that was not measured.
+    The rows have "gained", too: pass@1 after minus before.
     """
-    before = measured_starts(rows, "accuracy_before")
     models = {}
-    for r in sorted(rows, key=lambda r: r["model"]):
-        gained = r["accuracy_after"] - before.get(start_of(r), math.nan)
-        by = models.setdefault(r["model"], {})
-        by[(r["arm"], r["lr"]), r["seed"]] = {**r, "gained": gained}
+    for row in sorted(rows, key=lambda row: row["model"]):
+        of_model = models.setdefault(row["model"], {})
+        gained = row["accuracy_after"] - row["accuracy_before"]
+        of_model.setdefault((row["arm"], row["lr"]), {})[row["seed"]] = {**row, "gained": gained}
     return models
 
 
 def rates_of(by):
-    """The learning rates of {(setting, seed): ...}, from the smallest."""
-    return sorted({lr for (_, lr), _ in by})
+    """The learning rates of {setting: ...}, from the smallest."""
+    return sorted({lr for _, lr in by})
 
 
 def at_rate(pairs, lr):
-    """Pairs of arms as pairs of settings; the second may be None."""
-    return [((arm, lr), other and (other, lr)) for arm, other in pairs]
+    """Pairs of arms as pairs of settings."""
+    return [((arm, lr), (other, lr)) for arm, other in pairs]
 
 
 def differences(by, pairs, measure):
     """By seed, the mean over pairs (setting, other) of setting minus other: of seeds that have all.
 
-    by: {(setting, seed): {measure: value}}. other: None for the setting's own value.
+    by: {setting: {seed: {measure: value}}}.
     """
-    seeds = sorted({seed for _, seed in by})
-    return [
-        mean(by[a, seed][measure] - (by[b, seed][measure] if b else 0.0) for a, b in pairs)
-        for seed in seeds
-        if all((setting, seed) in by for pair in pairs for setting in pair if setting)
-    ]
+    seeds = set.intersection(*(set(by.get(setting, ())) for pair in pairs for setting in pair))
+    return [mean(by[one][seed][measure] - by[other][seed][measure] for one, other in pairs)
+            for seed in sorted(seeds)]
+
+
+def best_rates(by):
+    """{arm: the learning rate with the highest training accuracy at the end}, of several.
+
+    Training questions decide, never those of the test. Two rates are compared by the seeds that both
+    have, beginning with those of most seeds.
+    """
+    best = {}
+    for arm, lr in sorted(by, key=lambda setting: (-len(by[setting]), setting[1])):
+        lead = differences(by, [((arm, lr), (arm, best.setdefault(arm, lr)))], "training_accuracy")
+        if lead and mean(lead) > 0:
+            best[arm] = lr
+    arms = [arm for arm, _ in by]
+    return {arm: lr for arm, lr in best.items() if arms.count(arm) > 1}
+
+
+def questions_of(by):
+    """(learning rates as text, what, pairs of settings) of what the runs of a model are asked.
+
+    QUESTIONS at each rate, with each arm at its own best, and in the mean of the rates at which most
+    seeds answer. Then what a larger rate changes in an arm, and in NVFP4 + AQN alone: the latter is as
+    in the paper, whose 16 bit has the smaller rate.
+    """
+    rates = rates_of(by)
+    best = best_rates(by)
+    for what, pairs in QUESTIONS.items():
+        seeds = {}
+        for lr in rates:
+            yield rate_text(lr), what, at_rate(pairs, lr)
+            seeds[lr] = len(differences(by, at_rate(pairs, lr), "accuracy_after"))
+        yield "own best", what, [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
+        most = [lr for lr in rates if seeds[lr] == max(seeds.values()) > 1]
+        if len(most) > 1:
+            yield ", ".join(map(rate_text, most)), what, sum((at_rate(pairs, lr) for lr in most), [])
+    for low, high in combinations(rates, 2):
+        change = f"{rate_text(low)} to {rate_text(high)}"
+        for arm in FLAGS:
+            yield change, arm, [((arm, high), (arm, low))]
+        yield change, "both, 16 bit at the smaller", [(("nvfp4+aqn", high), ("bf16", low))]

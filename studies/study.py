@@ -7,8 +7,8 @@ from the folders that have one. Flags that a study does not know go to train_gsm
 """
 import glob
 import json
-import math
 import os
+import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -19,17 +19,16 @@ from statistics import median, stdev
 
 import torch
 
+import train_gsm8k
 from harness.command import Parser, full_name, require_flag
 from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
 from qerl import UserError, model_folder
-from train_gsm8k import read_settings
 
 NO_NOISE = "--sigma-start 0 --sigma-end 0"
-TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gsm8k.py")
 # Flags of train_gsm8k.py that a study sets for each run.
 OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--save-quantized",
-             "--eval-samples", "--skip-eval-before", "--weights", "--method", "--quantizer"}
+             "--eval-samples", "--weights", "--method", "--quantizer"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -54,14 +53,13 @@ def standard_error(values):
 def with_error(values, scale=100, digits=1):
     """"mean ± standard error" of the values times scale; by default of fractions, in percent.
 
-    "-" if there is none, or one that was not measured (nan).
+    "-" if there is none. Without ± if they are all the same.
     """
-    if not values or any(map(math.isnan, values)):
+    if not values:
         return "-"
-    error = standard_error(values)
     rounded = round(scale * mean(values), digits) + 0.0             # never -0.0
-    text = f"{rounded:.{digits}f}"
-    return text if error is None else f"{text} ± {scale * error:.{digits}f}"
+    error = standard_error(values)
+    return f"{rounded:.{digits}f}" + (f" ± {scale * error:.{digits}f}" if error else "")
 
 
 def table(titles, rows):
@@ -97,39 +95,29 @@ def write_lines(path, lines):
 # --------------------------------------------------------------------------------------------------
 # A run
 
-def labels_of(arm, lr, seed, args):
-    """What the row of a run says of it, beside settings and results."""
+def wanted_runs(args):
+    """{name of a run: its labels}, which its row has beside results, of a study.
+
+    The first learning rate has all its arms and seeds before the next begins.
+    """
     model = "small-own-starts" if args.own_starts else name_in_rows(args.model)
-    short = arm.replace(" ", "").replace("/", "over").replace(":", "-")
-    return {
-        "name": f"{model}-{short}-lr{lr}-seed{seed}",
-        "model": model,
-        "arm": arm,
-        "lr": lr,
-        "seed": seed,
-        "start_seed": seed if args.own_starts else 0,          # of the small policy's making
-    }
-
-
-def start_of(row):
-    """Which policy a row's run began with: its model, its arm, the seed of the policy's making."""
-    return row["model"], row["arm"], row.get("start_seed", 0)
+    runs = {}
+    for lr, seed, arm in product(args.lrs, args.seeds, args.arms):
+        name = re.sub("[ :/]+", "-", f"{model}-{arm}-lr{lr}-seed{seed}")
+        runs[name] = {"name": name, "model": model, "arm": arm, "lr": lr, "seed": seed}
+    return runs
 
 
 def command_of(run, device, flags, args):
     """The command line of a run, its labels. flags: {arm: flags of train_gsm8k.py}, a text.
 
     Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
-    answers to each question. Of the runs that begin with the same policy one measures it before its
-    training. Weights round to the nearest code, unless the arm has another --quantizer.
+    answers to each question. Weights round to the nearest code, unless the arm has another --quantizer.
     """
-    own = f"--lr {run['lr']} --seed {run['seed']} --start-seed {run['start_seed']}"
-    own += " --quantizer rtn --eval-samples 4 --resume"
-    first_seed = args.own_starts or run["seed"] == args.seeds[0]
-    if not first_seed or run["lr"] != args.lrs[0]:
-        own += " --skip-eval-before"
-    model = ["--model", args.model] if args.model else []
-    return [sys.executable, TRAIN, *own.split(), *model, *args.more, *flags[run["arm"]].split(),
+    own = f"--lr {run['lr']} --seed {run['seed']} --quantizer rtn --eval-samples 4 --resume"
+    if args.own_starts:
+        own += f" --start-seed {run['seed']}"
+    return [sys.executable, train_gsm8k.__file__, *own.split(), *args.more, *flags[run["arm"]].split(),
             "--device", device, "--out", f"{args.out}/{run['name']}"]
 
 
@@ -137,12 +125,9 @@ def row_of(run, folder):
     """What a study keeps of a finished run: its labels, and what its folder says."""
     summary = read_json(f"{folder}/summary.json")
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
-    settings = summary["settings"]
     return {
         **run,
-        **{name: settings[name] for name in ("weights", "algo", "lr")},
-        "aqn": max(settings["sigma_start"], settings["sigma_end"]) > 0,
-        "lora": settings["lora_rank"],                     # 0: full fine-tuning
+        "lr": summary["settings"]["lr"],                   # an arm may have its own
         "steps": summary["steps"],
         **{k: v for k, v in summary.items() if k.endswith(("_before", "_after"))},
         "training_accuracy": mean(m["accuracy"] for m in metrics[-10:]),
@@ -168,25 +153,10 @@ def steps_of(out, rows):
 # --------------------------------------------------------------------------------------------------
 # A study
 
-def missing_runs(args):
-    """The labels of the runs that a study's folder lacks.
-
-    The first learning rate has all its arms and seeds before the next begins.
-    """
-    done = {row["name"] for row in finished_runs(args.out)}
-    runs = [labels_of(arm, lr, seed, args)
-            for lr, seed, arm in product(args.lrs, args.seeds, args.arms)]
-    wanted = {run["name"]: run for run in runs}            # what is named twice is run once
-    missing = [run for name, run in wanted.items() if name not in done]
-    print(f"{len(wanted)} runs, {len(missing)} missing")
-    return missing
-
-
-def require_same_settings(args, same=()):
+def require_same_settings(args):
     """Refuse to add to a study whose runs of the model had other settings than these flags give."""
     path = f"{args.out}/{name_in_rows(args.model)}.json"
-    given = ["--model", args.model] if args.model else []
-    settings = lasting(read_settings([*given, *same, *args.more]))
+    settings = lasting(args.settings)
     theirs = read_json(path) if os.path.exists(path) else settings
     for name in sorted(settings.keys() & theirs.keys() - {"model"}):
         require_flag(theirs[name] == settings[name], name, settings[name],
@@ -195,28 +165,30 @@ def require_same_settings(args, same=()):
 
 
 def run_one(run, device, flags, args):
-    """Make a run and its row on a device -> whether it failed."""
+    """Make a run and its row on a device -> exit status."""
     folder = f"{args.out}/{run['name']}"
     os.makedirs(folder, exist_ok=True)
-    environment = dict(os.environ)
-    if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
     print(f"{device}: {run['name']}", flush=True)
+    environment = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs)), **os.environ}
     with open(f"{folder}.log", "ab") as log:
-        status = subprocess.call(command_of(run, device, flags, args), env=environment,
-                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        status = subprocess.call(
+            command_of(run, device, flags, args), env=environment, stdout=log, stderr=log)
     if status:
         print(f"{run['name']}: ended with status {status}; {folder}.log says why", flush=True)
-        return True
-    atomic_write(f"{folder}/row.json", json.dumps(row_of(run, folder), indent=1))
-    return False
+    else:
+        atomic_write(f"{folder}/row.json", json.dumps(row_of(run, folder), indent=1))
+    return status
 
 
-def run_all(missing, flags, args):
-    """Make the runs, as many at once as there are devices -> whether one of them failed.
+def run_all(flags, args):
+    """Make the runs that are missing, as many at once as there are devices -> whether one failed.
 
     Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
+    done = {row["name"] for row in finished_runs(args.out)}
+    wanted = wanted_runs(args)
+    missing = [run for name, run in wanted.items() if name not in done]
+    print(f"{len(wanted)} runs, {len(missing)} missing")
     devices = [args.settings.device]
     if devices == ["cuda"]:
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -253,26 +225,28 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     for flag in args.more:
         if flag.partition("=")[0] in OWN_FLAGS:
             raise UserError(f"{flag}: the study sets it for each run; use --arms, --lrs, --seeds")
-    args.settings = read_settings(args.more)
     require_flag(not (args.model and args.own_starts), "own-starts", "", "is for the small policy")
+    if args.model:
+        args.more += ["--model", args.model]
+    args.settings = train_gsm8k.read_settings(args.more)
     args.lrs = args.lrs or [5e-5 if args.model else 3e-3]
     args.seeds = args.seeds or list(range(seeds[1] if args.model else seeds[0]))
     return args
 
 
-def run_study(flags, args, make_tables, same=()):
+def run_study(flags, args, make_tables):
     """Run what is missing, unless --tables is given -> exit status.
 
     flags: {arm: flags of train_gsm8k.py}. Then make_tables(folder, rows, steps) of finished_runs and
-    steps_of, if there are any. same: what else all runs of a model share, as flags.
+    steps_of, if there are any.
     """
     failed = False
     if not args.tables:
         if args.model:
             model_folder(full_name(args.model))            # that it is there is seen once
         os.makedirs(args.out, exist_ok=True)
-        require_same_settings(args, same)
-        failed = run_all(missing_runs(args), flags, args)
+        require_same_settings(args)
+        failed = run_all(flags, args)
     rows = finished_runs(args.out)
     require_flag(rows or failed, "out", args.out, "holds no finished run; name the folder of a study")
     if rows:

@@ -102,8 +102,6 @@ FAULTS = [
      "    except (OSError, safetensors.SafetensorError) as e:", "test_bad_input", "no_empty_folder"),
     ("error bar", "studies/study.py", "stdev(values) / len(values) ** 0.5", "stdev(values)",
      "test_studies", "claims_tables"),
-    ("start twice", "studies/study.py", 'if not first_seed or run["lr"] != args.lrs[0]:', "if False:",
-     "test_studies", "start_is_measured"),
     ("other flags", "studies/study.py", "require_flag(theirs[name] == settings[name]",
      "require_flag(True", "test_studies", "other_flags"),
     ("arm's flags", "studies/study.py", '*args.more, *flags[run["arm"]].split(),',

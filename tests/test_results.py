@@ -45,7 +45,7 @@ def test_runs_are_added_to_the_results(tmp_path, monkeypatch):
         shutil.copy(f"{HERE}/results/{name}", out)
     before = [results.read_csv(f"{out}/{name}") for name in packed]
     monkeypatch.setattr(results, "make_tables", lambda folder, plots: None)
-    row = {**next(made_up_rows()), "lr": 0.1 + 0.2, "aqn": False}
+    row = {**next(made_up_rows()), "lr": 0.1 + 0.2}
     step = {"step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": -0.0}
     note_run(new, **row)
     write_jsonl(new / row["name"] / "metrics.jsonl", [{**step, "kl": 0.0}])

@@ -22,7 +22,7 @@ SHORT = "--prompts 2 --group 2 --updates 1 --steps 2 --max-new-tokens 8 --lora-r
 
 def study_arguments(tmp_path, *flags):
     os.makedirs(f"{tmp_path}/out", exist_ok=True)
-    return study.arguments([*flags, "--model", "some/Model", "--out", f"{tmp_path}/out"], "a study",
+    return study.arguments(["--model", "some/Model", *flags, "--out", f"{tmp_path}/out"], "a study",
                            ["a", "b"], ["a", "b"], (1, 2), "results")
 
 
@@ -30,12 +30,12 @@ def test_claims_tables_by_hand():
     """Percent, mean and standard error over seeds. A gain is of an arm's own start."""
     rows = list(made_up_rows())
     arms = "\n".join(claims.arms_table(rows))
-    assert "| m | nvfp4+aqn | 1e-4 | 2 | 9 | 20.0, 30.0 | 53.0 ± 1.0 |" in arms
-    differences = "\n".join(claims.differences_table(rows, claims.paired))
-    assert "| noise | 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in differences
-    assert "| 4 bits | 2 | -1.0 ± 0.0 |" in differences
-    alone = "\n".join(claims.differences_table(rows[:4], claims.paired))
-    assert "| noise | 1 | 3.0 | 3.0 |" in alone                  # one seed has no error
+    assert "| m | nvfp4+aqn | 1e-4 | 9 | 2 | 20.0 | 30.0 | 53.0 ± 1.0 |" in arms
+    differences = "\n".join(claims.differences_table(rows))
+    assert "| noise | 1e-4 | 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in differences
+    assert "| 4 bits | 1e-4 | 2 | -1.0" in differences
+    alone = "\n".join(claims.differences_table(rows[:4]))
+    assert "| noise | 1e-4 | 1 | 3.0 | 3.0 |" in alone           # one seed has no error
 
 
 @pytest.mark.parametrize("flags", [
@@ -52,8 +52,7 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
                "--lrs", "1e-3", "--seeds", "0", "--out", f"{tmp_path}/out", *SHORT.split()]
     assert claims.main(options) == 0
     rows = study.finished_runs(f"{tmp_path}/out")
-    assert [(r["arm"], r["aqn"], r["weights"], r["steps"]) for r in rows] == [
-        ("bf16", False, "bf16", 2), ("nvfp4+aqn", True, "nvfp4", 2)]
+    assert [(r["arm"], r["steps"]) for r in rows] == [("bf16", 2), ("nvfp4+aqn", 2)]
     assert {"curves.png", "tables.md"} <= set(os.listdir(tmp_path / "out"))
     capsys.readouterr()
     assert claims.main(options) == 0
@@ -65,7 +64,7 @@ def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study.subprocess, "call", lambda command, **_: "Model-a-" in str(command))
     monkeypatch.setattr(study, "row_of", lambda run, folder: run)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
-    assert study.run_all(study.missing_runs(args), {"a": "", "b": ""}, args)
+    assert study.run_all({"a": "", "b": ""}, args)
     names = [row["name"] for row in study.finished_runs(args.out)]
     assert names == ["Model-b-lr5e-05-seed0", "Model-b-lr5e-05-seed1"]
     assert capsys.readouterr().out.count("ended with status") == 2
@@ -73,25 +72,19 @@ def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
 
 def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path):
     args = study_arguments(tmp_path, "--group", "4")
-    run = study.labels_of("a", 1e-4, 0, args)
+    run = {"name": "run", "arm": "a", "lr": 1e-4, "seed": 0}
     for flags, expected in (("", "rtn"), ("--quantizer gptq", "gptq")):
         command = study.command_of(run, "cpu", {"a": f"--group 2 {flags}"}, args)
         settings = train_gsm8k.arguments(command[2:])
         assert (settings.group, settings.quantizer) == (2, expected)
 
 
-@pytest.mark.parametrize("own,starts,measured", [
-    ([], [0, 0, 0, 0], [True, False, False, False]),
-    (["--own-starts"], [2, 1, 2, 1], [True, True, False, False]),
-])
-def test_a_start_is_measured_once(tmp_path, own, starts, measured):
-    """By the run of the first learning rate, and of the first seed if seeds share it."""
-    args = study.arguments(
-        [*own, "--seeds", "2", "1", "--lrs", "5e-5", "1e-4", "--out", str(tmp_path)],
-        "a study", ["a"], ["a"], (2, 2), "results")
-    commands = [study.command_of(run, "cpu", {"a": ""}, args) for run in study.missing_runs(args)]
-    assert [int(c[c.index("--start-seed") + 1]) for c in commands] == starts
-    assert ["--skip-eval-before" not in c for c in commands] == measured
+def test_own_starts_make_a_policy_a_seed(tmp_path):
+    args = study.arguments(["--own-starts", "--seeds", "2", "1", "--out", str(tmp_path)],
+                           "a study", ["a"], ["a"], (2, 2), "results")
+    commands = [study.command_of(run, "cpu", {"a": ""}, args)
+                for run in study.wanted_runs(args).values()]
+    assert [c[c.index("--start-seed") + 1] for c in commands] == ["2", "1"]
 
 
 def test_a_start_seed_makes_another_policy(monkeypatch, tmp_path):
@@ -120,7 +113,7 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch, given, expec
     monkeypatch.setattr(study, "run_one", run_one)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
     args.settings = replace(args.settings, device=given)
-    study.run_all(study.missing_runs(args), {}, args)
+    study.run_all({}, args)
     assert used == expected
 
 
@@ -146,9 +139,8 @@ def test_a_study_refuses_what_it_cannot_run(tmp_path, study_of, flags, message):
 def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
     """How a run's work is cut does not matter, nor where the model lies."""
     study.require_same_settings(study_arguments(tmp_path, "--prompts", "8"))
-    args = study_arguments(tmp_path, "--prompts", "8", "--slots", "7")
-    args.model = "moved/Model"
-    study.require_same_settings(args)
+    moved = study_arguments(tmp_path, "--prompts", "8", "--slots", "7", "--model", "moved/Model")
+    study.require_same_settings(moved)
     with pytest.raises(qerl.UserError, match=message):
         study.require_same_settings(study_arguments(tmp_path, *flags))
 
