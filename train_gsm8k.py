@@ -30,7 +30,7 @@ from harness.command import say_what_stays, setting, template_options, use_devic
 from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
 from harness.data import next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, load_with_progress, policy_fingerprints, write_jsonl
+from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
@@ -315,7 +315,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
-    model.fingerprints["reward"] = reward_fingerprint(settings.reward)
+    model.fingerprints["file of --reward"] = reward_fingerprint(settings.reward)
     if device.type == "cuda" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -630,11 +630,12 @@ def save_quantized(settings):
 def read_settings(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults.
 
-    With --resume --out FOLDER the settings of the run there come before preset and defaults.
+    With --resume the settings of the run that goes on come before preset and defaults.
     """
     given = parse_flags(Settings, __doc__, PRESETS, argv)
     if given.get("resume"):
-        then = stored_settings(given.get("out")).items()
+        given = {"out": given.get("out") or newest_run(), **given}
+        then = stored_settings(given["out"]).items()
         given = {name: value for name, value in then if hasattr(Settings, name)} | given
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))

@@ -14,6 +14,7 @@ A run's has
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -66,25 +67,21 @@ def writing(what):
         raise UserError(f"{what}: cannot be written ({text}); free some space, or choose another folder")
 
 
-def choose_folder(stem, resume):
-    """The folder of a run that --out does not name: stem-N.
+def newest_run():
+    """The folder that --resume means without --out."""
+    found = glob.glob("runs/*/checkpoint.safetensors")
+    require(found, "--resume: no run under runs/ has a checkpoint; name its folder with --out or start "
+                   "without --resume")
+    return os.path.dirname(max(found, key=os.path.getmtime))
 
-    With --resume the newest that has a checkpoint, else a new one, which is created.
-    """
-    needed = "checkpoint.safetensors" if resume else ""     # a start that failed is not resumed
-    found = glob.glob(f"{glob.escape(stem)}-[0-9]*/{needed}")
-    numbers = [os.path.dirname(path).rsplit("-", 1)[1] for path in found]
-    newest = max((int(n) for n in numbers if n.isdecimal()), default=0)     # "1²" is no number
-    if resume:
-        require(newest, f"--resume: there is no run {stem}-N with a checkpoint; name its folder with "
-                        "--out or start without --resume")
-        return f"{stem}-{newest}"
+
+def new_run(stem):
+    """Create the folder of a run that --out does not name: stem-N."""
     with writing(f"--out {stem}-N"):
-        while True:                         # until it is one that no other run has taken meanwhile
-            newest += 1
+        for number in itertools.count(1):
             with contextlib.suppress(FileExistsError):
-                os.makedirs(f"{stem}-{newest}")
-                return f"{stem}-{newest}"
+                os.makedirs(f"{stem}-{number}")
+                return f"{stem}-{number}"
 
 
 def open_folder(out, resume):
@@ -226,13 +223,14 @@ def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc
 
 
 def policy_fingerprints(folder, eos):
-    """What a policy is made of: {"weights": of the folder's files, "config": of config.json and eos}.
+    """What a policy is made of, and a SHA-256 of each.
 
-    Each a SHA-256; of the weights that of pieces of them, which other weights or codes do not share.
+    That of the weights is of pieces of them, which other weights or codes do not share.
     """
     with open(f"{folder}/config.json", "rb") as f:
         config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
-    return {"weights": files_fingerprint(folder), "config": config.hexdigest()}
+    return {"weights or 4-bit codes": files_fingerprint(folder),
+            "config.json or the EOS tokens": config.hexdigest()}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import qerl
 from harness.command import command_line, require_flag
 from harness.export import save_adapter
-from harness.folders import append_jsonl, atomic_write, choose_folder, open_folder, read_log
+from harness.folders import append_jsonl, atomic_write, new_run, open_folder, read_log
 from harness.machine import environment
 from harness.report import one_group, report_on
 from qerl import UserError, reason, require
@@ -39,27 +39,16 @@ def read_saved(settings, must_agree=None):
 
 def require_same_policy(state, model, folder):
     """Refuse to go on with another model, or other 4-bit codes, than the run in `folder` adapts."""
-    changed = {
-        "weights": "other weights than --model has now, or other 4-bit codes than --quantizer finds "
-                   "now, with other code, libraries or hardware",
-        "config": "another config.json or other EOS tokens than --model has now",
-        "adapter": "another adapter than --adapter has now",
-        "reward": "another text of the file of --reward",
-    }
     for part, ours in model.fingerprints.items():
-        what = changed.get(part, f"another {part}")
-        # An older checkpoint lacks "config".
-        require(state.get(part, ours) == ours,
-                f"--resume: {folder} was begun with {what}; bring back the model's files or the cache of "
-                "that time, or start a new run")
+        require(state[part] == ours,
+                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
+                "of that time, or start a new run")
 
 
 def open_run(settings):
     """Choose, create and lock the run's folder -> (folder, lock)."""
-    folder = settings.out
-    if folder is None:
-        name = os.path.basename(os.path.normpath(settings.model)) if settings.model else "small"
-        folder = choose_folder(f"runs/{name}-{settings.weights}-{settings.algo}", settings.resume)
+    name = os.path.basename(os.path.normpath(settings.model or "small"))
+    folder = settings.out or new_run(f"runs/{name}-{settings.weights}-{settings.algo}")
     return folder, open_folder(folder, settings.resume)
 
 
@@ -80,9 +69,11 @@ class Keeper:
         self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
-        self.state = self.saved[0] if self.saved else {"step": 0, "drawn": 0, "seconds": 0.0}
-        self.track = open_tracker(
-            self.writes and settings.log, self.folder, lasting(settings), self.state)
+        best = {"accuracy": -1, "step": 0}         # of the validation questions
+        new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": best}
+        self.state = self.saved[0] if self.saved else new
+        if self.writes:
+            self.track = open_tracker(settings, self.state)
 
     def begin(self, model, optimizer, scaler, generators, algo, fitted, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
@@ -99,7 +90,7 @@ class Keeper:
         self.ranks.agree({
             "the questions' fingerprint": data,
             "the checkpoint's step": self.state["step"],
-            **{f"the {part}'s fingerprint": value for part, value in model.fingerprints.items()},
+            **{f"the fingerprint of the {part}": value for part, value in model.fingerprints.items()},
         })
         if self.saved:
             require(self.state["data"] == data,
@@ -118,9 +109,8 @@ class Keeper:
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
-            self.state.update(data=data, **model.fingerprints)
+            self.state |= {"data": data} | model.fingerprints
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
-        self.state.setdefault("best", {"accuracy": -1, "step": 0})       # of the validation questions
         if self.saved and self.writes:
             read_log(self.folder, self.state["step"])
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
@@ -136,16 +126,6 @@ class Keeper:
             clock.restart()
             yield step
 
-    def save_if_due(self, samples, batch, tokenizer):
-        """Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too."""
-        step = self.state["step"]
-        due = step % self.settings.save_every == 0 or step == self.settings.steps
-        if self.writes and (due or step == 1):
-            group = one_group(samples, batch, tokenizer)
-            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
-        if due:
-            self.save()
-
     def save(self):
         self.state["seconds"] = time.perf_counter() - self.started
         self.state["steps"] = self.settings.steps
@@ -156,14 +136,22 @@ class Keeper:
                             lasting(self.settings))
 
     def log(self, metrics, samples, batch, tokenizer):
-        """Add a step's figures, of all ranks, to metrics.jsonl and the tracker, and save if it is due."""
+        """Add a step's figures, of all ranks, to metrics.jsonl and the tracker.
+
+        Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too.
+        """
         logged = self.ranks.join(metrics)
-        require_finite({f"step {logged['step']}: the values of {name}": value
+        self.state["step"] = step = logged["step"]
+        require_finite({f"step {step}: the values of {name}": value
                         for name, value in logged.items() if isinstance(value, float)})
-        self.state["step"] = logged["step"]
+        due = step % self.settings.save_every == 0 or step == self.settings.steps
         if self.writes:
             self.write(logged)
-        self.save_if_due(samples, batch, tokenizer)
+            if due or step == 1:
+                group = one_group(samples, batch, tokenizer)
+                append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+        if due:
+            self.save()
 
     def write(self, logged):
         self.bar.set_postfix_str(PROGRESS.format(**logged))
@@ -211,12 +199,8 @@ NEW_RUN = "start a new run in another --out, and keep this folder's adapter"
 
 def content_hash(metadata, tensors):
     """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
-    digest = hashlib.sha256()
-    for key in ("state", "settings"):
-        digest.update(f"{key} {metadata[key]}\n".encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    digest = hashlib.sha256(safetensors.torch.save(tensors))
+    digest.update(f"{metadata['state']} {metadata['settings']}".encode())
     return digest.hexdigest()
 
 
@@ -278,16 +262,15 @@ def read_checkpoint(folder, settings, must_agree=None):
         sound = metadata["sha256"] == content_hash(metadata, tensors)
     except Exception as e:              # whatever a damaged header may lead to
         raise UserError(f"{path}: not a readable checkpoint ({reason(e)}); {NEW_RUN}")
-    require(sound, f"{path}: damaged, its content does not match its hash; {NEW_RUN}")
-    state = json.loads(metadata["state"])
+    require(sound, f"{path}: damaged or of an earlier version, its content does not match its hash; "
+                   f"{NEW_RUN}")
     then = json.loads(metadata["settings"])
-    state.setdefault("steps", then["steps"])
     counted = set(must_agree or settings) & settings.keys() & then.keys() - {"steps"}
     for name in sorted(counted):
         require(settings[name] == then[name],
                 f"--resume: {folder} was started with {name} = {then[name]}, now it is "
                 f"{settings[name]}; give the same settings or another --out")
-    return state, tensors
+    return json.loads(metadata["state"]), tensors
 
 
 @torch.no_grad()
@@ -351,34 +334,29 @@ def require_finite_policy(model, prompt):
 
 def flat(metrics):
     """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
-    numbers = {}
-    for key, value in metrics.items():
-        if isinstance(value, dict):
-            numbers.update((f"{key}/{inner}", v) for inner, v in value.items())
-        else:
-            numbers[key] = value
-    return numbers
+    numbers = dict(metrics)
+    seconds = numbers.pop("seconds")
+    return numbers | {f"seconds/{phase}": value for phase, value in seconds.items()}
 
 
-def open_tracker(name, folder, settings, state):
-    """A function (metrics, step) that sends a step's metrics to TensorBoard or Weights & Biases.
+def open_tracker(settings, state):
+    """A function (metrics, step) that sends a step's metrics where --log says, if it does.
 
-    Without a name it does nothing. settings: what the tracker shows as the run's configuration;
     state: of the run, which keeps W&B's id so that a resumed run goes on there. Raises UserError.
     """
     try:
-        if name == "tensorboard":
+        if settings.log == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(folder, purge_step=state["step"] + 1)
+            writer = SummaryWriter(settings.out, purge_step=state["step"] + 1)
             return lambda metrics, step: [
                 writer.add_scalar(key, value, step) for key, value in flat(metrics).items()]
-        if name == "wandb":
+        if settings.log == "wandb":
             import wandb
-            run = wandb.init(project="qerl", name=os.path.basename(folder), dir=folder,
-                             config=settings, id=state.get("wandb"), resume="allow")
+            run = wandb.init(project="qerl", name=os.path.basename(settings.out), dir=settings.out,
+                             config=lasting(settings), id=state.get("wandb"), resume="allow")
             state["wandb"] = run.id
             return lambda metrics, step: run.log(flat(metrics), step=step)
     except Exception as e:                  # no package, no key, no connection
-        raise UserError(f"--log {name}: {reason(e)}; pip install {name}, log in there, or leave "
-                        "--log out")
+        raise UserError(f"--log {settings.log}: {reason(e)}; pip install {settings.log}, log in there, "
+                        "or leave --log out")
     return lambda metrics, step: None

@@ -68,7 +68,7 @@ FAULTS = [
      "test_bad_input", "open_file"),
     ("other answers", "harness/run.py", '(q["question"], q["answer"], q["prompt"])',
      '(q["question"], q["prompt"])', "test_bad_input", "other_data"),
-    ("other weights", "harness/run.py", "require(state.get(part, ours) == ours", "require(True",
+    ("other weights", "harness/run.py", "require(state[part] == ours", "require(True",
      "test_bad_input", "does_not_go_on"),
     ("other EOS", "harness/folders.py", "f.read() + repr(sorted(eos)).encode()", "f.read()",
      "test_bad_input", "does_not_go_on"),

@@ -41,7 +41,7 @@ from test_qerl import HERE
     ("--sigma-end 0", "--sigma-end 0.0: an exponential schedule needs both sigmas positive"),
     ("--save-quantized out", "saves a real model; name it with --model"),
     ("--save-quantized out --model m --weights bf16", "leave --weights bf16 out"),
-    ("--save-quantized out --model m --resume", "leave --resume and --eval-only out"),
+    ("--save-quantized out --model m --eval-only", "leave --resume and --eval-only out"),
 ])
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(qerl.UserError, match=message):
@@ -249,6 +249,17 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert "has done 4; give more" in refused(monkeypatch, capsys, *resume, "--steps", 3)
 
 
+def test_the_newest_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
+    """Where --resume has no --out."""
+    monkeypatch.chdir(tmp_path)
+    assert "no run under runs/ has a checkpoint" in refused(monkeypatch, capsys, "--resume")
+    for name in ("old", "new"):
+        shutil.copytree(finished, tmp_path / "runs" / name)
+    os.utime("runs/old/checkpoint.safetensors", (0, 0))
+    run_main(monkeypatch, "--resume", "--steps", 3)
+    assert "resumed runs/new after step 2" in capsys.readouterr().out
+
+
 def test_a_run_does_not_go_on_with_another_model_or_other_data(
         qwen, data, tmp_path, monkeypatch, capsys, quick):
     folder = tmp_path / "both"
@@ -258,9 +269,9 @@ def test_a_run_does_not_go_on_with_another_model_or_other_data(
     run_main(monkeypatch, *options)
     last = (folder / "model.safetensors").read_bytes()[-4:]
     for name, old, new, flag, message in (
-            ("model.safetensors", last, bytes(4), "--resume", "begun with other weights"),
-            ("config.json", b"1e-06", b"0.1", "--eval-only", "begun with another config.json"),
-            ("generation_config.json", b"256", b"65", "--resume", "begun with another config.json"),
+            ("model.safetensors", last, bytes(4), "--resume", "the weights or 4-bit codes changed"),
+            ("config.json", b"1e-06", b"0.1", "--eval-only", "the config.json or"),
+            ("generation_config.json", b"256", b"65", "--resume", "the EOS tokens changed"),
             ("train.jsonl", b"#### ", b"#### 1", "--resume", "questions, answers or prompts")):
         stored = (folder / name).read_bytes()
         (folder / name).write_bytes(stored.replace(old, new))

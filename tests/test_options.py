@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_the_reward_that_it_began_with(tmp_path, monkeypatch,
     run_main(monkeypatch, *options, "--steps", 1)
     short(tmp_path, "return -len(completion)")
     line = refused(monkeypatch, capsys, "--resume", "--out", tmp_path / "run", "--steps", 2)
-    assert "was begun with another text of the file of --reward" in line
+    assert "was begun, the file of --reward changed" in line
 
 
 @pytest.mark.parametrize("body,said", [
