@@ -34,22 +34,24 @@ UNIT_VARIANCE = {
 
 
 def chosen_norms(model, place):
-    """The RMSNorms that a place names; without a place all."""
-    third = math.ceil(len(model.blocks) / 3)
+    """The RMSNorms that a place names; for other names all."""
     if place == "attention":
         return [block.attention_norm for block in model.blocks]
     if place == "mlp":
         return [block.mlp_norm for block in model.blocks]
-    part = {"first": model.blocks[:third], "last": model.blocks[-third:]}.get(place, model)
+    part = model
+    if place in PLACES:
+        third = math.ceil(len(model.blocks) / 3)
+        part = model.blocks[:third] if place == "first" else model.blocks[-third:]
     return [m for m in part.modules() if isinstance(m, qerl.RMSNorm)]
 
 
 @contextlib.contextmanager
 def shaped_noise(model, sigma, generator, variant):
-    """AQN in the norms of a place alone, or of another distribution; for other variants AQN."""
+    """AQN in the norms of a place alone, or of another distribution."""
     noisy = chosen_norms(model, variant)
     with qerl.adaptive_quantization_noise(model, sigma, generator):
-        for norm in (m for m in model.modules() if isinstance(m, qerl.RMSNorm)):
+        for norm in chosen_norms(model, "all"):
             if norm not in noisy:
                 norm.noisy_weight = None
             elif variant in UNIT_VARIANCE:
