@@ -19,6 +19,7 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from statistics import fmean
 
 import torch
 
@@ -27,8 +28,8 @@ from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
 from harness.command import say_what_stays, setting, template_options, use_device
-from harness.data import ChatText, Data, check_tokens, first_of_each, keep_apart, load_questions
-from harness.data import next_questions, with_prompts
+from harness.data import ChatText, Data, by_set, check_tokens, first_of_each, keep_apart
+from harness.data import load_questions, next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
@@ -512,14 +513,6 @@ def pass_at(k, correct, samples):
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def mean_by_source(questions, values):
-    """{the set that questions are from (--eval): the mean of its questions' values}."""
-    by_source = {}
-    for question, value in zip(questions, values):
-        by_source.setdefault(question.get("source"), []).append(value)
-    return {source: sum(values) / len(values) for source, values in by_source.items()}
-
-
 def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
@@ -543,8 +536,9 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
             answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
         for k in (2 ** i for i in range(samples.bit_length())):
-            shares = mean_by_source(questions, [pass_at(k, count, samples) for count in counts])
-            accuracy = sum(shares.values()) / len(shares)
+            chances = by_set(questions, [pass_at(k, count, samples) for count in counts])
+            shares = {source: fmean(values) for source, values in chances.items()}
+            accuracy = fmean(shares.values())
             label = name if k == 1 else f"pass@{k}"
             result[f"{label}_{when}"] = accuracy
             if len(shares) > 1:
@@ -552,7 +546,7 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
                 print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
             print(f"{'pass@1' if label == 'accuracy' else label} {when}: {accuracy:.1%} "
                   f"of {len(questions)} held-out questions, "
-                  f"{sum(lengths) / len(lengths):.0f} tokens on average")
+                  f"{fmean(lengths):.0f} tokens on average")
     if settings.out and ranks.main:
         write_jsonl(f"{settings.out}/answers_{when}.jsonl", answers)
     return result

@@ -8,7 +8,6 @@ a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip instal
 """
 import functools
 import glob
-import http.client
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import transformers
 
-from harness.answers import final_number, last_box, right_answer
+from harness.answers import last_box, right_answer
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
 from qerl import UserError, reason, require
@@ -31,20 +30,18 @@ GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/
 
 def load_questions(data, evaluate_on, model):
     """(to train on, held-out) as the settings of these names say; the former without the latter."""
-    if data and os.path.isdir(data):
-        questions, held_out = gsm8k(data)
-    elif data == "gsm8k" or model and not data:
-        questions, held_out = gsm8k(None)
-    elif data:
-        questions, held_out = math_questions(data), []
-        require(evaluate_on, f"--data {data}: has no held-out questions; name some by --eval")
-    else:
+    if not data and not model:
         questions, held_out = made_up_problems()
+    elif not data or data == "gsm8k" or os.path.isdir(data):
+        folder = data if data and os.path.isdir(data) else made_once("openai-gsm8k", download)
+        questions, held_out = (read_questions(folder, f"{split}*.jsonl") for split in ("train", "test"))
+    else:
+        require(evaluate_on, f"--data {data}: has no held-out questions; name some by --eval")
+        questions, held_out = math_questions(data), []
     if evaluate_on:
         names = [os.path.basename(source) for source in evaluate_on]
-        for name in names:
-            require(names.count(name) == 1, f"--eval: two of them are called {name}, and each has a result "
-                                            "of its own; rename one")
+        require(len(set(names)) == len(names),
+                f"--eval {' '.join(names)}: two have one name, and each has a result of its own; rename one")
         held_out = [q for source in evaluate_on for q in math_questions(source)]
     tested = {q["question"].strip() for q in held_out}
     kept = [q for q in questions if q["question"].strip() not in tested]
@@ -72,19 +69,13 @@ def say_what_is_left_out(questions, kept, what):
         print(f"{len(questions) - len(kept)} of {len(questions)} {what} and are left out")
 
 
-def gsm8k(folder):
-    """(train, test) from a folder of jsonl files, or downloaded once into the cache."""
-    folder = folder or made_once("openai-gsm8k", download)
-    return read_questions(folder, "train*.jsonl"), read_questions(folder, "test*.jsonl")
-
-
 def download(folder):
     """Fetch GSM8K's two files."""
     for split in ("train", "test"):
         url = GSM8K_URL.format(split)
         try:
             atomic_write(f"{folder}/{split}.jsonl", urllib.request.urlopen(url, timeout=60).read())
-        except (OSError, http.client.HTTPException) as e:
+        except Exception as e:
             raise UserError(f"GSM8K could not be downloaded from {url} ({e}); pass --data FOLDER with "
                             "train.jsonl and test.jsonl")
 
@@ -95,40 +86,41 @@ def read_questions(folder, pattern):
     paths = [path for path in matching if "socratic" not in os.path.basename(path)]
     require(paths, f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
                    "as GSM8K's repository has them")
-    questions = [gsm8k_question(row, f"{path}:{number}")
-                 for path in paths for number, row in enumerate(jsonl_rows(path), 1)]
-    return with_one_answer(questions, f"{folder}/{pattern}")
+    rows = ((f"{path}:{number}", row)
+            for path in paths for number, row in enumerate(jsonl_rows(path), 1))
+    return questions_of(rows, f"{folder}/{pattern}")
 
 
-def with_one_answer(questions, source):
-    """The questions without those that stand there with different answers; says how many."""
+def questions_of(rows, source):
+    """The questions of (place, row) pairs, each once, without those that have different answers.
+
+    DAPO-Math-17k has each a hundred times.
+    """
+    first = {}
     answers = {}
-    for question in questions:
-        answers.setdefault(question["question"].strip(), set()).add(right_answer(question))
-    kept = [q for q in questions if len(answers[q["question"].strip()]) == 1]
+    for place, row in rows:
+        question = question_of(row, place)
+        text = question["question"]
+        first.setdefault(text, question)
+        answers.setdefault(text, set()).add(right_answer(question))
+    kept = [question for text, question in first.items() if len(answers[text]) == 1]
     require(kept, f"{source}: holds no question with one answer; give another file or dataset")
-    say_what_is_left_out(questions, kept, f"questions of {source} stand there with different answers")
+    say_what_is_left_out(first, kept, f"questions of {source} stand there with different answers")
     return kept
 
 
-def gsm8k_question(row, place):
-    """The question of one line of a file: worked steps with <<calculations>>, then "#### number"."""
-    question = row.get("question")
-    answer = row.get("answer")
-    require(is_text(question) and is_text(answer) and "####" in answer,
-            f'{place}: not a line of {{"question": ..., "answer": "... #### number"}}; mend or remove it')
-    given = answer.split("####")[1].strip().partition("\n")[0]
-    require(final_number(row) is not None,
-            f'{place}: {given[:40]!r} behind "####" is not one clear number; mend or remove it')
-    return {"question": DEMANDS.sub("", question), "answer": answer}
+def by_set(questions, values):
+    """{the set that questions are from (--eval): the values of its questions}."""
+    found = {}
+    for question, value in zip(questions, values):
+        found.setdefault(question.get("source"), []).append(value)
+    return found
 
 
 def first_of_each(questions, count):
-    """The first `count` questions of each set (--eval); 0: all."""
-    by_set = {}
-    for question in questions:
-        by_set.setdefault(question.get("source"), []).append(question)
-    return [question for one_set in by_set.values() for question in one_set[:count or None]]
+    """The first `count` questions of each set; 0: all."""
+    sets = by_set(questions, questions).values()
+    return [question for one_set in sets for question in one_set[:count or None]]
 
 
 @functools.lru_cache(maxsize=2)
@@ -158,9 +150,6 @@ DATASETS = {
 # What these and their like call the two columns, in the order in which they are looked for.
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
-FILES = (".jsonl", ".json", ".parquet")
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")      # on Hugging Face: owner/name:config
-SURROGATE = re.compile("[\ud800-\udfff]")       # half of a character, which no file can hold
 # Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
 # behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.
 DEMANDS = re.compile(r"""
@@ -171,59 +160,47 @@ DEMANDS = re.compile(r"""
 
 
 def math_questions(source):
-    """The questions of a dataset or a file: dicts of "question", "answer" (TeX) and "source".
-
-    What stands there several times is taken once: DAPO-Math-17k has each question a hundred times.
-    """
+    """The questions of a dataset or a file, with its name as their "source"."""
+    rows = ((f"{source}:{number}", row) for number, row in enumerate(rows_of(source), 1))
     name = os.path.basename(source).removesuffix(".jsonl")
-    questions = {}
-    for number, row in enumerate(rows_of(source), 1):
-        question = bare(first_column(row, QUESTION))
-        answer = answer_of(row)
-        if is_text(answer):
-            box = last_box(answer)                     # of a whole solution what it ends with
-            answer = answer if box is None else box
-        if not is_text(question) or not is_text(answer):
-            raise UserError(
-                f"{source}:{number}: no question or no answer; its columns are {', '.join(row)}, "
-                f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}"
-            )
-        found = {"question": question, "answer": answer.strip(), "source": name}
-        require(right_answer(found) is not None,
-                f'{source}:{number}: what stands behind "####" is not one clear number; mend or remove it')
-        questions.setdefault((question, found["answer"]), found)
-    first = {}
-    for question in with_one_answer(list(questions.values()), source):
-        first.setdefault(question["question"], question)
-    return list(first.values())
+    return [{**question, "source": name} for question in questions_of(rows, source)]
+
+
+def question_of(row, place):
+    """{"question", "answer"} of a row: worked steps and "#### number", or TeX."""
+    question = bare(first_column(row, QUESTION))
+    answer = answer_of(row)
+    if is_text(answer):
+        box = last_box(answer)                         # of a whole solution what it ends with
+        answer = answer if box is None else box
+    require(is_text(question) and is_text(answer),
+            f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
+            f"one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or remove it")
+    found = {"question": question, "answer": answer.strip()}
+    require(right_answer(found) is not None,
+            f'{place}: what stands behind "####" is not one clear number; mend or remove it')
+    return found
 
 
 def rows_of(source):
     """The rows of a file or a dataset as dicts."""
+    if source.endswith(".jsonl"):
+        return jsonl_rows(source)
     if os.path.isfile(source):
-        if source.endswith(".jsonl"):
-            return jsonl_rows(source)
-        require(source.endswith(FILES),
-                f"{source}: is none of {', '.join(FILES)}; convert it to one of these")
-        names = ["parquet" if source.endswith(".parquet") else "json"]
-        options = {"data_files": glob.escape(source)}
-        split = "train"
-        remedy = "mend the file"
+        names = [source.rpartition(".")[2]]
+        options = {"data_files": glob.escape(source), "split": "train"}
     else:
-        known = NAME.fullmatch(source)                     # a dataset's name may be a folder's, too
-        require(known or not os.path.isdir(source), f"{source}: is a folder; name a file in it")
-        require(known, f"{source}: no such folder or file, and no name of a dataset; mend the path")
         repository, split = DATASETS.get(source, (source, "train"))
         names = repository.split(":")
-        options = {}
-        remedy = f"give a file, or a dataset of Hugging Face; known by name are {', '.join(DATASETS)}"
+        options = {"split": split}
     try:
         import datasets
-        return datasets.load_dataset(*names, **options, split=split)
+        return datasets.load_dataset(*names, **options)
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     except Exception as e:
-        raise UserError(f"{source}: cannot be read ({reason(e)}); {remedy}")
+        raise UserError(f"{source}: cannot be read ({reason(e)}); give a file, .jsonl, .json or .parquet, or "
+                        f"a dataset of Hugging Face; known by name are {', '.join(DATASETS)}")
 
 
 def jsonl_rows(path):
@@ -251,14 +228,14 @@ def answer_of(row):
     answer = first_column(row, ANSWER)
     if answer == row.get("solution") and isinstance(answer, str) and " " in answer.strip():
         answer = last_box(answer)                          # without one it is prose
-    if type(answer) is int or type(answer) is float and math.isfinite(answer):
+    if isinstance(answer, (int, float)) and math.isfinite(answer):
         return str(answer)
     return answer
 
 
 def is_text(value):
-    """Is it a text with something in it, of characters that exist?"""
-    return isinstance(value, str) and bool(value.strip()) and not SURROGATE.search(value)
+    """Is it a text with something in it?"""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def bare(question):
@@ -299,9 +276,8 @@ class ChatText:
                 f"model {folder}: its tokenizer is missing or empty; fetch the model again")
         ends = stored if isinstance(stored, list) else [stored]
         ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
-        require(ends and all(type(end) is int for end in ends),
-                f"model {folder}: its eos_token_id {stored} is no token, so that nothing ends a text; "
-                "mend its generation_config.json or config.json")
+        require(ends, f"model {folder}: has no eos_token_id, so that nothing ends a text; mend its "
+                      "generation_config.json or config.json")
         self.eos = set(ends)
         self.end = ends[0]
         if self.tokenizer.chat_template:

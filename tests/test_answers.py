@@ -275,7 +275,6 @@ read_both_ways = pytest.mark.parametrize("read", [
     {"question": " ", "answer": "#### 5"},
     {"question": [{"role": "user"}], "answer": "#### 5"},
     {"question": "a", "answer": math.nan},
-    {"question": "a\ud800b", "answer": "#### 5"},
     {"problem": "a", "solution": "so it is 5"},
     # A completion with an empty box would be right.
     {"problem": "a", "answer": "so \\boxed{ }"},
@@ -318,8 +317,6 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
         rows = datasets.Dataset.from_list([{"question": name, "answer": "5"}])
         rows.to_parquet(f"{tmp_path}/{name}.parquet")
     assert [q["question"] for q in math_questions(f"{tmp_path}/f[1].parquet")] == ["f[1]"]
-    with pytest.raises(qerl.UserError, match="is a folder; name a file in it"):
-        math_questions(f"{tmp_path}/.")
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):
@@ -344,7 +341,7 @@ def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
     assert [q["answer"] for q in questions + held_out] == ["0", "1", "2", "3"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     for evaluate_on, message in (([train], "all of its questions are held out"),
-                                 ([exam, exam], "two of them are called exam.jsonl"),
+                                 ([exam, exam], "exam.jsonl exam.jsonl: two have one name"),
                                  (None, "has no held-out questions; name some by --eval")):
         with pytest.raises(qerl.UserError, match=message):
             data.load_questions(train, evaluate_on, None)

@@ -102,11 +102,12 @@ def bad_things(qwen, tmp_path, monkeypatch):
     for name, file, values in (
             ("no-heads", "config.json", {"num_attention_heads": 0}),
             ("no-questions", "tokenizer_config.json", {"chat_template": "Hello."}),
-            ("no-end", "generation_config.json", {"eos_token_id": [[1]]}),
+            ("no-end", "tokenizer_config.json", {"eos_token": None}),
             ("far-end", "generation_config.json", {"eos_token_id": 9999})):
         shutil.copytree(qwen[0], name)
         stored = json.loads(Path(name, file).read_text())
         Path(name, file).write_text(json.dumps(stored | values))
+    Path("no-end/generation_config.json").write_text("{}")
     Path("no-file/train.jsonl").mkdir(parents=True)
     Path("used").mkdir()
     Path("used/metrics.jsonl").write_text("{}\n")
@@ -116,7 +117,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--model ./no/such", "model ./no/such: no such folder"),
     ("--model no-heads", "config.json cannot be used"),
     ("--model no-questions", "different questions have the same prompt"),
-    ("--model no-end", "eos_token_id [[1]] is no token"),
+    ("--model no-end", "has no eos_token_id"),
     ("--model far-end", "to 9999, its vocabulary has 262"),
     ("--data used", "no file matches"),
     ("--data no-file", "Is a directory"),
