@@ -10,10 +10,13 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import weakref
+from pathlib import Path
+from unittest import mock
 
 if "PYTEST_XDIST_WORKER" in os.environ:        # of several processes each takes one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +27,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import qerl
@@ -150,41 +154,33 @@ def scored(model, rollout, **options):
     return qerl.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
 
 
-ALONE = """
+BEFORE = """
 import sys
 sys.modules["fp4_kernels"] = None                      # not even one that is installed
-import torch, transformers, qerl
+import torch, qerl
 
-config = transformers.Qwen2Config(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, vocab_size=64)
-transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
-model = qerl.load_model("model", weights="nvfp4", lora_rank=4)
+model = qerl.load_model(sys.argv[1], weights="nvfp4", lora_rank=4)
 optimizer = torch.optim.AdamW(qerl.trainable(model).values(), lr=1e-2)
-prompts = [[1, 2, 3], [4, 5]]
-with qerl.adaptive_quantization_noise(model, sigma=0.01):
-    rollout = qerl.generate(model, prompts, max_new_tokens=8, group_size=4)
-rewards = (rollout.tokens < 32).float().mean(1)
-advantages = qerl.group_advantages(rewards.view(2, 4)).flatten()
-repeated = [prompt for prompt in prompts for _ in range(4)]
-logprobs = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
-weights = qerl.token_weights(rollout.mask)
-loss, _ = qerl.policy_loss(logprobs, logprobs.detach(), advantages, weights)
-loss.backward()
-optimizer.step()
+step, steps, prompts, eos = 1, 2, [[1, 2, 3], [4, 5]], {256}
+
+def score(rollout):
+    return (rollout.tokens < 128).float().mean(1).view(2, 8)
+"""
+AFTER = """
 after = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
-print(((after - logprobs) * weights * advantages[:, None]).sum().item() > 0)
+print(sigma > 0, ((after - logprobs) * weights * advantages[:, None]).sum().item() > 0)
 """
 
 
-def test_qerl_works_alone(tmp_path):
-    """In an empty folder, without kernels: load, quantise, sample, score, take a step that helps."""
+def test_qerl_works_alone(qwen, tmp_path):
+    """The README's step, in an empty folder and without kernels, is one that helps."""
+    readme = Path(HERE, "README.md").read_text(encoding="utf-8")
+    step, = re.findall(r"run by the tests -->\n```python\n(.*?)```", readme, re.DOTALL)
     shutil.copy(f"{HERE}/qerl.py", tmp_path)
-    (tmp_path / "try.py").write_text(ALONE)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "try.py"], cwd=tmp_path, env=environment,
-                            capture_output=True, text=True)
-    assert result.stdout.strip() == "True", result.stderr
+    (tmp_path / "try.py").write_text(BEFORE + step + AFTER, encoding="utf-8")
+    result = subprocess.run([sys.executable, "try.py", qwen[0]], cwd=tmp_path, capture_output=True,
+                            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True)
+    assert result.stdout.strip() == "True True", result.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,8 +188,7 @@ def test_qerl_works_alone(tmp_path):
 
 HALFWAY = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
 WEIGHTS = {
-    "gaussian": lambda: torch.randn(48, 192),
-    "odd rows": lambda: torch.randn(37, 320) * 0.02,
+    "odd rows": lambda: torch.randn(37, 320) * 0.008,
     "zeros": lambda: torch.zeros(5, 64),
     "zero blocks": lambda: torch.randn(6, 128) * (torch.arange(128) // 64),
     "wide range": lambda: torch.randn(16, 128) * 10.0 ** torch.randint(-6, 4, (16, 128)),
@@ -216,33 +211,23 @@ def compressed_tensors(weight, format):
     return state, compressor.decompress(state, scheme)["weight"]
 
 
-def compressed_tensors_nvfp4(weight):
-    return compressed_tensors(weight, "NVFP4")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
+    """Float16 counts as float32: it cannot hold the global scale of small weights."""
     torch.manual_seed(0)
     weight = WEIGHTS[kind]().to(dtype)
-    format = qerl.FORMATS[name]
-    packed, scale, global_scale = format.quantize(weight)
+    packed, scale, global_scale = qerl.FORMATS[name].quantize(weight)
+    weight = weight.float() if dtype == torch.float16 else weight
     state, decompressed = compressed_tensors(weight, name.upper())
     assert torch.equal(packed, state["weight_packed"])
-    decoded = format.dequantize(packed, scale, global_scale, torch.float32)
-    # The library decodes NVFP4 in 16 bit.
-    assert_close(decoded, decompressed.float(), rtol=1e-2, atol=0)
-    if name == "nvfp4":
+    if name == "nvfp4":                                # the library's MXFP4 scale of zeros is another
         assert torch.equal(scale.view(torch.uint8), state["weight_scale"].view(torch.uint8))
         assert torch.equal(global_scale, state["weight_global_scale"])
-
-
-def test_nvfp4_of_small_float16_weights():
-    """Their global scale, 6 * 448 over the largest, is beyond float16."""
-    weight = torch.randn(64, 128, generator=seeded(0)).mul(0.008).half()
-    decoded = qerl.dequantize_nvfp4(*qerl.quantize_nvfp4(weight), torch.float32)
-    assert relative(decoded, weight) < 0.1
+    decoded = qerl.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
+    # The library decodes NVFP4 in 16 bit.
+    assert_close(decoded, decompressed.float(), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -250,11 +235,8 @@ def test_nf4_equals_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
-    packed, absmax, _ = qerl.quantize_nf4(weight)
-    theirs, state = bnb.quantize_nf4(weight, blocksize=64)
-    assert torch.equal(absmax.flatten(), state.absmax)
-    decoded = qerl.dequantize_nf4(packed, absmax, None, torch.float32)
-    assert_close(decoded, bnb.dequantize_nf4(theirs, state))
+    decoded = qerl.dequantize_nf4(*qerl.quantize_nf4(weight), torch.float32)
+    assert_close(decoded, bnb.dequantize_nf4(*bnb.quantize_nf4(weight, blocksize=64)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,12 +245,10 @@ def test_nf4_equals_bitsandbytes(kind):
 def stacked_layer(weights, dense, bias=None, **lora):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
     format = qerl.FORMATS[weights]
-    parts = []
-    for weight in dense:
-        packed, scale, global_scale = format.quantize(weight)
-        parts.append((packed, scale, global_scale.expand(len(weight), 1)))
-    weight = qerl.PackedWeight(format, *(torch.cat(part) for part in zip(*parts)))
-    sizes = [len(w) for w in dense]
+    sizes = [len(weight) for weight in dense]
+    packed, scale, global_scale = zip(*map(format.quantize, dense))
+    global_scale = [one.expand(size, 1) for one, size in zip(global_scale, sizes)]
+    weight = qerl.PackedWeight(format, *map(torch.cat, (packed, scale, global_scale)))
     names = list("abc"[:len(sizes)])
     return qerl.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
 
@@ -284,13 +264,11 @@ def test_linear_and_its_gradients(first, second):
     A, B = layer.lora_A, layer.lora_B
     B.data.normal_()
     delta = torch.cat([B[:first] @ A[:4], B[first:] @ A[4:]])
-    weight = layer.weight.dequantize(torch.float32) + 8 / 4 * delta
-    expected = F.linear(x, weight, bias)
     y = layer(x)
+    expected = F.linear(x, layer.weight.dequantize(torch.float32) + 8 / 4 * delta, bias)
     assert_close(y, expected, **NEAR)
     upstream = torch.randn_like(y)
-    found = torch.autograd.grad(y, [x, A, B], upstream)
-    right = torch.autograd.grad(expected, [x, A, B], upstream)
+    found, right = (torch.autograd.grad(out, [x, A, B], upstream) for out in (y, expected))
     assert_close(found, right, rtol=1e-4, atol=1e-3)
 
 
@@ -302,50 +280,40 @@ def scales(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
 
 
-def test_noise_equals_multiplicative_noise_on_weights(qwen):
+def test_noise_equals_multiplicative_noise_on_weights():
     """Appendix G: w + Z is 1 + Z/w on the input channels of the layers that read the norm."""
-    model = qerl.load_model(qwen[0], weights="bf16")
-    norm = model.blocks[0].attention_norm
-    qkv = model.blocks[0].attention.qkv
+    norm = qerl.RMSNorm("a norm", 1 + torch.rand(128), eps=1e-6)
     x = torch.randn(4, 128)
-    with qerl.adaptive_quantization_noise(model, 0.1, seeded(3)):
-        noisy = qkv(norm(x))
+    weight = torch.randn(192, 128)
+    with qerl.adaptive_quantization_noise(norm, 0.1, seeded(3)):
+        noisy = norm(x) @ weight.T
         factor = norm.noisy_weight / norm.weight
-    weight = qkv.weight.dequantize(torch.float32) * factor
-    assert_close(noisy, F.linear(norm(x), weight, qkv.bias), **NEAR)
+    assert_close(noisy, norm(x) @ (weight * factor).T, **NEAR)
 
 
-@pytest.mark.parametrize("name,channels", [
-    ("qwen2", 2 * (128 + 128) + 128),
-    ("qwen3", 2 * (128 + 48 + 48 + 128) + 128),
-])
-def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(tmp_path, name, channels):
+def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
     """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too."""
-    model = qerl.load_model(make_folder(tmp_path, name)[0], lora_rank=2, train_norms=True)
+    folder, theirs = family
+    channels = sum(p.numel() for name, p in theirs.named_parameters() if "norm" in name)
+    model = qerl.load_model(folder, train_norms=True)
     for norm in scales(model):
         norm.weight.data = torch.linspace(-1, 9, len(norm.weight))     # not as loaded
-    weight = torch.cat([norm.weight.detach() for norm in scales(model)])
 
     def draw(generator):
         with pytest.raises(KeyError), qerl.adaptive_quantization_noise(model, 0.02, generator):
-            noisy = torch.cat([norm.noisy_weight for norm in scales(model)])
+            z = torch.cat([(norm.noisy_weight - norm.weight) / 0.02 for norm in scales(model)])
             raise KeyError                             # which ends the noise like all else
         assert all(norm.noisy_weight is None for norm in scales(model))
-        return (noisy - weight) / 0.02
+        return z.detach()
 
     generator = seeded(0)
-    z = torch.stack([draw(generator) for _ in range(400)])
-    assert z.shape == (400, channels)
-    assert not z.requires_grad
+    z = torch.stack([draw(generator) for _ in range(100)])
     assert torch.equal(draw(seeded(0)), z[0])
+    assert z.shape == (100, channels)
     assert len(z[0].unique()) > 0.98 * channels        # no norm and no channel shares another's
-    # Six standard errors are allowed.
-    assert z.mean(0).abs().max() < 6 / 400 ** 0.5
-    assert (z.std(0) - 1).abs().max() < 6 / 800 ** 0.5
-    assert abs((z ** 4).mean() - 3) < 6 * (96 / z.numel()) ** 0.5
-    for dim in (0, 1):                                 # of one draw or channel and the next
-        product = z * z.roll(1, dim)
-        assert product.mean().abs() < 6 / z.numel() ** 0.5
+    # Kolmogorov and Smirnov's distance to N(0, 1) of all draws together, repetitions included.
+    cdf = torch.distributions.Normal(0, 1).cdf(z.flatten().sort()[0])
+    assert (cdf - torch.linspace(0, 1, len(cdf))).abs().max() < 2 / len(cdf) ** 0.5
 
 
 @pytest.mark.parametrize("schedule,expected", [
@@ -356,52 +324,25 @@ def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(tmp_path, 
 ])
 def test_noise_schedules(schedule, expected):
     """Five noisy stages from 16 to 1, two steps each, after one without noise (Figure 9)."""
-    def sigmas(steps, *stages):
-        return [qerl.noise_sigma(step, steps, *stages, schedule=schedule) for step in range(steps)]
-
-    sigma = sigmas(12, 6, 16, 1)
+    sigma = [qerl.noise_sigma(step, 12, 6, 16, 1, schedule) for step in range(12)]
     assert sigma[::2] == sigma[1::2] == pytest.approx([0, *expected], rel=1e-3)
-    assert sigmas(3, 1) == [0, 0, 0]
-    assert sigmas(2, 2, 0.1, 0.01) == [0, pytest.approx(0.1)]
-    with pytest.raises(KeyError):
-        qerl.noise_sigma(0, 12, schedule="quadratic")
+    assert qerl.noise_sigma(1, 2, 2, 0.1, 0.01, schedule) == pytest.approx(0.1)
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer
 
+@pytest.mark.parametrize("weights", qerl.FORMATS)
 @torch.no_grad()
-def test_logits_equal_transformers(family):
+def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
     folder, theirs = family
-    tokens = torch.randint(0, 262, (3, 150))
-    ours = qerl.load_model(folder, weights="bf16", lora_rank=2)
-    assert relative(ours(tokens), theirs(tokens).logits) < 1e-4
-
-
-def quantize_int8(weight):
-    """A format of a reader's own takes two functions; here one scale a row."""
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    return (weight / scale).round().to(torch.int8), scale, torch.ones(1)
-
-
-def dequantize_int8(codes, scale, _global_scale, dtype):
-    return (codes * scale).to(dtype)
-
-
-INT8 = qerl.Format(quantize_int8, dequantize_int8, block=1)
-
-
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "int8"])
-@torch.no_grad()
-def test_quantised_model_equals_transformers_with_the_decoded_weights(qwen, monkeypatch, weights):
-    folder, theirs = qwen
-    monkeypatch.setitem(qerl.FORMATS, "int8", INT8)
     format = qerl.FORMATS[weights]
     decoded = copy.deepcopy(theirs)
     for name, weight in decoded.named_parameters():
         if name.endswith("_proj.weight"):
             weight.copy_(format.dequantize(*format.quantize(weight), torch.float32))
-    assert relative(qerl.load_model(folder, weights)(TOKENS), decoded(TOKENS).logits) < 1e-4
+    tokens = torch.arange(450).view(3, 150) % 262
+    assert relative(qerl.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -448,56 +389,39 @@ def test_greedy_completions_equal_transformers(family, options):
     rollout = qerl.generate(model, PROMPTS, 12, group_size=2, **options)
     assert not rollout.finished.any()
     for prompt, completion in zip(TWICE, rollout.tokens.tolist()):
-        line = torch.tensor([prompt])
         expected = theirs.generate(
-            line, attention_mask=torch.ones_like(line), max_new_tokens=12, do_sample=False,
-            eos_token_id=None)
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert prompt + completion == expected[0].tolist()
 
 
-def logits_after(model, prompt, completion):
-    """logits [n, V] of which the n tokens of a completion are drawn."""
-    line = torch.tensor([[*prompt, *completion]])
-    # Those at a token are of the next one: the prompt's last gives the completion's first.
-    return model(line)[0, len(prompt) - 1:-1]
-
-
-@torch.no_grad()
 def test_a_completion_ends_at_its_first_eos_or_at_the_limit(sampled):
-    """And the entropy at each of its tokens is the policy's, at the sampling temperature."""
-    model, rollout = sampled
+    _, rollout = sampled
     assert rollout.finished.any()
-    for i, prompt in enumerate(TWICE):
-        n = int(rollout.length[i])
-        finished = bool(rollout.finished[i])
-        completion = rollout.tokens[i, :n].tolist()
-        assert [token < 20 for token in completion] == [False] * (n - 1) + [finished]
+    rows = zip(rollout.tokens.tolist(), rollout.length.tolist(), rollout.finished.tolist())
+    for tokens, n, finished in rows:
+        assert [token < 20 for token in tokens[:n]] == [False] * (n - 1) + [finished]
         assert finished or n == 16
-        policy = torch.distributions.Categorical(
-            logits=logits_after(model, prompt, completion) / 0.7)
-        assert_close(rollout.entropy[i, :n], policy.entropy(), **NEAR)
 
 
-@pytest.mark.parametrize("temperature,top_p,expected", [
-    (1.0, 1.0, [0.644, 0.237, 0.087, 0.032, 0]),
-    (0.5, 1.0, [0.865, 0.117, 0.016, 0.002, 0]),
-    (1.0, 0.7, [0.731, 0.269, 0, 0, 0]),
-])
-def test_samples_follow_the_distribution(temperature, top_p, expected):
+@pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
+def test_samples_follow_the_distribution(temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -20.0]).repeat(40000, 1)
-    token, logprob, _ = qerl.sample(logits, temperature, top_p, seeded(0))
-    frequency = token.bincount(minlength=5) / 40000
-    assert_close(frequency, torch.tensor(expected), rtol=0, atol=0.01)
-    assert_close(logprob, (logits / temperature).log_softmax(-1)[range(40000), token])
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
+    token, logprob, _ = qerl.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
+    probs = (logits / temperature).softmax(-1)
+    likely = qerl.nucleus(probs, top_p)[0]
+    assert_close(token.bincount(minlength=5) / 40000, likely / likely.sum(), rtol=0, atol=0.01)
+    assert_close(logprob, probs[0].log()[token])
 
 
-@pytest.mark.parametrize("top_p,kept", [(0.5, [2]), (0.51, [0, 2]), (0.81, [0, 2, 3])])
+@pytest.mark.parametrize("top_p,kept", [
+    (0.5, [0, 0, 0.5, 0]),
+    (0.51, [0.3, 0, 0.5, 0]),
+    (0.81, [0.3, 0, 0.5, 0.15]),
+])
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
-    cut = qerl.nucleus(probs, top_p)[0]
-    assert cut.nonzero()[:, 0].tolist() == kept
-    assert torch.equal(cut[kept], probs[0, kept])
+    assert_close(qerl.nucleus(probs, top_p), torch.tensor([kept]))
 
 
 @pytest.mark.parametrize("name,value", [
@@ -517,44 +441,33 @@ def test_generate_names_an_argument_out_of_range(qwen, name, value):
 
 
 def test_the_cache_in_pieces_and_fewer_slots_at_the_end_change_nothing(qwen, monkeypatch):
-    """40 slots, of which half are given up once as many are idle, against 4 and a single piece."""
+    """33 slots against 4 and a cache in one piece. 16 completions end first: 17 need more than half."""
     seen = []
 
-    class Watched(qerl.Sampler):
-        def step(self):
-            super().step()
-            seen.append((len(self.completion), len(self.cache.pieces[0])))
-
-    model = with_lora(qwen[0])
-    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(40)]
-    # 24 completions or more end at their fourth token or before.
-    eos = set(qerl.generate(model, prompts, 24, temperature=0).tokens[:24, 3].tolist())
-
-    def rollout(slots):
-        seen.clear()
-        return qerl.generate(
-            model, prompts, 24, temperature=0, eos=eos, slots=slots, sampler_class=Watched)
-
-    expected = rollout(slots=4)
-    assert set(seen) == {(4, 1)}
-    monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
-    found = rollout(slots=40)
-    assert seen[0] == (40, 2)                          # the longest prompt has 15 tokens
-    assert seen[-1] == (20, math.ceil((15 + 24) / 8))
-    for name, tensor in vars(expected).items():
-        assert_close(getattr(found, name), tensor, **NEAR)
-
-
-def test_no_completion_is_lost_with_an_odd_number_of_slots(qwen):
-    """33 slots, of which 16 idle at once: 17 completions cannot go on in 16."""
-    class Cut(qerl.Sampler):
+    class Uneven(qerl.Sampler):
         def __init__(self, *args):
             super().__init__(*args)
             self.limit[:16] = 2
+            self.limit[16] = 9
 
-    model = qerl.load_model(qwen[0])
-    rollout = qerl.generate(model, [[i, 3] for i in range(33)], 8, slots=33, sampler_class=Cut)
-    assert rollout.length.tolist() == [2] * 16 + [8] * 17
+        def rollout(self):
+            seen.append((len(self.completion), len(self.cache.pieces[0])))
+            return super().rollout()
+
+    model = with_lora(qwen[0])
+    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
+
+    def rollout(slots):
+        return vars(qerl.generate(
+            model, prompts, 24, temperature=0, slots=slots, sampler_class=Uneven))
+
+    expected = rollout(slots=4)
+    monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
+    found = rollout(slots=33)
+    assert seen == [(4, 1), (16, math.ceil((15 + 24) / 8))]
+    assert found["length"].tolist() == [2] * 16 + [9] + [24] * 16
+    for name, tensor in expected.items():
+        assert_close(found[name], tensor, **NEAR)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -571,38 +484,7 @@ def test_advantages_are_group_relative():
     assert (qerl.group_advantages(torch.full((1, 10), 0.1)) == 0).all()
 
 
-def test_token_weights_by_hand():
-    """Four tokens, two tokens, and a completion of which none counts."""
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    own_length = torch.tensor([[4], [2], [1]])
-    assert_close(qerl.token_weights(mask, "grpo"), mask / own_length / 3)
-    assert_close(qerl.token_weights(mask, "dapo"), mask / 6)
-    assert_close(qerl.token_weights(mask, "dr-grpo", limit=10), mask / 10 / 3)
-    assert (qerl.token_weights(mask[2:], "dapo") == 0).all()           # and not NaN
-
-
-def test_kl_by_hand():
-    """e^x - x - 1 with x = log 2, for π_ref twice π_θ; importance weighs the gain alone."""
-    logprobs = torch.tensor([[-2.0]], requires_grad=True)
-    old = logprobs.detach()
-    likelier = old + math.log(2)
-    loss, kl = qerl.policy_loss(
-        logprobs, old, torch.tensor([3.0]), torch.tensor([[0.5]]), ref_logprobs=likelier, beta=0.1,
-        rollout_logprobs=likelier, tis=2.0)
-    loss.backward()
-    gain = 3 / 2
-    expected = 1 - math.log(2)
-    assert kl.item() == pytest.approx(expected / 2)
-    assert loss.item() == pytest.approx((0.1 * expected - gain) / 2)
-    assert logprobs.grad.item() == pytest.approx((-0.1 - gain) / 2)
-
-
-@pytest.mark.parametrize("log_ratio,advantage", [
-    (99.9, 1.0),
-    (200.0, 1.0),
-    (200.0, 0.0),
-    (-99.9, -1.0),
-])
+@pytest.mark.parametrize("log_ratio,advantage", [(200.0, 1.0), (200.0, 0.0), (-200.0, -1.0)])
 def test_a_token_that_is_clipped_has_gradient_zero_whatever_the_ratio(log_ratio, advantage):
     """Where the ratio is infinite or 0, and the KL's exponential infinite; the last is masked."""
     logprobs = torch.tensor([[-0.1, -1.0, -0.1]], requires_grad=True)
@@ -612,8 +494,11 @@ def test_a_token_that_is_clipped_has_gradient_zero_whatever_the_ratio(log_ratio,
         torch.tensor([[0.5, 0.5, 0.0]]), ref_logprobs=logprobs.detach() + away, beta=0.1)
     loss.backward()
     assert logprobs.grad.tolist() == [[0.0, -0.5 * advantage, 0.0]]
-    assert loss.isfinite()
-    assert kl.isfinite()
+    assert (loss + kl).isfinite()
+
+
+def test_no_token_that_counts_is_no_nan():
+    assert qerl.token_weights(torch.zeros(2, 3).bool(), "dapo").sum() == 0
 
 
 def trl_trainer(folder, tmp_path, kind="GRPO", **options):
@@ -621,35 +506,30 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
     from datasets import Dataset
     config = getattr(trl, f"{kind}Config")(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, bf16=False,
-        use_cpu=True, report_to=[], gradient_checkpointing=False, epsilon=0.2,
-        steps_per_generation=1, **options)
-    return getattr(trl, f"{kind}Trainer")(
+        use_cpu=True, max_completion_length=20, **{"epsilon_high": 0.28} | options)
+    trainer = getattr(trl, f"{kind}Trainer")(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"]}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder))
-
-
-GSPO = dict(loss_type="grpo", importance_sampling_level="sequence")
-CISPO = dict(loss_type="cispo", epsilon_high=1.28)         # there the cap itself, here what is above 1
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 @pytest.mark.parametrize("algorithm,beta,temperature,options", [
     ("grpo", 0.0, 1.0, dict(loss_type="grpo")),
-    ("grpo", 0.04, 0.7, dict(loss_type="grpo", use_bias_correction_kl=False)),
-    ("dapo", 0.0, 1.0, dict(loss_type="dapo")),
+    ("dapo", 0.04, 0.7, dict(loss_type="dapo", use_bias_correction_kl=False)),
     ("dr-grpo", 0.0, 1.0, dict(loss_type="dr_grpo")),
-    ("gspo", 0.0, 1.0, GSPO),
-    ("cispo", 0.0, 1.0, CISPO),
+    ("gspo", 0.0, 1.0, dict(loss_type="grpo", importance_sampling_level="sequence")),
+    # Their cap is the ratio itself, ours what is above 1.
+    ("cispo", 0.0, 1.0, dict(loss_type="cispo", epsilon_high=1.28)),
     ("rloo", 0.0, 1.0, dict(kind="RLOO")),
 ])
 def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta, temperature, options):
-    """The gradients compared are those of the norms."""
-    trainer = trl_trainer(qwen[0], tmp_path, beta=beta, max_completion_length=20,
-                          temperature=temperature, **{"epsilon_high": 0.28} | options)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
+    """The gradients compared are those of the norms. No token of the last completion counts."""
+    trainer = trl_trainer(qwen[0], tmp_path, beta=beta, temperature=temperature, **options)
     torch.manual_seed(0)
     prompts = [[5, 6, 7, 8]] * 4
     length = torch.tensor([9, 4, 7, 1])
@@ -659,26 +539,28 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta, temperatur
     logprobs = qerl.token_logprobs(ours, prompts, completions, length, temperature)
     # So far apart that some ratios are clipped.
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
-    advantages = torch.tensor([1.1, -1.0, -0.9, 0.8])
+    mask[3] = False
+    advantages = torch.tensor([1.1, -1.0, -0.9, 0.0])
     weights = qerl.token_weights(mask, algorithm, 20)
     clip_low = 1.0 if algorithm == "cispo" else 0.2
-    loss, _ = qerl.policy_loss(
+    loss, kl = qerl.policy_loss(
         logprobs, old, advantages, weights, clip_low, 0.28, reference if beta else None, beta,
         algorithm=algorithm)
     loss.backward()
     theirs = trainer._compute_loss(trainer.model, {
         "prompt_ids": torch.tensor(prompts),
-        "prompt_mask": torch.ones(4, 4, dtype=torch.long),
+        "prompt_mask": torch.ones(4, 4).long(),
         "completion_ids": completions,
         "completion_mask": mask.long(),
         "advantages": advantages,
         "old_per_token_logps": old,
-        "old_logps": old.sum(1),
+        "old_logps": (old * mask).sum(1),
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     })
     theirs.backward()
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-4, abs=1e-6)
+    assert kl.item() == pytest.approx(*trainer._metrics["train"]["kl"] or [0], rel=1e-4)
     for norm in scales(ours):
         their_norm = trainer.model.get_parameter(f"{norm.name}.weight")
         assert relative(norm.weight.grad, their_norm.grad) < 1e-3
@@ -687,43 +569,44 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, beta, temperatur
 def test_mismatch_and_its_correction_by_hand():
     """Ratios π_old / π_rollout of 2, 1/3 and 1, and padding that counts nowhere."""
     rollout = torch.full((2, 2), -1.5)
-    old = rollout + torch.tensor([[2.0, 1 / 3], [1.0, 1e9]]).log()
+    ratio = torch.tensor([[2.0, 1 / 3], [1.0, 1e9]])
+    old = rollout + ratio.log()
     mask = torch.tensor([[True, True], [True, False]])
     expected = (2 - 1 - math.log(2) + 1 / 3 - 1 + math.log(3)) / 3
     assert qerl.mismatch(old, rollout, mask) == pytest.approx((expected, 3), rel=1e-5)
-    weights = qerl.truncated_importance(old, rollout, 1.5)
-    assert_close(weights, torch.tensor([[1.5, 1 / 3], [1.0, 1.5]]))
+    # The gain alone is corrected, not the KL.
+    loss, kl = qerl.policy_loss(old, old, torch.ones(2), mask / 3, ref_logprobs=rollout, beta=0.1,
+                                rollout_logprobs=rollout, tis=1.5)
+    assert loss == pytest.approx(0.1 * kl - (1.5 + 1 / 3 + 1) / 3)
 
 
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of a batch
 
-def one_by_one(model, prompts, completions, length, temperature):
-    """What token_logprobs gives, a completion at a time."""
-    rows = []
-    for prompt, completion, n in zip(prompts, completions, length.tolist()):
-        tokens = completion[:n]
-        logprobs = (logits_after(model, prompt, tokens) / temperature).log_softmax(-1)
-        rows.append(F.pad(logprobs[range(n), tokens], (0, len(completion) - n)))
-    return torch.stack(rows)
+def one_by_one(model, rollout):
+    """What token_logprobs gives, a completion at a time, and the entropy at each of its tokens."""
+    logprobs, entropy = [], []
+    for prompt, tokens, n in zip(TWICE, rollout.tokens, rollout.length):
+        logits = model(torch.cat([torch.tensor(prompt), tokens[:n]])[None])[0] / 0.7
+        # The logits at a token are of the next one.
+        policy = torch.distributions.Categorical(logits=logits[len(prompt) - 1:-1])
+        logprobs.append(policy.log_prob(tokens[:n]))
+        entropy.append(policy.entropy())
+    return pad_sequence(logprobs, True), pad_sequence(entropy, True)
 
 
 def test_training_logprobs_equal_the_samplers(sampled):
-    """And their gradients those of a completion at a time, with padding."""
+    """And their gradients those of a completion at a time. Noise in the sampler shows."""
     model, rollout = sampled
     logprobs = scored(model, rollout, chunk=7)
     assert_close(logprobs, rollout.logprobs, **NEAR)
     kl, ratio = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
     assert abs(kl) < 1e-6
     assert 1 <= ratio < 1.001
-    expected = one_by_one(model, TWICE, rollout.tokens, rollout.length, 0.7)
+    expected, entropy = one_by_one(model, rollout)
+    assert_close(rollout.entropy * rollout.mask, entropy, **NEAR)
     assert_close(gradient_of(model, logprobs.square().sum()),
                  gradient_of(model, expected.square().sum()), rtol=1e-4, atol=1e-5)
-
-
-def test_noise_shows_as_mismatch(sampled):
-    """The sampler reads the noisy scales."""
-    model, _ = sampled
     with qerl.adaptive_quantization_noise(model, 0.05, seeded(0)):
         rollout = sample_two_each(model)
     kl, ratio = qerl.mismatch(scored(model, rollout), rollout.logprobs, rollout.mask)
@@ -735,23 +618,14 @@ def test_packing_holds_each_prompt_once():
     """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
     packing = qerl.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
     assert packing.sizes == [3, 1, 1, 2, 1]            # p q r, s, a, b c, d
-    assert packing.owner == [0, 0, 1]
-    assert packing.ends.tolist() == [0, 3, 4, 5, 7, 8]
-    assert packing.group_ends.tolist() == [0, 3, 4]
 
 
-def test_output_layer_runs_in_chunks(sampled, monkeypatch):
+def test_output_layer_runs_in_chunks(sampled):
     """Logits of more than `chunk` tokens never exist, and each is computed once."""
     model, rollout = sampled
-    rows = []
-    token_logprob = qerl.token_logprob
-
-    def recorded(logits, *args):
-        rows.append(len(logits))
-        return token_logprob(logits, *args)
-
-    monkeypatch.setattr(qerl, "token_logprob", recorded)
-    gradient_of(model, scored(model, rollout, chunk=8).sum())
+    with mock.patch.object(qerl, "token_logprob", wraps=qerl.token_logprob) as spy:
+        gradient_of(model, scored(model, rollout, chunk=8).sum())
+    rows = [len(call.args[0]) for call in spy.call_args_list]
     assert max(rows) == 8
     assert sum(rows) == rollout.length.sum()
 
@@ -759,7 +633,6 @@ def test_output_layer_runs_in_chunks(sampled, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # 8. Loading
 
-INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -768,25 +641,21 @@ EMBEDDING = "model.embed_tokens.weight"
 STORED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
-def break_tensor(folder, tmp_path, edit, config_edit=None):
+def break_tensor(folder, tmp_path, edit, **settings):
     """A copy of a model folder in tmp_path, with its tensors and its config edited."""
     tensors = load_file(f"{folder}/model.safetensors")
     edit(tensors)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    with open(f"{folder}/config.json") as f:
-        config = json.load(f)
-    if config_edit:
-        config_edit(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = json.loads(Path(folder, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
     return str(tmp_path)
 
 
-def packed_layer(tensors, part=0, edit=lambda t: t, names=(GATE, UP)):
-    """Store layers that are stacked as NVFP4, and edit one of the three parts of each."""
-    for name in names:
-        parts = list(qerl.quantize_nvfp4(tensors.pop(name)))
-        parts[part] = edit(parts[part])
+def packed_layer(tensors):
+    """Store two layers that are stacked as NVFP4."""
+    for name in (GATE, UP):
+        parts = qerl.quantize_nvfp4(tensors.pop(name))
         tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
 
 
@@ -795,10 +664,6 @@ def refused(folder, message):
     with pytest.raises(qerl.UserError, match=message) as error:
         qerl.load_model(folder)
     assert "\n" not in str(error.value)
-
-
-def equals(folder, other):
-    return torch.equal(qerl.load_model(folder)(TOKENS), qerl.load_model(other)(TOKENS))
 
 
 @pytest.mark.parametrize("sharding", [{}, dict(max_shard_size="200KB")])
@@ -811,123 +676,82 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
         save_file(wrong | load_file(shard), shard)
     for stray in ("a", "z", *["model"] * len(sharding)):
         save_file(wrong, tmp_path / f"{stray}.safetensors")
-    assert equals(folder, qwen[0])
-
-
-@pytest.mark.parametrize("damage,message", [
-    (lambda index: index | {NORM: "gone.safetensors"}, "gone.safetensors: cannot be read"),
-    (lambda index: index | {NORM: index[EMBEDDING]}, f"tensor {NORM} is missing"),
-])
-def test_a_damaged_index_is_named(tmp_path, damage, message):
-    folder, _ = make_folder(tmp_path, max_shard_size="200KB")
-    path = tmp_path / INDEX
-    index = json.loads(path.read_text())["weight_map"]
-    path.write_text(json.dumps({"weight_map": damage(index)}))
-    refused(folder, f"{message}.*fetch the model again")
+    assert torch.equal(qerl.load_model(folder)(TOKENS), qerl.load_model(qwen[0])(TOKENS))
+    shard.unlink()
+    torch.save(wrong, tmp_path / "pytorch_model.bin")
+    refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
 
 
 def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
-    """NVFP4A16 made with the library: each layer with its own global scale, one left in 16 bit."""
+    """NVFP4A16 made with the library: each layer with its own global scale, one left in 16 bit.
+
+    Among them stand tensors that change nothing.
+    """
     folder, theirs = qwen
     decoded = copy.deepcopy(theirs)
 
     def compress(tensors):
+        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+        for name in ("rotary_emb.inv_freq", "k_scale"):
+            tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
         for name, weight in decoded.named_parameters():
             if name.endswith("_proj.weight") and name != DOWN:
-                state, weight.data = compressed_tensors_nvfp4(tensors.pop(name))
+                state, weight.data = compressed_tensors(tensors.pop(name), "NVFP4")
                 prefix = name.removesuffix("weight")
                 tensors.update({prefix + part: state[part] for part in state if part != "weight"})
 
-    break_tensor(folder, tmp_path, compress, lambda c: c.update(quantization_config=STORED))
+    break_tensor(folder, tmp_path, compress, quantization_config=STORED)
     model = qerl.load_model(str(tmp_path))
     codes, _, _ = model.blocks[0].attention.qkv.weight.parts
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(codes[:128], stored["model.layers.0.self_attn.q_proj.weight_packed"])
-    assert model.blocks[1].mlp.down.weight.format is qerl.FORMATS["bf16"]
     with torch.no_grad():
         # The library decodes in 16 bit.
         assert relative(model(TOKENS), decoded.float()(TOKENS).logits) < 5e-3
 
 
 @pytest.mark.parametrize("name,edit,message", [
-    (UP, lambda weight: weight / 0, "holds NaN, infinity"),
-    (UP, lambda weight: weight * 1e30, "holds .* a number above 1e"),
+    (DOWN, lambda t: t / 0, "holds NaN, infinity"),
+    (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
+    (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "holds .* zeros alone"),
-    (UP, lambda weight: weight[:, :64], r"is .*\[192, 64\].*\[192, 128\]"),
-    (UP, torch.Tensor.char, "is torch.int8"),
+    (DOWN, lambda t: t[:, :64], r"is .*\[128, 64\].*\[128, 192\]"),
+    (DOWN, torch.Tensor.char, "is torch.int8"),
+    # of what is stored as NVFP4
+    (f"{UP}_packed", torch.Tensor.float, "is torch.float32"),
+    (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
+    (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
+    (f"{UP}_global_scale", lambda t: t * 1e-30, "global scale is above 1e-9"),
+    (f"{UP}_packed", None, "some are in 4 bits and some are not"),
+    # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
+    *((name, lambda _: torch.ones(128), "is not one that config.json asks for") for name in (
+        UP.replace("weight", "bias"), "lm_head.bias", "model.norm.bias", "lm_head.weight",
+        "model.layers.0.self_attn.q_norm.weight")),
 ])
-def test_a_damaged_tensor_is_named(qwen, tmp_path, name, edit, message):
+def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, message):
     def damage(tensors):
-        tensors[name] = edit(tensors[name])
+        packed_layer(tensors)
+        tensor = tensors.pop(name, None)
+        if edit:
+            tensors[name] = edit(tensor)
 
-    refused(break_tensor(qwen[0], tmp_path, damage), f"tensor {name} {message}")
-
-
-def negative(part):
-    return (-part.float()).to(part.dtype)
-
-
-@pytest.mark.parametrize("part,edit,message", [
-    (0, torch.Tensor.float, "weight_packed is torch.float32"),
-    (1, torch.Tensor.float, "weight_scale is torch.float32"),
-    (1, negative, "block scales are at least 0"),
-    (2, negative, "global scale is above 1e-9"),
-    (2, lambda scale: scale * 1e-30, "global scale is above 1e-9"),
-])
-def test_impossible_nvfp4_is_named(qwen, tmp_path, part, edit, message):
-    refused(break_tensor(qwen[0], tmp_path, lambda t: packed_layer(t, part, edit)), message)
-
-
-def test_a_stack_of_which_one_layer_is_in_4_bits_is_refused(qwen, tmp_path):
-    folder = break_tensor(qwen[0], tmp_path, lambda t: packed_layer(t, names=[UP]))
-    refused(folder, f"{GATE[:-7]}, {UP[:-7]}: some are in 4 bits and some are not")
-
-
-@pytest.mark.parametrize("name", [
-    UP.replace("weight", "bias"),
-    "lm_head.bias",
-    "model.norm.bias",
-    "lm_head.weight",
-    "model.layers.0.self_attn.q_norm.weight",
-])
-def test_a_tensor_too_many_is_named(qwen, tmp_path, name):
-    """The output layer is the embedding here, which an lm_head.weight may only repeat."""
-    folder = break_tensor(qwen[0], tmp_path, lambda t: t.update({name: torch.ones(128)}))
-    refused(folder, f"tensor {name} is not one that config.json asks for")
-
-
-def test_tensors_that_change_nothing_may_be_there(qwen, tmp_path):
-    def add(tensors):
-        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
-        for name in ("self_attn.rotary_emb.inv_freq", "self_attn.k_scale"):
-            tensors[f"model.layers.0.{name}"] = torch.ones(1)
-
-    assert equals(break_tensor(qwen[0], tmp_path, add), qwen[0])
-
-
-ROTATED = {"apply": [{"location": "input", "targets": ["re:.*down_proj$"]}], "type": "hadamard"}
+    layer, _, _ = name.partition(".weight")
+    refused(break_tensor(qwen[0], tmp_path, damage), f"{layer}.* {message}")
 
 
 @pytest.mark.parametrize("config,message", [
+    (dict(model_type="own"), "config.json cannot be used"),
     (dict(model_type="gpt2"), "architecture gpt2, which is not supported"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantisation gptq"),
-    (dict(quantization_config={**STORED, "transform_config": ROTATED}), "transform_config"),
+    (dict(quantization_config={**STORED, "transform_config": {"R4": {}}}), "transform_config"),
     (dict(use_sliding_window=True, sliding_window=8), "sliding-window"),
     (dict(hidden_act="gelu"), "activation gelu"),
 ])
 def test_unusable_configs_are_named(qwen, tmp_path, config, message):
-    refused(break_tensor(qwen[0], tmp_path, lambda t: None, lambda c: c.update(config)), message)
+    refused(break_tensor(qwen[0], tmp_path, lambda t: None, **config), message)
 
 
-def test_features_that_no_block_divides_are_named(tmp_path, monkeypatch):
-    sizes = {**SIZES, "intermediate_size": 200}
-    monkeypatch.setitem(CONFIGS, "odd", lambda: transformers.Qwen2Config(**sizes))
-    folder, _ = make_folder(tmp_path, "odd")
-    refused(folder, "down_proj has 200 input features, not divisible by nvfp4's block of 16")
-
-
-def test_pickles_are_never_loaded(qwen, tmp_path):
-    refused(str(tmp_path), "config.json cannot be used")
-    shutil.copy(f"{qwen[0]}/config.json", tmp_path)
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    refused(str(tmp_path), "never loaded")
+def test_features_that_no_block_divides_are_named():
+    message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
+    with pytest.raises(qerl.UserError, match=message):
+        qerl.Checkpoint({}).linear("mlp", ["down_proj"], [128], 200, bias=False)

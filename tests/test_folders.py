@@ -29,8 +29,7 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
 def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
     """Nor is the user asked: transformers would ask, for a model_type that it does not know."""
     own = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
-    folder = break_tensor(
-        qwen[0], tmp_path, lambda t: None, lambda c: c.update(model_type="own", auto_map=own))
+    folder = break_tensor(qwen[0], tmp_path, lambda t: None, model_type="own", auto_map=own)
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
@@ -43,7 +42,7 @@ def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
 
 def stored_logits(folder, tmp_path, edit, stored):
     """(the model, its logits) of a folder whose tensors and quantization_config are edited."""
-    break_tensor(folder, tmp_path, edit, lambda c: c.update(quantization_config=stored))
+    break_tensor(folder, tmp_path, edit, quantization_config=stored)
     model = qerl.load_model(str(tmp_path))
     return model, model(TOKENS)
 

@@ -16,7 +16,7 @@ import train_gsm8k
 from common import killed_at, refused, run_main
 from harness import export
 from methods.parts import quantizers
-from test_qerl import HERE, compressed_tensors_nvfp4, make_folder, relative, seeded, with_lora
+from test_qerl import HERE, compressed_tensors, make_folder, relative, seeded, with_lora
 
 # The linear layers of a block; those of one tuple are multiplied as one by vLLM.
 FUSED = (
@@ -62,7 +62,8 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, monkeypatch, saving, name
     for i in range(2):
         for leaves in FUSED:
             names = [f"model.layers.{i}.{leaf}.weight" for leaf in leaves]
-            whole, _ = compressed_tensors_nvfp4(torch.cat([exact.pop(name) for name in names]))
+            whole, _ = compressed_tensors(
+                torch.cat([exact.pop(name) for name in names]), "NVFP4")
             for part in ("packed", "scale"):
                 ours = torch.cat([stored.pop(f"{name}_{part}").float() for name in names])
                 assert ours.equal(whole[f"weight_{part}"].float())
