@@ -1,6 +1,5 @@
 """What memory holds; bench.py memory, and what is said where memory ends."""
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from common import assert_same_run, refused, run_main, scored_by_letters
 from harness import machine
 from harness.batches import Batch
 from studies.random_models import random_model
+from studies.step import PARTS
 from test_qerl import with_lora
 
 
@@ -31,19 +31,17 @@ def test_out_of_memory_is_one_line_with_the_remedies(
 
 def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     """The table and the picture of the tiny shape."""
-    arguments = ["bench.py", "memory", "--device", "cpu", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    bench.main()
-    (row,) = json.loads((tmp_path / "cpu/memory.json").read_text())["rows"]
-    assert row["model"] == "tiny" and set(row["rest_gb"]) == {"rollout", "update"}
+    run_main(monkeypatch, "memory", "--device", "cpu", "--out", tmp_path / "memory", program=bench)
+    rollout, update = json.loads((tmp_path / "memory.json").read_text())["rows"]
     model = random_model("tiny", "nvfp4", 16, "cpu")
     lora = sum(p.nbytes for p in qerl.trainable(model).values()) / 1e9
-    assert row["lora_gb"] == row["gradients_gb"] == pytest.approx(lora)
-    assert 2 * lora <= row["optimizer_gb"] < 2.01 * lora            # and a count of steps each
-    assert row["cache_gb"] == pytest.approx(cache_bytes(model, 8, 20) / 1e9)
-    assert (tmp_path / "cpu/memory.png").exists()
+    assert rollout["LoRA"] == update["LoRA"] == update["gradients"] == pytest.approx(lora)
+    assert 2 * lora <= update["optimiser"] < 2.01 * lora            # and a count of steps each
+    assert rollout["KV cache"] == pytest.approx(cache_bytes(model, 8, 20) / 1e9)
+    assert sum(rollout[part] for part in PARTS) == pytest.approx(rollout["peak_gb"])
+    assert (tmp_path / "memory.png").exists()
     out = capsys.readouterr().out
-    assert "these figures mean nothing" in out and "| tiny |" in out
+    assert "these figures mean nothing" in out and "| tiny | rollout |" in out
 
 
 def cache_bytes(model, slots, length):
