@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
-from harness import folders, report
+from harness import folders, report, run
 from harness.folders import write_jsonl
 from harness.small_policy import made_up_problems
 
@@ -89,9 +89,18 @@ def plain_curves():
 
 @pytest.fixture(scope="module")
 def finished(qwen, data, tmp_path_factory):
-    """The folder of a run of two steps, which a test copies before it breaks it."""
+    """The folder of a run of two steps, which a test copies before it breaks it.
+
+    Another version made it, which has a setting more than ours and lacks one.
+    """
     out = tmp_path_factory.mktemp("finished") / "run"
+    lasting = run.lasting
+
+    def theirs(settings):
+        return {name: v for name, v in lasting(settings).items() if name != "start_seed"} | {"more": 3}
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "lasting", theirs)
         run_main(patch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out)
     return out
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import harness.run
 import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_learned, assert_same_run, files_below
-from common import killed_at, refused, run_main, scored_by_letters, without_times
+from common import killed_at, refused, run_main, without_times
 from harness.data import ChatText, check_tokens
 from harness.folders import open_folder, read_jsonl, read_log
+from harness.run import read_checkpoint
 from test_qerl import HERE
 
 
@@ -39,6 +39,15 @@ from test_qerl import HERE
     ("--lr -1", "--lr -1.0: must be positive"),
     ("--prompts 3 --updates 2", "--prompts 3: is not divisible by --updates 2"),
     ("--sigma-end 0", "--sigma-end 0.0: an exponential schedule needs both sigmas positive"),
+    ("--lora-rank 0", "--lora-rank 0: trains the weights themselves, .* use --weights bf16"),
+    ("--lora-rank 0 --weights bf16 --beta 1", "--beta 1.0: the reference .* use --beta 0"),
+    ("--eval-every 2", "--eval-every 2: needs questions to evaluate on; give --validation"),
+    ("--chat-template-kwargs [1]", r"--chat-template-kwargs \[1\]: is no JSON object"),
+    ("--reward good", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
+    ("--reward none.py:f", "there is no file none.py"),
+    ("--reward heavy*answer", "heavy is no number"),
+    ("--dry-run", "--dry-run: knows real models that are not cut; name one with --model"),
+    ("--dry-run --model m --shard", "leave --shard out"),
     ("--save-quantized out", "saves a real model; name it with --model"),
     ("--save-quantized out --model m --weights bf16", "leave --weights bf16 out"),
     ("--save-quantized out --model m --eval-only", "leave --resume and --eval-only out"),
@@ -121,6 +130,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--model far-end", "to 9999, its vocabulary has 262"),
     ("--data used", "no file matches"),
     ("--data no-file", "Is a directory"),
+    ("--validation 64", "--validation 64: there are 64 training questions; lower it"),
+    ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
     ("--out used", "already holds a run"),
     ("--resume", "run: no such folder"),
@@ -136,35 +147,35 @@ def test_a_tokenizer_of_another_model_is_refused():
         check_tokens([{"question": "a", "prompt": [1, 300]}], {256}, 262)
 
 
-def with_template(model, folder, text):
-    """(folder of a copy of a model with this chat template, its token <|im_end|>)"""
-    shutil.copytree(model, folder, dirs_exist_ok=True)
+@pytest.fixture
+def chatty(qwen, tmp_path):
+    """(folder of a model whose template writes the date and ends turns, the token that ends them)"""
+    folder = tmp_path / "chatty"
+    shutil.copytree(qwen[0], folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    tokenizer.chat_template = text
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %b %Y, %Y-%m-%d, %B') }}: "
+        "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}")
     tokenizer.save_pretrained(folder)
-    return str(folder), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return folder, tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_an_end_of_turn_that_ends_no_completion_is_said(qwen, tmp_path, capsys):
-    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
-    folder, end = with_template(qwen[0], tmp_path, turns)
-    ChatText(folder, "Reason.")
+def test_an_end_of_turn_that_ends_no_completion_is_said(chatty, capsys):
+    folder, end = chatty
+    ChatText(str(folder), "")
     said = capsys.readouterr().out
     assert "ends an answer with <|im_end|>, which ends no completion" in said
     assert f"add {end} to eos_token_id" in said
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, end]}))
-    ChatText(folder, "Reason.")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, end]}))
+    ChatText(str(folder), "")
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(
-        qwen, tmp_path, cache, monkeypatch, quick):
-    template = "{{ strftime_now('%d %b %Y, %Y-%m-%d, %B') }}: {{ messages[1].content }}"
-    model, _ = with_template(qwen[0], tmp_path / "model", template)
-    text = ChatText(model, "")
-    assert text.decode(text.prompt("1?")) == "26 Jul 2024, 2024-07-26, July: 1?"
-    options = (*quick, "--model", model, "--steps", 1, "--quantizer", "gptq")
+def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, monkeypatch, quick):
+    text = ChatText(str(chatty[0]), "")
+    assert text.decode(text.prompt("1?")).startswith("26 Jul 2024, 2024-07-26, July: ")
+    options = (*quick, "--model", chatty[0], "--steps", 1, "--quantizer", "gptq")
     run_main(monkeypatch, *options)
     tomorrow = SimpleNamespace(now=lambda: datetime(2100, 1, 2))
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", tomorrow)
@@ -219,23 +230,13 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
     for content in damaged:
         (tmp_path / "checkpoint.safetensors").write_bytes(content)
         with pytest.raises(qerl.UserError, match="checkpoint.safetensors: "):
-            harness.run.read_checkpoint(str(tmp_path), {})
+            read_checkpoint(str(tmp_path), {})
 
 
 def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
-    """By the schedules of the longer run: its learning rate is that of an own run of four steps.
-
-    A setting newer than the checkpoint takes its default, one that is no more is left out.
-    """
+    """By the schedules of the longer run: its learning rate is that of an own run of four steps."""
     out = tmp_path / "run"
     shutil.copytree(finished, out)
-    path = out / "checkpoint.safetensors"
-    tensors, metadata = load_file(path), safe_open(path, "pt").metadata()
-    settings = json.loads(metadata["settings"])
-    del settings["start_seed"]
-    metadata["settings"] = json.dumps(settings | {"no_more": 3})
-    metadata["sha256"] = harness.run.content_hash(metadata, tensors)
-    save_file(tensors, path, metadata)
     resume = ("--out", out, "--resume")
     for flags in (("--steps", 4), ("--eval-only",)):
         run_main(monkeypatch, *resume, *flags)
@@ -243,9 +244,8 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
             monkeypatch, capsys, *resume, "--lora-rank", 3, *flags)
     log = without_times(out / "metrics.jsonl")
     assert log[:2] == without_times(finished / "metrics.jsonl")
-    assert [m["step"] for m in log] == [1, 2, 3, 4]
     expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
-    assert [m["lr"] for m in log[2:]] == expected
+    assert [(m["step"], m["lr"]) for m in log[2:]] == list(zip((3, 4), expected))
     assert json.loads((out / "summary.json").read_text())["steps"] == 4
     assert "has done 4; give more" in refused(monkeypatch, capsys, *resume, "--steps", 3)
 
@@ -261,19 +261,22 @@ def test_the_newest_run_goes_on_by_its_own_settings(finished, tmp_path, monkeypa
     assert "resumed runs/new after step 2" in capsys.readouterr().out
 
 
-def test_a_run_does_not_go_on_with_another_model_or_other_data(
+def test_a_run_does_not_go_on_with_what_has_changed(
         qwen, data, tmp_path, monkeypatch, capsys, quick):
-    folder = tmp_path / "both"
+    folder = tmp_path / "all"
     for source in (qwen[0], data):
         shutil.copytree(source, folder, dirs_exist_ok=True)
-    options = (*quick, "--model", folder, "--data", folder, "--steps", 1)
+    (folder / "own.py").write_text("def short(completion, question):\n    return len(completion)\n")
+    options = (*quick, "--model", folder, "--data", folder, "--reward", f"{folder}/own.py:short",
+               "--steps", 1)
     run_main(monkeypatch, *options)
     last = (folder / "model.safetensors").read_bytes()[-4:]
     for name, old, new, flag, message in (
             ("model.safetensors", last, bytes(4), "--resume", "the weights or 4-bit codes changed"),
             ("config.json", b"1e-06", b"0.1", "--eval-only", "the config.json or"),
             ("generation_config.json", b"256", b"65", "--resume", "the EOS tokens changed"),
-            ("train.jsonl", b"#### ", b"#### 1", "--resume", "questions, answers or prompts")):
+            ("train.jsonl", b"#### ", b"#### 1", "--resume", "questions, answers or prompts"),
+            ("own.py", b"len", b"-len", "--resume", "the file of --reward changed")):
         stored = (folder / name).read_bytes()
         (folder / name).write_bytes(stored.replace(old, new))
         assert message in refused(monkeypatch, capsys, *options, "--resume", flag)
@@ -292,17 +295,19 @@ def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, quan
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
-def test_a_kill_at_any_rename_or_log_line_resumes_bit_for_bit(quiz, tmp_path):
+def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
+    """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
-    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
-               "--eval-questions", 2)
-    rename, line = (os, "replace"), (harness.run, "append_jsonl")
+    options = (
+        "--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
+        "--eval-questions", 2, "--algo", "dapo", "--train-norms", "--tis", 2,
+        "--sigma-start", 0.2, "--sigma-end", 0.1, "--stages", 2)
+    rename = os, "replace"
     whole = tmp_path / "whole"
     renames = killed_at(rename, 0, "before", *options, "--out", whole)
-    kills = [(rename, n, "before") for n in range(1, renames + 1)]
-    for event, number, when in [*kills, (line, 1, "after"), (line, 2, "amid")]:
-        out = tmp_path / f"{event[1]}-{number}"
-        assert killed_at(event, number, when, *options, "--out", out) is None
+    for number in range(1, renames + 1):
+        out = tmp_path / str(number)
+        assert killed_at(rename, number, "before", *options, "--out", out) is None
         killed_at(rename, 0, "before", *options, "--out", out, "--resume")
         assert_learned(assert_same_run(whole, out))
         assert files_below(out).keys() == files_below(whole).keys()
@@ -375,26 +380,31 @@ def test_a_run_ends_well_where_nobody_can_read_it(ending, output):
 def test_nan_ends_a_run_before_it_is_stored(
         tmp_path, monkeypatch, capsys, quick, options, message, steps):
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
-    scored_by_letters(monkeypatch)
-    assert message in refused(monkeypatch, capsys, *quick, "--save-every", 1, *options)
+    options = (*quick, *LEARNING, "--reward", "random", "--save-every", 1, *options)
+    assert message in refused(monkeypatch, capsys, *options)
     stored = load_file(tmp_path / "run/checkpoint.safetensors")
     assert all(t.isfinite().all() for t in stored.values())
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == steps
 
 
-@pytest.mark.parametrize("function,number,error,message", [
-    ("fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
-    ("replace", 1, PermissionError(errno.EACCES, "Permission denied", "x"), "close the program"),
+@pytest.mark.parametrize("place,name,number,error,message", [
+    (os, "fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+    (os, "replace", 1, PermissionError(errno.EACCES, "Permission denied"), "close the program"),
+    (torch.optim.AdamW, "step", 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+     "out of memory; lower --slots (rollout) or --micro-tokens"),
+    (qerl, "generate", 1, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+     "out of memory; lower --slots (rollout) or --micro-tokens"),
 ])
-def test_what_the_system_cannot_write_is_one_line(
-        tmp_path, monkeypatch, capsys, quick, function, number, error, message):
+def test_what_the_system_refuses_is_one_line(
+        tmp_path, monkeypatch, capsys, quick, place, name, number, error, message):
     """From the call of this number on it fails."""
-    original, calls = getattr(os, function), itertools.count(1)
+    original, calls = getattr(place, name), itertools.count(1)
 
-    def fails(*args):
+    def fails(*given, **options):
         if next(calls) >= number:
             raise error
-        return original(*args)
-    monkeypatch.setattr(os, function, fails)
+        return original(*given, **options)
+
+    monkeypatch.setattr(place, name, fails)
     said = refused(monkeypatch, capsys, *quick)
     assert message in said and f"--resume --out {tmp_path}/run" in said
