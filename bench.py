@@ -6,11 +6,9 @@ picture.
                                                        against cuBLAS BF16
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once; vLLM's, too
-    python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward,
-                                                       log-probabilities, update
+    python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, and its
-                                                       peak by phase, each model under a cap
+    python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, by phase
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
     python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
@@ -19,12 +17,11 @@ picture.
 
 kernels, rollout, step, scaling and memory make random weights of the given shapes on the GPU. On a
 CPU all but kernels run a tiny shape, to step through; its times, and memory, mean nothing.
-step may be started by torchrun, too: each process then has its share of the prompts. claims, entropy
-and methods write to runs/. `python bench.py COMMAND --help` has the flags of each.
+step may be started by torchrun, too: each process then has its share of the prompts. claims and
+methods write to runs/. `python bench.py COMMAND --help` has the flags of each; those of a run,
+such as --model and --data, are train_gsm8k.py's.
 """
 import copy
-import glob
-import itertools
 import json
 import math
 import os
@@ -34,14 +31,15 @@ import sys
 import tempfile
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import qerl
-from harness.command import Parser, check_device, command_line, end, full_name, one_line
-from harness.command import require_flag
-from harness.folders import atomic_write, writing
-from harness.machine import Clock, environment, is_out_of_memory
+import train_gsm8k
+from harness.command import Parser, check_device, command_line, one_line, require_flag
+from harness.folders import atomic_write
+from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
@@ -49,8 +47,8 @@ from studies import claims, compare, peers, results
 from studies.entropy import SIGMAS, bench_entropy, plot_entropy
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
-from studies.step import CAPS, limit_memory, memory_row, plot_memory, plot_scaling, plot_step
-from studies.step import release_memory, settings_for, speed_ups, step_rows
+from studies.step import memory_rows, plot_memory, plot_scaling, plot_step, release_memory
+from studies.step import settings_for, speed_ups, step_rows
 from studies.study import grouped, positive, read_json, table
 
 
@@ -73,24 +71,22 @@ def model_layers(folder):
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    error = dict.fromkeys(qerl.FORMATS, 0.0)
-    bits = dict.fromkeys(qerl.FORMATS, 0)
-    norm = 0.0
-    count = 0
+    sums = {name: np.zeros(4) for name in qerl.FORMATS}
     for weight in layers:
         weight = weight.to(device)
-        norm += weight.double().square().sum().item()
-        count += weight.numel()
         for name, format in qerl.FORMATS.items():
             stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
             difference = format.dequantize(*stored, torch.float32) - weight
-            error[name] += difference.double().square().sum().item()
-            bits[name] += 8 * sum(t.nbytes for t in stored)
-    return {name: ((error[name] / norm) ** 0.5, bits[name] / count) for name in qerl.FORMATS}
+            squares = [t.double().square().sum().item() for t in (difference, weight)]
+            bits = 8 * sum(t.nbytes for t in stored)
+            sums[name] += [*squares, bits, weight.numel()]
+    return {name: (math.sqrt(error / norm), bits / count)
+            for name, (error, norm, bits, count) in sums.items()}
 
 
 def bench_formats(args):
-    folder = qerl.model_folder(full_name(args.model)) if args.model else warm_start()
+    model = train_gsm8k.arguments([*args.more, "--device", args.device]).model
+    folder = qerl.model_folder(model) if model else warm_start()
     gaussian = relative_errors(gaussian_layers(), args.device)
     real = relative_errors(model_layers(folder), args.device)
     for name, (error, bits) in gaussian.items():
@@ -99,47 +95,6 @@ def bench_formats(args):
 
 # --------------------------------------------------------------------------------------------------
 # One linear layer
-
-def replay_seconds(run):
-    """Seconds of one call of `run` (a CUDA graph's replay) under its own load.
-
-    It runs back to back in chunks of 20 ms, and after 0.2 s the median of five counts, because the
-    clock seems to follow the power drawn in the last 0.2 s.
-    """
-    def chunk_seconds(chunks, repeats):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(chunks + 1)]
-        for event in events:
-            event.record()
-            for _ in range(repeats):
-                run()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 / repeats for a, b in itertools.pairwise(events)]
-
-    once = chunk_seconds(2, 1)[-1]
-    repeats = max(1, round(0.02 / once))
-    warm_up = round(0.18 / (repeats * once))
-    return statistics.median(chunk_seconds(warm_up + 5, repeats)[-5:])
-
-
-def run_all(calls):
-    """Their results, all alive at once, so that each has memory of its own, as in a model."""
-    return [call() for call in calls]
-
-
-def replay_times(contenders):
-    """{name: seconds a call} of each contender's list of calls, repeated to the longest's length.
-
-    The list is one CUDA graph, and the median of three rounds counts: now and then the clock drops
-    for a third of a second, and whoever had its turn then seemed up to a quarter slower.
-    """
-    longest = max(map(len, contenders.values()))
-    graphs = {}
-    for name, calls in contenders.items():
-        repeated = list(itertools.islice(itertools.cycle(calls), longest))
-        graphs[name] = qerl.kernels.record_graph(partial(run_all, repeated))
-    rounds = [{name: replay_seconds(graph) for name, graph in graphs.items()} for _ in range(3)]
-    return {name: statistics.median(r[name] for r in rounds) / longest for name in graphs}
-
 
 def layers_of(name):
     """{layer: (out_features, in_features)} of the four stacked linear layers of a block."""
@@ -161,27 +116,35 @@ def multiply(weight, x):
     return F.linear(x, weight.dequantize(x.dtype))
 
 
-def copies(nbytes):
-    """How many weights of so many bytes lie together well beyond a GPU's L2 cache."""
-    return max(2, math.ceil(2e8 / nbytes))
+def seconds_a_call(linears, x):
+    """Of each of these layers, the median of ten CUDA graphs of 0.1 s, which load the GPU alone.
+
+    The results of all are alive at once, so that each has memory of its own, as in a model.
+    """
+    from triton.testing import do_bench_cudagraph
+
+    def call_all():
+        return [linear(x) for linear in linears]
+    return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1e3 / len(linears)
 
 
 def layer_rows(model, layer):
-    """A row for each number of rows of x: the seconds of cuBLAS in BF16, NVFP4 and NF4."""
+    """A row for each number of rows of x: the seconds of cuBLAS in BF16, NVFP4 and NF4.
+
+    There are so many copies of a weight that together they lie well beyond a GPU's L2 cache.
+    """
     out, columns = layers_of(model)[layer]
     weight = torch.randn(out, columns, device="cuda", dtype=torch.bfloat16) * 0.02
-    dense = [weight.clone() for _ in range(copies(2 * out * columns))]
-    linears = {"bf16": [partial(F.linear, weight=weight) for weight in dense]}
+    count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
+    linears = {"bf16": [partial(F.linear, weight=weight.clone()) for _ in range(count)]}
     for name in ("nvfp4", "nf4"):
         format = qerl.FORMATS[name]
         tiled = format.tile(*format.quantize(weight))
-        linears[name] = [partial(multiply, copy.deepcopy(tiled))
-                         for _ in range(copies(out * columns * 9 / 16))]
+        linears[name] = [partial(multiply, copy.deepcopy(tiled)) for _ in range(count)]
     for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
         x = torch.randn(M, columns, device="cuda", dtype=torch.bfloat16)
-        calls = {name: [partial(linear, x) for linear in same] for name, same in linears.items()}
-        shape = {"model": model, "layer": layer, "out": out, "in": columns, "M": M}
-        yield {**shape, **replay_times(calls)}
+        times = {name: seconds_a_call(same, x) for name, same in linears.items()}
+        yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, **times}
 
 
 def bench_kernels(args):
@@ -198,11 +161,9 @@ OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Ma
 def kernel_means(rows):
     """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
     for (model, M), same in grouped(rows, "model", "M").items():
-        mean = {"model": model, "M": M}
-        for name in OTHERS:
-            if all(name in row for row in same):
-                mean[name] = statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
-        yield mean
+        yield {"model": model, "M": M, **{
+            name: statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
+            for name in OTHERS if name in same[0]}}
 
 
 def plot_kernels(result, plt):
@@ -238,37 +199,25 @@ def bench_rollout(args):
     cuda = args.device == "cuda"
     batches = (1, 8, 32, 128) if cuda else (1, 4)
     tokens = 256 if cuda else 8
-    models = args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"])
-    for name in models:
-        own = rank_of(name)
-        best = {}                                                  # {batch: vLLM's tokens per second}
-        for row in peers.vllm_rows(name, own, batches, tokens) if cuda else []:
-            best[row["batch"]] = max(row["tokens_per_s"], best.get(row["batch"], 0.0))
-            yield row
-        variants = [(own, weights) for weights in args.weights]
-        if name == models[0]:
-            variants += [(rank, "nvfp4") for rank in args.ranks if rank != own]
-        for rank, weights in variants:
-            model = random_model(name, weights, rank, args.device)
-            decode_seconds(model, 1, tokens)                       # compiles what prefill needs
-            for batch in batches:
-                seconds = decode_seconds(model, batch, tokens)
-                row = {"model": name, "rank": rank, "weights": weights, "batch": batch,
-                       "tokens_per_s": batch * tokens / seconds["decode"],
-                       "prefill_s": seconds["prefill"]}
-                yield {**row, "vllm": best[batch]} if best and rank == own else row
-            del model
-            release_memory(args.device)
+    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"]):
+        for rank in args.ranks or [rank_of(name)]:
+            if cuda:
+                yield from peers.vllm_rows(name, rank, batches, tokens)
+            for weights in args.weights:
+                model = random_model(name, weights, rank, args.device)
+                decode_seconds(model, 1, tokens)                   # compiles what prefill needs
+                for batch in batches:
+                    seconds = decode_seconds(model, batch, tokens)
+                    yield {"model": name, "rank": rank, "weights": weights, "batch": batch,
+                           "tokens_per_s": batch * tokens / seconds["decode"],
+                           "prefill_s": seconds["prefill"]}
+                del model
+                release_memory(args.device)
 
 
 def plot_rollout(result, plt):
-    points = []
-    for row in result["rows"]:
-        if row["rank"] == rank_of(row["model"]) and "vLLM" not in row["weights"]:
-            title = f"{row['model']}, LoRA rank {row['rank']}"
-            points.append((title, row["weights"], row["batch"], row["tokens_per_s"]))
-            if "vllm" in row and row["weights"] == "nvfp4":
-                points.append((title, "vLLM's best", row["batch"], row["vllm"]))
+    points = [(row["model"], f"{row['weights']}, LoRA rank {row['rank']}", row["batch"],
+               row["tokens_per_s"]) for row in result["rows"]]
     return plot_lines(plt, points, "sequences decoded at once", "decoded tokens per second",
                       yscale="log")
 
@@ -284,9 +233,6 @@ def bench_step(args):
     for prompts, group in sizes:
         require_flag(prompts % processes == 0, "sizes", f"{prompts}x{group}",
                      f"{processes} processes cannot share {prompts} prompts")
-    if args.shard and processes == 1:
-        raise qerl.UserError("--shard: start by torchrun with --nproc_per_node=2 or more")
-    limit_memory(args.cap, args.device)
     settings = settings_for(args.device)
     if args.peers:
         settings = peers.equal_lengths(settings, sizes)
@@ -294,8 +240,7 @@ def bench_step(args):
         if args.peers:
             yield from peers.trl_rows(name, sizes, settings, args.repeats)
         for weights in args.weights:
-            yield from step_rows(
-                name, weights, sizes, settings, args.repeats, args.shard, cut=not args.peers)
+            yield from step_rows(name, weights, sizes, settings, args.repeats, cut=not args.peers)
             release_memory(args.device)
 
 
@@ -312,7 +257,7 @@ def bench_scaling(args):
 def measure_processes(args, count, sizes):
     """The rows of `bench.py step` in so many processes; raises UserError if one of them fails."""
     models = args.model or ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
@@ -321,39 +266,25 @@ def measure_processes(args, count, sizes):
             "--sizes", *sizes,
             "--repeats", str(args.repeats),
             "--device", args.device,
-            "--out", out,
+            "--out", f"{folder}/step",
         ]
         # torchrun gives several processes a thread each; so has the one with which they compare.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         require_flag(done.returncode == 0, "processes", count, "a step failed; its error stands above")
-        [path] = glob.glob(f"{glob.escape(out)}/*/step*.json")
-        return read_json(path)["rows"]
+        return read_json(f"{folder}/step.json")["rows"]
 
 
 def bench_memory(args):
     settings = settings_for(args.device, lora_rank=16, max_new_tokens=1024, micro_tokens=1152)
-    for name in args.model or (CAPS if args.device == "cuda" else ["tiny"]):
-        yield memory_row(name, settings)
+    models = ["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"]
+    for name in args.model or (models if args.device == "cuda" else ["tiny"]):
+        yield from memory_rows(name, settings)
         release_memory(args.device)
 
 
 # --------------------------------------------------------------------------------------------------
 # Command line
-
-# What each measures, what else it prints of its rows, its picture.
-COMMANDS = {
-    "formats": (bench_formats, None, None),
-    "kernels": (bench_kernels, kernel_means, plot_kernels),
-    "rollout": (bench_rollout, None, plot_rollout),
-    "step": (bench_step, None, plot_step),
-    "scaling": (bench_scaling, speed_ups, plot_scaling),
-    "memory": (bench_memory, None, plot_memory),
-    "entropy": (bench_entropy, None, plot_entropy),
-}
-# Of the .json files in results/: what draws their pictures.
-PLOTS = {what: plot for what, (_, _, plot) in COMMANDS.items() if plot}
-
 
 def size(text):
     """"32x8" -> (32, 8): prompts and completions of each, of which advantages need two."""
@@ -363,67 +294,51 @@ def size(text):
     return prompts, group
 
 
+FLAGS = {
+    "device": dict(choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"),
+    "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
+    "model": dict(nargs="+", choices=SHAPES, help="shapes"),
+    "weights": dict(nargs="+", choices=[*qerl.FORMATS, "nvfp4-fp8"], default=["nvfp4", "bf16", "nf4"],
+                    help="frozen (default nvfp4 bf16 nf4); nvfp4-fp8, of a step: --method jetrl:training"),
+    "ranks": dict(nargs="+", type=positive, help="of LoRA (default 32; 14B and 32B 16)"),
+    "sizes": dict(nargs="+", type=size, metavar="PxG", help="prompts of all processes x completions "
+                  "of each (default 1x2 1x4 1x8 32x8, times the processes)"),
+    "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
+    "peers": dict(action="store_true",
+                  help="TRL + vLLM, too; completions of 256 tokens (studies/peers.py)"),
+    "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
+                      "(default 1 2 4 8)"),
+    "sigmas": dict(nargs="+", type=float, default=SIGMAS, help="noise"),
+    "draws": dict(type=positive, default=3, help="rollouts, each with its noise (default 3)"),
+    "prompts": dict(type=positive, default=64, help="questions (default 64)"),
+}
+# What each measures, what else it prints of its rows, its picture, its flags.
+COMMANDS = {
+    "formats": (bench_formats, None, None, []),
+    "kernels": (bench_kernels, kernel_means, plot_kernels, ["model"]),
+    "rollout": (bench_rollout, None, plot_rollout, ["model", "weights", "ranks"]),
+    "step": (bench_step, None, plot_step, ["model", "weights", "sizes", "repeats", "peers"]),
+    "scaling": (bench_scaling, speed_ups, plot_scaling, ["model", "weights", "repeats", "processes"]),
+    "memory": (bench_memory, None, plot_memory, ["model"]),
+    "entropy": (bench_entropy, None, plot_entropy, ["weights", "sigmas", "draws", "prompts"]),
+}
+# Of the .json files in results/: what draws their pictures.
+PLOTS = {what: plot for what, (_, _, plot, _) in COMMANDS.items() if plot}
+REAL = ("formats", "entropy")            # of a run's model: other flags are train_gsm8k.py's
+
+
 def arguments():
     p = Parser(__doc__)
     commands = p.add_subparsers(dest="what", required=True, metavar="COMMAND")
-    of = {what: commands.add_parser(what, description=None) for what in COMMANDS}
-    of["formats"].add_argument("--model", help="folder or name (default: the small policy)")
-    for what in ("kernels", "rollout", "step", "scaling", "memory"):
-        of[what].add_argument("--model", nargs="+", choices=SHAPES, help="shapes")
-    formats = ["nvfp4", "bf16", "nf4", "mxfp4"]
-    for what, default in (("rollout", formats[:3]), ("step", formats[:3]), ("scaling", formats[:1]),
-                          ("entropy", formats)):
-        choices = [*formats, "nvfp4-fp8"] if what in ("step", "scaling") else formats
-        of[what].add_argument("--weights", nargs="+", choices=choices, default=default,
-                              help="of frozen weights; nvfp4-fp8, of a step: --method jetrl:training")
-    of["rollout"].add_argument("--ranks", nargs="*", type=positive, default=[16, 128],
-                               help="other LoRA ranks for the first model, NVFP4 (default 16 128)")
-    of["step"].add_argument("--sizes", nargs="+", type=size, metavar="PxG",
-                            help="prompts of all processes x completions of each (default 1x2 1x4 "
-                                 "1x8 32x8, times the processes)")
-    of["step"].add_argument("--shard", action="store_true",
-                            help="under torchrun: cut the frozen weights over the processes")
-    of["step"].add_argument("--peers", action="store_true",
-                            help="TRL + vLLM, too; completions of 256 tokens (studies/peers.py)")
-    of["step"].add_argument("--cap", type=float, metavar="GB",
-                            help="let each process take so many 10^9 bytes of its GPU at most")
-    for what, default in (("step", 1), ("scaling", 3)):
-        of[what].add_argument("--repeats", type=positive, default=default,
-                              help=f"timed steps, of which the median counts (default {default})")
-    of["scaling"].add_argument("--processes", nargs="+", type=positive,
-                               help="their numbers, each with a GPU of its own (default 1 2 4 8)")
-    of["entropy"].add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
-    for flag, default, remark in (("--draws", 3, "rollouts, each with its noise"),
-                                  ("--prompts", 64, "questions")):
-        of["entropy"].add_argument(flag, type=positive, default=default,
-                                   help=f"{remark} (default {default}); other flags: train_gsm8k.py's")
-    for what, parser in of.items():
-        out = "runs/entropy" if what == "entropy" else "results"
-        parser.add_argument("--device", choices=["cuda", "cpu"],
-                            default="cuda" if torch.cuda.is_available() else "cpu")
-        parser.add_argument("--out", default=out, help=f"folder (default {out})")
+    for what, (*_, flags) in COMMANDS.items():
+        parser = commands.add_parser(what, description=None)
+        for flag in ("device", "out", *flags):
+            parser.add_argument(f"--{flag}", **FLAGS[flag])
     args, args.more = p.parse_known_args()
-    if args.more and args.what != "entropy":
+    if args.more and args.what not in REAL:
         p.error(f"unrecognized arguments: {' '.join(args.more)}")
     check_device(args.device)
     return args
-
-
-def results_path(args):
-    """Where a command's files go, without their endings: by GPU, but entropy and a model's formats are
-    the same everywhere; what several processes measured of a step stands apart.
-    """
-    if args.what == "entropy" or args.what == "formats" and args.model:
-        return f"{args.out}/{args.what}"
-    hardware = "cpu"
-    if args.device == "cuda":
-        hardware = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    processes = Ranks().count
-    name = f"{args.what}-{processes}-processes" if processes > 1 else args.what
-    for flag, apart in (("shard", "-sharded"), ("peers", "-peers")):
-        if getattr(args, flag, False):
-            name += apart
-    return f"{args.out}/{hardware}/{name}"
 
 
 def print_rows(rows):
@@ -436,14 +351,16 @@ def print_rows(rows):
 
 def run(args):
     """Measure, and write the files each time there is more, so that a stop loses little."""
-    bench, summary, plot = COMMANDS[args.what]
+    bench, summary, plot, _ = COMMANDS[args.what]
     ranks = Ranks()
     ranks.start(args.device)
-    if args.what not in ("formats", "entropy") and args.device == "cpu":
+    hardware = "cpu"
+    if args.device == "cuda":
+        hardware = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    elif args.what not in REAL:
         print("on a CPU: these figures mean nothing")
-    path = results_path(args)
-    with writing(f"--out {args.out}"):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+    path = args.out or f"results/{hardware}/{args.what}"
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     result = {"command": command_line(), "rows": [], **environment(args.device)}
     for row in bench(args):
         result["rows"].append(row)
@@ -466,13 +383,7 @@ def main():
                    "tables": partial(results.main, plots=PLOTS)}
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]](sys.argv[2:]))
-        args = arguments()
-        try:
-            run(args)
-        except RuntimeError as e:
-            if not is_out_of_memory(e):
-                raise
-            end(f"{qerl.reason(e)} Choose a smaller --model, or of step smaller --sizes")
+        run(arguments())
 
 
 if __name__ == "__main__":

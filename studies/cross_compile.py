@@ -13,7 +13,7 @@ import torch
 
 import fp4_kernels
 import qerl
-from studies.random_models import RandomWeights, config_of
+from studies.random_models import random_model
 
 
 def pretend(target):
@@ -42,9 +42,7 @@ def pretend(target):
 
 def launch_model(weights, dtype):
     """What a rollout and an update launch."""
-    checkpoint = RandomWeights(weights, 32, "cpu")
-    checkpoint.dtype = dtype
-    model = qerl.Transformer(config_of("tiny"), checkpoint)
+    model = random_model("tiny", weights, 32, "cpu", dtype)
     for layer in model.quantized_layers():
         layer.prepare_decoding(dtype)
     cache = qerl.KVCache(model, 16, 64)

@@ -8,10 +8,11 @@ import torch
 
 import qerl
 import train_gsm8k
-from harness.batches import cut_rows
+from harness.batches import make_batch
 from harness.command import require_flag
+from harness.ranks import Ranks
 from studies.plots import plot_lines
-from studies.study import name_in_rows, standard_error
+from studies.study import name_in_rows
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
 PANELS = {
@@ -21,35 +22,27 @@ PANELS = {
 }
 
 
-def measure(model, tokenizer, questions, settings, fit, sigma, draw):
-    """One rollout under one draw of noise: means over its tokens, and over its completions.
-
-    The entropies of completions to one question are alike, so the standard error is that of the
-    questions' means.
-    """
-    sampling = torch.Generator(model.device).manual_seed(draw)
-    noise = torch.Generator().manual_seed(1000 + draw)
-    with qerl.adaptive_quantization_noise(model, sigma, noise):
+@torch.no_grad()
+def measure(model, tokenizer, questions, settings, sigma, draw):
+    """One rollout under one draw of noise: means over its tokens, and over its completions."""
+    sampling_rng = torch.Generator(model.device).manual_seed(draw)
+    noise_rng = torch.Generator().manual_seed(1000 + draw)
+    with qerl.adaptive_quantization_noise(model, sigma, noise_rng):
         rollout = qerl.generate(
             model, [q["prompt"] for q in questions], settings.max_new_tokens, settings.group,
-            eos=tokenizer.eos, slots=fit.slots, generator=sampling,
+            eos=tokenizer.eos, slots=settings.slots, generator=sampling_rng,
         )
     texts = train_gsm8k.decode_all(tokenizer, rollout)
     samples = train_gsm8k.score(questions, rollout, texts, settings.reward)
-    prompts = [q["prompt"] for q in questions for _ in range(settings.group)]
-    logprobs = torch.zeros_like(rollout.logprobs)
-    with torch.no_grad():
-        for rows in cut_rows(prompts, rollout.length.tolist(), fit.micro_tokens):
-            logprobs[rows] = qerl.token_logprobs(
-                model, [prompts[i] for i in rows], rollout.tokens[rows], rollout.length[rows])
-    kl, _ = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
-    entropy = (rollout.entropy * rollout.mask).view(len(questions), -1).sum(1)
-    tokens = rollout.mask.view(len(questions), -1).sum(1)
+    batch = make_batch(samples, samples.rewards, qerl, settings, Ranks())
+    for rows in batch.micro_batches(range(len(texts)), settings.micro_tokens):
+        batch.old_logprobs[rows.index] = qerl.token_logprobs(
+            model, rows.prompts, rows.tokens, rows.length)
+    kl, _ = qerl.mismatch(batch.old_logprobs, rollout.logprobs, rollout.mask)
     return {
         "sigma": sigma,
         "draw": draw,
-        "entropy": (entropy.sum() / tokens.sum()).item(),
-        "standard_error": standard_error((entropy / tokens).tolist()),   # None of one question
+        "entropy": rollout.entropy[rollout.mask].mean().item(),
         "accuracy": samples.correct.mean().item(),
         "length": rollout.length.float().mean().item(),
         "mismatch_kl": kl,
@@ -61,15 +54,14 @@ def bench_entropy(args):
     for weights in args.weights:
         settings = train_gsm8k.arguments(
             [*args.more, "--device", args.device, "--weights", weights, "--quantizer", "rtn"])
-        model, tokenizer, data, fit = train_gsm8k.load_all(settings, qerl)
+        model, tokenizer, data, settings = train_gsm8k.load_all(settings, qerl)
         questions = data.train[:args.prompts]
         require_flag(args.prompts == len(questions), "prompts", args.prompts,
                      f"there are {len(data.train)} questions; lower it")
         asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}
         for sigma in args.sigmas:
             for draw in range(args.draws):
-                found = measure(model, tokenizer, questions, settings, fit, sigma, draw)
-                yield {**asked, **found}
+                yield asked | measure(model, tokenizer, questions, settings, sigma, draw)
 
 
 def plot_entropy(result, plt):

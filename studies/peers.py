@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 import qerl
-from harness.export import NVFP4A16, save_adapter
+from harness.export import save_adapter, save_packed
 from harness.machine import Clock
 from studies.random_models import config_of, random_model, random_prompts
 from studies.step import device_memory_gb, median_step, prompt_tokens, release_memory
@@ -223,43 +223,6 @@ def trl_rows(name, sizes, settings, repeats):
 # --------------------------------------------------------------------------------------------------
 # vLLM's rollout
 
-def write_config(name, weights, folder):
-    """A config.json from which vLLM makes the model."""
-    config = config_of(name)
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.dtype = "bfloat16"
-    if weights == "nvfp4":
-        config.quantization_config = NVFP4A16
-    config.save_pretrained(folder)
-
-
-def write_adapter(name, rank, folder):
-    """Random LoRA for all seven projections."""
-    save_adapter(random_model(name, "nvfp4", rank, "cuda"), folder, name)
-    release_memory("cuda")
-
-
-def register_random_loader():
-    """Teach vLLM the load format "random": weights of such sizes that activations stay finite."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("random")
-    class RandomLoader(DummyModelLoader):
-        def load_weights(self, model, model_config):
-            for key, p in model.named_parameters():
-                if p.dtype == torch.uint8:
-                    p.data.random_(0, 256)
-                elif p.dtype == torch.float8_e4m3fn:
-                    p.data.copy_(torch.rand(p.shape, device=p.device) * 448)
-                elif key.endswith("global_scale"):
-                    # Stored as its inverse, it makes weights of about 0.02.
-                    p.data.fill_(4e4)
-                elif p.dim() > 1 or key.endswith("bias"):
-                    # Only the norms are left then; they stay 1.
-                    p.data.normal_(std=0.02)
-
-
 def vllm_rollout(folder, weights, vocabulary, rank, batches, tokens):
     """{batch: tokens per second} of vLLM on random weights, as bench.decode_seconds measures ours.
 
@@ -269,11 +232,9 @@ def vllm_rollout(folder, weights, vocabulary, rank, batches, tokens):
     """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
-    register_random_loader()
     lora = LoRARequest("adapter", 1, f"{folder}/adapter")
     llm = LLM(
         f"{folder}/{weights}",
-        load_format="random",
         skip_tokenizer_init=True,
         enable_lora=True,
         max_lora_rank=rank,
@@ -310,9 +271,11 @@ def vllm_rows(name, rank, batches, tokens):
     version = importlib.metadata.version("vllm")
     vocabulary = config_of(name).vocab_size
     with tempfile.TemporaryDirectory() as folder:
-        write_adapter(name, rank, f"{folder}/adapter")
+        save_adapter(random_model(name, "nvfp4", rank, "cuda"), f"{folder}/adapter", name)
+        write_model(name, f"{folder}/bf16")
+        save_packed(f"{folder}/bf16", f"{folder}/nvfp4", "cuda")
+        release_memory("cuda")
         for weights in ("nvfp4", "bf16"):
-            write_config(name, weights, f"{folder}/{weights}")
             rates = in_own_process(vllm_rollout, folder, weights, vocabulary, rank, batches, tokens)
             for batch, rate in rates.items():
                 yield {"model": name, "rank": rank, "weights": f"vLLM {version} {weights}",

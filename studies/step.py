@@ -1,7 +1,7 @@
 """An RL step on random weights: its seconds and its memory by phase, on one GPU or several.
 
 The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
-reference policy. `step_rows` gives the rows of bench.py step, `memory_row` one of bench.py memory.
+reference policy. `step_rows` gives the rows of bench.py step, `memory_rows` those of bench.py memory.
 All memory is in 10^9 bytes; on a CPU it is the process's highest so far, which says nothing.
 """
 import contextlib
@@ -14,18 +14,16 @@ import torch
 
 import qerl
 from harness.batches import make_batch
-from harness.layers import SharedPasses
 from harness.machine import Clock, cache_bytes, keep_activations, peak_memory_gb
 from harness.ranks import Ranks
 from methods import jetrl
 from studies.plots import plot_bars, plot_lines
-from studies.random_models import RandomWeights, ShardedRandomWeights, random_model, random_prompts
+from studies.random_models import random_model, random_prompts
 from studies.study import grouped
 from train_gsm8k import Samples, Settings, make_optimizer, update
 
-# The most that a model may take in bench.py memory.
-CAPS = {"Qwen2.5-7B": 12.0, "Qwen2.5-14B": 18.0, "Qwen2.5-32B": 32.0, "Qwen2.5-72B": 80.0}
-PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")  # the second in older results alone
+# Recorded results have others, too; exchange is that of gradients.
+PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 
 class Phases(Clock):
@@ -41,7 +39,7 @@ class Phases(Clock):
             torch.cuda.reset_peak_memory_stats()
         with super().__call__(phase):
             yield
-        self.peak[phase] = max(self.peak.get(phase, 0.0), peak_memory_gb(self.device))
+        self.peak[phase] = peak_memory_gb(self.device)
 
 
 def release_memory(device):
@@ -59,14 +57,6 @@ def device_memory_gb():
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e9
-
-
-def limit_memory(cap, device):
-    """Let PyTorch take `cap` 10^9 bytes of the GPU at most; None: all there is."""
-    if device == "cuda" and cap is not None:
-        torch.cuda.init()
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 1e9 / whole))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,22 +82,8 @@ class CutSampler(qerl.Sampler):
         self.limit[:len(lengths)] = lengths.to(self.limit.device)
 
 
-class TimedRanks:
-    """The Ranks of an update of several processes, whose exchange has phases of its own."""
-
-    def __init__(self, ranks, phases):
-        self.ranks = ranks
-        self.phases = phases
-
-    def add_gradients(self, trained):
-        with self.phases("waiting"):            # for the slowest process
-            self.ranks.total(torch.zeros(1, device=self.phases.device))          # wait for all
-        with self.phases("exchange"):
-            self.ranks.add_gradients(trained)
-
-
-def take_step(model, optimizer, scaler, lengths, settings, algo, ranks):
-    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, ...}, and the Phases.
+def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
+    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, "peak_gb": by phase, ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
     before. lengths: int64, of this process's completions. Of several processes the figures are means,
@@ -123,20 +99,17 @@ def take_step(model, optimizer, scaler, lengths, settings, algo, ranks):
     with phases("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
         samples = Samples([{"prompt": prompt} for prompt in asked], rollout, None, rewards, rewards)
-        advantages = qerl.group_advantages(rewards)
-        batch = make_batch(samples, advantages, algo, settings, ranks)
-    timed = TimedRanks(ranks, phases) if ranks.count > 1 else ranks
+        batch = make_batch(samples, qerl.group_advantages(rewards), algo, settings, ranks)
     with phases("update"):
-        update(algo, model, batch, optimizer, scaler, settings, timed)
-    for phase in PHASES[-2:]:           # both are part of the update
-        phases.seconds["update"] -= phases.seconds.get(phase, 0.0)
+        update(algo, model, batch, optimizer, scaler, settings, ranks)
     return ranks.join({
         **phases.seconds,
         "step": sum(phases.seconds.values()),
         "length": rollout.length.float().mean().item(),
         "peak_memory_gb": max(phases.peak.values()),
+        "peak_gb": phases.peak,
         **getattr(algo, "measured", {}),
-    }), phases
+    })
 
 
 def median_step(steps):
@@ -156,26 +129,21 @@ def settings_for(device, **changed):
     return Settings(**{**usual, **changed})
 
 
-def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
+def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     """A row for each size (prompts of all processes, completions of each).
 
     weights: a format, or nvfp4-fp8, which is --method jetrl:training. repeats: the step is timed so
-    often, and the median one counts. shard: cut the weights over the processes. cut: completions
-    have lengths like those of GSM8K's solutions; else all have settings.max_new_tokens.
+    often, and the median one counts. cut: completions have lengths like those of GSM8K's solutions;
+    else all have settings.max_new_tokens.
     """
-    device = settings.device
-    ranks = Ranks()                    # this model's own: with --shard it holds on to the model
-    stored = ShardedRandomWeights if shard else RandomWeights
-    model = random_model(name, weights.removesuffix("-fp8"), settings.lora_rank, device, stored)
-    if shard:
-        ranks.serve = SharedPasses(model, ranks).serve
-    if device == "cuda":
-        model.recompute_in_backward()
+    cuda = settings.device == "cuda"
+    ranks = Ranks()
+    model = random_model(name, weights, settings.lora_rank, settings.device)
     algo = qerl
     if weights.endswith("-fp8"):
         algo = jetrl.Neighbour(settings, "training")
         algo.prepare(model, None, None, None)
-    if device == "cuda" and not shard:             # blocks recompute only as memory asks for
+    if cuda:                                       # blocks recompute only as memory asks for
         keep_activations(model, settings.micro_tokens)
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
@@ -184,12 +152,11 @@ def step_rows(name, weights, sizes, settings, repeats=1, shard=False, cut=True):
         lengths = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
         if cut:
             lengths = cut_lengths(len(lengths), settings.max_new_tokens, ranks)
-        step = partial(take_step, model, optimizer, scaler, lengths, own, algo, ranks)
-        if device == "cuda":
-            step()                                 # the first step of a size compiles its kernels
-        median = median_step([step()[0] for _ in range(repeats)])
+        # The first step of a size compiles its kernels.
+        steps = [take_step(model, optimizer, scaler, own, algo, ranks, lengths)
+                 for _ in range(repeats + cuda)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
-               "group": group, **median, "device_memory_gb": device_memory_gb()}
+               "group": group, **median_step(steps[cuda:]), "device_memory_gb": device_memory_gb()}
 
 
 def plot_step(result, plt):
@@ -207,22 +174,17 @@ def plot_step(result, plt):
 # Several processes
 
 def speed_ups(rows):
-    """A line a row: completions a second, and how many times those of one process (None without one).
-
-    shared: "each" has as many prompts for every process, "all" as many for all together.
-    """
+    """A line a row: completions a second, and how many times those of one process."""
     for (model, weights), same in grouped(rows, "model", "weights").items():
-        fewest = min(row["prompts"] for row in same)
-        alone = [row["prompts"] / row["step"] for row in same if row["processes"] == 1]
-        for row in same:
-            speed = row["prompts"] / row["step"]
+        speeds = [row["prompts"] * row["group"] / row["step"] for row in same]
+        alone = [speed for row, speed in zip(same, speeds) if row["processes"] == 1]
+        for row, speed in zip(same, speeds):
             yield {
                 "model": f"{model}, {weights}",
                 "processes": row["processes"],
                 "completions": row["prompts"] * row["group"],
-                "shared": "each" if row["prompts"] == fewest * row["processes"] else "all",
-                "completions/s": speed * row["group"],
-                "times one": speed / alone[0] if alone else None,
+                "completions/s": speed,
+                "times one": speed / alone[0] if alone else math.nan,
             }
 
 
@@ -232,77 +194,51 @@ def plot_scaling(result, plt):
         title = f"{line['model']}: an RL step"
         count = line["processes"]
         points.append((title, "ideal", count, count))
-        for shared in [line["shared"]] if count > 1 else ("each", "all"):
-            points.append((title, f"as many completions for {shared}", count,
-                           line["times one"] or math.nan))
+        points.append((title, f"{line['completions']} completions", count, line["times one"]))
     return plot_lines(plt, points, "GPUs", "completions per second, over one GPU's")
 
 
 # --------------------------------------------------------------------------------------------------
 # Memory
 
+PARTS = ("4-bit weights", "embeddings and output layer, BF16", "LoRA", "optimiser", "gradients",
+         "KV cache", "activations and the rest")
+
+
 def total_gb(tensors):
     return sum(t.nbytes for t in tensors) / 1e9
 
 
-def memory_row(name, settings):
-    """What a step takes on one prompt, whose completions all have their full length.
+def memory_rows(name, settings):
+    """What a step takes, a row a phase, on one prompt whose completions all have their full length.
 
     A step of few tokens goes before: it compiles the kernels, and the optimiser makes its state.
-    rest_gb: activations and temporary tensors.
     """
     device = settings.device
-    limit_memory(CAPS.get(name), device)
     model = random_model(name, settings.weights, settings.lora_rank, device)
     model.recompute_in_backward()
     release_memory(device)
-    taken = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else peak_memory_gb(device)
-    trained = list(qerl.trainable(model).values())
+    embeddings = total_gb([model.embedding, model.lm_head])
+    lora = total_gb(qerl.trainable(model).values())
+    weights = torch.cuda.memory_allocated() / 1e9 - lora - embeddings
     optimizer, scaler = make_optimizer(model, settings)
-
-    def measure(length):
-        release_memory(device)
-        lengths = torch.full((settings.group,), length)
-        return take_step(model, optimizer, scaler, lengths, settings, qerl, Ranks())
-
-    measure(8)
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    tokens = prompt_tokens(device) + settings.max_new_tokens
-    row = {
-        "model": name,
-        "cap_gb": CAPS.get(name),
-        "weights_gb": taken - total_gb(trained),
-        "embeddings_gb": total_gb([model.embedding, model.lm_head]),       # part of the weights
-        "lora_gb": total_gb(trained),
-        "optimizer_gb": total_gb(moments),
-        "gradients_gb": total_gb(trained),
-        "cache_gb": settings.group * tokens * cache_bytes(model) / 1e9,
-    }
-    step, phases = measure(settings.max_new_tokens)
-    row["peak_gb"] = {phase: phases.peak[phase] for phase in ("rollout", "update")}
-    row["rest_gb"] = {phase: peak - sum(parts_of(row, phase).values())
-                      for phase, peak in row["peak_gb"].items()}
-    return {**row, "reserved_gb": torch.cuda.memory_reserved() / 1e9, "seconds": step["step"]}
-
-
-def parts_of(row, phase):
-    """{what: 10^9 bytes} of what is known to lie in memory in a phase."""
-    return {
-        "4-bit weights": row["weights_gb"] - row["embeddings_gb"],
-        "embeddings and output layer, BF16": row["embeddings_gb"],
-        "LoRA": row["lora_gb"],
-        "optimiser": row["optimizer_gb"],
-        "gradients": row["gradients_gb"] if phase == "update" else 0.0,
-        "KV cache": row["cache_gb"] if phase == "rollout" else 0.0,
-    }
+    step = partial(take_step, model, optimizer, scaler, settings, qerl, Ranks())
+    step(torch.full((settings.group,), 8))
+    moments = total_gb(t for state in optimizer.state.values() for t in state.values())
+    release_memory(device)
+    found = step(torch.full((settings.group,), settings.max_new_tokens))
+    tokens = settings.group * (prompt_tokens(device) + settings.max_new_tokens)
+    cache = tokens * cache_bytes(model) / 1e9
+    for phase, gradients, kept in (("rollout", 0.0, cache), ("update", lora, 0.0)):
+        known = [weights, embeddings, lora, moments, gradients, kept]
+        peak = found["peak_gb"][phase]
+        yield {"model": name, "phase": phase, **dict(zip(PARTS, [*known, peak - sum(known)])),
+               "peak_gb": peak, "reserved_gb": torch.cuda.memory_reserved() / 1e9,
+               "seconds": found[phase]}
 
 
 def plot_memory(result, plt):
     """A bar a model and phase."""
-    bars = {}
-    for row in sorted(result["rows"], key=lambda row: row["weights_gb"]):
-        model = f"{row['model'].split('-')[-1]}\ncap {row['cap_gb']:g}" if row["cap_gb"] else row["model"]
-        for phase in row["rest_gb"]:
-            rest = {"activations and the rest": max(0.0, row["rest_gb"][phase])}
-            bars[f"{model}\n{phase}"] = parts_of(row, phase) | rest
+    bars = {f"{row['model'].split('-')[-1]}\n{row['phase']}": {p: max(0.0, row[p]) for p in PARTS}
+            for row in result["rows"]}
     return plot_bars(plt, {"peak of a GRPO step, by phase": bars}, "GB (10⁹ bytes)")
