@@ -9,92 +9,81 @@ How runs are made, stopped and resumed: studies/study.py. Beside the runs stand 
 and the pictures made of them; flags that are not named here go to train_gsm8k.py.
 --arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
 """
+from functools import partial
 from statistics import fmean as mean
 
 from harness.report import save_figure
 from studies.claims_pictures import LINES, compared, plot_curves, plot_differences
 from studies.factorial import ARMS, FLAGS, QUESTIONS
-from studies.factorial import at_rate, best_rates, by_model, differences, questions_of, rates_of
+from studies.factorial import best_rates, by_model, differences, larger_rates, questions_of
 from studies.study import arguments, rate_text, run_study, table, with_error, write_lines
 
-MEASURES = {
-    "accuracy_after": "pass@1",
-    "greedy_after": "greedy",
-    "training_accuracy": "training accuracy",
+# Columns of tables: {what a row has: (title, scale, digits)}.
+REACHED = {
+    "accuracy_after": ("pass@1", 100, 1),
+    "greedy_after": ("greedy", 100, 1),
+    "training_accuracy": ("training accuracy", 100, 1),
 }
-BEFORE = {"accuracy_before": "before: pass@1", "greedy_before": "greedy"}
+MEASURES = {
+    "steps": ("steps", 1, 0),
+    "accuracy_before": ("before: pass@1", 100, 1),
+    "greedy_before": ("greedy", 100, 1),
+    **REACHED,
+    "entropy": ("entropy, nats", 1, 3),
+}
 # Parts of a run, as fractions of its steps; the first step alone is one, too. The first tenth has no
 # noise; in the next two its sigma is largest.
 PHASES = {"first step": (0, 0), "10 to 30 %": (0.1, 0.3), "second half": (0.5, 1)}
-# What is asked of the steps, beside each arm's mean.
-ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits without noise", "both"]
-# What phases.md shows of the steps: title, scale and digits.
+# What phases.md shows of the steps: title, scale and digits; and what it asks of them.
 OVER_TIME = {
     "entropy": ("Entropy in nats a token", 1, 3),
     "mismatch_kl": ("KL(rollout || trained) in 1e-4 nats a token", 1e4, 2),
     "effective_completions": ("Effective sample size of completions, 1 being all of them", 1, 2),
 }
+ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits, without noise", "both"]
 MADE_BY = "Made by `bench.py claims` or `bench.py tables`: means ± standard errors of seeds."
 
 
-def means(seeds, measures, *scale):
-    """[number of rows, a cell for each measure]. seeds: {seed: row}; scale: as with_error takes it."""
-    return [len(seeds), *(with_error([row[measure] for row in seeds.values()], *scale)
-                          for measure in measures)]
-
-
-def mean_differences(by, pairs, measures, *scale):
-    """[number of seeds, a cell for each measure] of what factorial.differences finds."""
-    found = [differences(by, pairs, measure) for measure in measures]
-    return [len(found[0]), *(with_error(values, *scale) for values in found)]
-
-
-def arms_table(rows):
+def arms_table(rows, columns):
     """A line for each model, arm and learning rate: means and standard errors over the seeds."""
     lines = []
     for model, by in by_model(rows).items():
         best = best_rates(by)
         for (arm, lr), seeds in sorted(by.items()):
+            cells = [with_error([row[measure] for row in seeds.values()], *form)
+                     for measure, (_, *form) in columns.items()]
             rate = rate_text(lr) + " (best)" * (best.get(arm) == lr)
-            steps = ", ".join(sorted({str(row["steps"]) for row in seeds.values()}))
-            entropy = means(seeds, ["entropy"], 1, 3)[1]
-            lines.append([model, arm, rate, steps, *means(seeds, BEFORE | MEASURES), entropy])
-    titles = [*BEFORE.values(), *MEASURES.values()]
-    return table(["model", "arm", "lr", "steps", "seeds", *titles, "entropy, nats"], lines)
+            lines.append([model, arm, rate, len(seeds), *cells])
+    return table(["model", "arm", "lr", "seeds", *(title for title, *_ in columns.values())], lines)
 
 
-def differences_table(rows):
-    """A line a model and question that a seed answers: the mean difference by seed, in points."""
-    lines = [[model, what, rates, *mean_differences(by, pairs, [*MEASURES, "gained"])]
-             for model, by in by_model(rows).items() for rates, what, pairs in questions_of(by)]
-    return table(["model", "what", "lr", "seeds", *MEASURES.values(), "pass@1 gained"],
-                 [line for line in lines if line[3]])
+def differences_table(rows, columns, *asked):
+    """A line a model and question that a seed answers: the mean difference by seed.
 
-
-def phase_means(steps, measure):
-    """{phase: the mean of a measure over its steps}."""
-    values = [step[measure] for step in steps]
-    count = len(values)
-    return {phase: mean(values[round(begin * count):round(end * count) or 1])
-            for phase, (begin, end) in PHASES.items()}
-
-
-def phase_table(runs, measure, *scale):
-    """A measure of the steps by phase: each arm's mean, then differences by seed.
-
-    runs: rows with their steps as "metrics"; those that did not log the measure are left out.
+    asked: functions such as factorial.questions_of.
     """
-    logged = [{**run, **phase_means(run["metrics"], measure)} for run in runs
-              if all(step.get(measure) is not None for step in run["metrics"])]
     lines = []
-    for model, by in by_model(logged).items():
-        for lr in rates_of(by):
-            named = [model, rate_text(lr)]
-            lines += [[*named, arm, *means(by.get((arm, lr), {}), PHASES, *scale)] for arm in ARMS]
-            lines += [[*named, what,
-                       *mean_differences(by, at_rate(QUESTIONS[what], lr), PHASES, *scale)]
-                      for what in ASKED_OF_STEPS]
-    return table(["model", "lr", "what", "seeds", *PHASES], [line for line in lines if line[3]])
+    for model, by in by_model(rows).items():
+        for what, rates, pairs in (question for ask in asked for question in ask(by)):
+            found = [differences(by, pairs, measure) for measure in columns]
+            if found[0]:
+                forms = [form for _, *form in columns.values()]
+                lines.append([model, what, rates, len(found[0]),
+                              *(with_error(values, *form) for values, form in zip(found, forms))])
+    return table(["model", "what", "lr", "seeds", *(title for title, *_ in columns.values())], lines)
+
+
+def with_phases(runs, measure):
+    """The rows with the mean of a measure of the steps in each of PHASES; without those that lack it.
+
+    runs: rows with their steps as "metrics".
+    """
+    for run in runs:
+        values = [step.get(measure) for step in run["metrics"]]
+        if None not in values:
+            parts = {phase: values[round(begin * len(values)):round(end * len(values)) or 1]
+                     for phase, (begin, end) in PHASES.items()}
+            yield {**run, **{phase: mean(part) for phase, part in parts.items()}}
 
 
 def make_tables(out, rows, steps):
@@ -102,25 +91,32 @@ def make_tables(out, rows, steps):
 
     rows, steps: see study.finished_runs and steps_of.
     """
+    arms = arms_table(rows, MEASURES)
+    gained = REACHED | {"gained": ("pass@1 gained", 100, 1)}
     write_lines(f"{out}/tables.md", [
         MADE_BY, "(best): of several learning rates the one with the highest training accuracy.",
-        "", *arms_table(rows), "",
+        "", *arms, "",
         "Differences by seed in points (with what is named minus without): at equal learning rates,",
         "with each arm at its own best, and in the mean of several rates. Last, the larger learning",
-        "rate minus the smaller. Gained is pass@1 after minus before:", "", *differences_table(rows)])
+        "rate minus the smaller. Gained is pass@1 after minus before:", "",
+        *differences_table(rows, gained, questions_of, larger_rates)])
     runs = [{**row, "metrics": steps[row["name"]]} for row in rows if row["arm"] in ARMS]
     if runs:
+        asked = partial(questions_of, asked={what: QUESTIONS[what] for what in ASKED_OF_STEPS})
         lines = [MADE_BY]
-        for measure, (title, *scale) in OVER_TIME.items():
-            lines += ["", f"{title}, by part of the run, then differences by seed:", "",
-                      *phase_table(runs, measure, *scale)]
+        for measure, (title, *form) in OVER_TIME.items():
+            logged = list(with_phases(runs, measure))
+            columns = {phase: (phase, *form) for phase in PHASES}
+            lines += ["", f"{title}, by part of the run, then differences by seed:",
+                      "", *arms_table(logged, columns),
+                      "", *differences_table(logged, columns, asked)]
         write_lines(f"{out}/phases.md", lines)
     four = [run for run in runs if run["arm"] in LINES]
     if four:
         save_figure(f"{out}/curves.png", plot_curves, four)
     if compared(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
-    print("\n".join(arms_table(rows)))
+    print("\n".join(arms))
     print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 

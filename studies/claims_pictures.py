@@ -23,38 +23,30 @@ LINES = {
 SMALL = {"small": "one small policy", "small-own-starts": "small policies"}
 
 
-def short_name(model):
-    """A model's name as a picture shows it."""
-    return SMALL.get(model, model.removesuffix("-Instruct"))
-
-
-def shown_rate(rows):
-    """Of the learning rates of which a model has most runs, the best in training."""
-    def key(rate):
-        return len(rates[rate]), mean(row["training_accuracy"] for row in rates[rate])
-
-    rates = grouped(rows, "lr")
-    return max(rates, key=key)[0]
+def named(model, lr):
+    """A model and a rate as a picture shows them."""
+    return f"{SMALL.get(model, model.removesuffix('-Instruct'))}, {rate_text(lr)}"
 
 
 def plot_curves(runs, plt):
-    """CURVES over the steps, a column a model at its shown_rate, a line an arm of LINES.
+    """CURVES over the steps, a column a model, a line an arm of LINES.
 
-    runs: rows with their steps as "metrics", of LINES alone. A curve is the mean of the seeds, and of a
-    step and the four before it; its band is a standard error to either side.
+    Of the learning rates of which a model has most runs it shows the best in training. runs: rows with
+    their steps as "metrics", of LINES alone. A curve is the mean of the seeds, and of a step and the
+    four before it; its band is a standard error to either side.
     """
-    models = grouped(runs, "model")
-    settings = grouped(runs, "model", "arm", "lr")
+    models = sorted(grouped(runs, "model").items())
     figure, axes = plt.subplots(len(CURVES), len(models), figsize=(1 + 3.3 * len(models), 9),
                                 layout="constrained", squeeze=False, sharex="col")
-    for column, (model,) in zip(axes.T, sorted(models)):
-        lr = shown_rate(models[model,])
+    for column, ((model,), of_model) in zip(axes.T, models):
+        shown = max(grouped(of_model, "lr").values(), key=lambda rows: (
+            len(rows), mean(row["training_accuracy"] for row in rows)))
+        arms = grouped(shown, "arm")
         for (axis, measure), arm in product(zip(column, CURVES), LINES):
-            same = settings.get((model, arm, lr), [])
-            curves = [[step[measure] for step in run["metrics"]] for run in same]
+            curves = [[step[measure] for step in run["metrics"]] for run in arms.get((arm,), [])]
             if curves:
                 plot_band(axis, np.array(curves), *LINES[arm])
-        column[0].set_title(f"{short_name(model)}, {rate_text(lr)}")
+        column[0].set_title(named(model, shown[0]["lr"]))
         column[-1].set(xlabel="step", yscale="log")
     for axis, label in zip(axes[:, 0], CURVES.values()):
         axis.set_ylabel(label)
@@ -64,10 +56,11 @@ def plot_curves(runs, plt):
 
 def plot_band(axis, curves, label, color, linestyle):
     """One line of plot_curves. curves: float [seeds, steps]."""
-    steps = range(1, curves.shape[1] + 1)
-    smooth = np.stack([curves[:, max(0, i - 5):i].mean(1) for i in steps], axis=1)
-    middle = smooth.mean(0)
-    error = smooth.std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0
+    seeds, count = curves.shape
+    steps = range(1, count + 1)
+    smooth = np.array([curves[:, max(0, i - 5):i].mean(1) for i in steps])
+    middle = smooth.mean(1)
+    error = smooth.std(1, ddof=min(1, seeds - 1)) / seeds ** 0.5
     axis.plot(steps, middle, label=label, linewidth=1.2, color=color, linestyle=linestyle)
     axis.fill_between(steps, middle - error, middle + error, color=color, alpha=0.1, linewidth=0)
     axis.grid(alpha=0.3)
@@ -79,50 +72,47 @@ ASKED = {
     "noise": "with AQN minus without\n(mean of both,\nNVFP4 and BF16)",
     "both": "NVFP4 + AQN\nminus BF16\nwithout AQN",
     "4 bits by GPTQ": "NVFP4 by GPTQ\nminus BF16 (mean of\nboth, as on the left)",
-    "both, 4 bits by AWQ": "NVFP4 by AWQ + AQN\nminus BF16\nwithout AQN",
+    "both by AWQ": "NVFP4 by AWQ + AQN\nminus BF16\nwithout AQN",
 }
 # Student's t: so many standard errors to either side of a mean hold 95 %; of 2 to 11 seeds.
 T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 def compared(rows):
-    """{(model, rate): {question of ASKED: (after, before)}} of those that two seeds answer.
+    """{model: {rate: a list for each of ASKED}}, of rates at which two seeds answer one.
 
-    after, before: pass@1's differences by seed, in points, arrays.
+    The list has pass@1's differences by seed, in points, after training and before: float [2, seeds].
     """
     found = {}
     for model, by in by_model(rows).items():
         for lr in rates_of(by):
-            answers = {what: [100 * np.array(differences(by, at_rate(QUESTIONS[what], lr), measure))
-                              for measure in ("accuracy_after", "accuracy_before")] for what in ASKED}
-            if any(len(after) > 1 for after, _ in answers.values()):
-                found[model, lr] = answers
+            answers = [100 * np.array([differences(by, at_rate(QUESTIONS[what], lr), measure)
+                                       for measure in ("accuracy_after", "accuracy_before")])
+                       for what in ASKED]
+            if max(answer.shape[1] for answer in answers) > 1:
+                found.setdefault(model, {})[lr] = answers
     return found
 
 
 def plot_differences(rows, plt):
-    """ASKED of pass@1, in points: a line a model and learning rate of `compared`.
+    """ASKED of pass@1, in points: a row of panels a model, in them a line a learning rate.
 
-    Real models and small policies, whose seeds differ more, have axes of their own. Each seed is a
-    dot, the mean difference before the training a black bar. Three seeds or more have their mean
-    and its 95 % interval, too.
+    Each seed is a dot, the mean difference before the training a black bar. Three seeds or more have
+    their mean and its 95 % interval, too.
     """
-    settings = compared(rows)
-    groups = [[s for s in settings if s[0] not in SMALL], [s for s in settings if s[0] in SMALL]]
-    groups = [group for group in groups if group]
+    models = compared(rows)
+    heights = [len(rates) + 1 for rates in models.values()]
     figure, axes = plt.subplots(
-        len(groups), len(ASKED), figsize=(2 + 2.2 * len(ASKED), 2 + 0.4 * len(settings)),
-        layout="constrained", sharex="row", sharey="row", squeeze=False,
-        height_ratios=[len(group) + 1 for group in groups])
-    for row, group in zip(axes, groups):
-        for axis, what in zip(row, ASKED):
-            for place, setting in enumerate(group):
-                plot_seeds(axis, place, *settings[setting][what])
+        len(models), len(ASKED), figsize=(2 + 2.2 * len(ASKED), 1 + 0.5 * sum(heights)),
+        layout="constrained", sharex="row", sharey="row", squeeze=False, height_ratios=heights)
+    for row, (model, rates) in zip(axes, models.items()):
+        for axis, *answers in zip(row, *rates.values()):
+            for place, answer in enumerate(answers):
+                plot_seeds(axis, place, *answer)
             axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
-        names = [f"{short_name(model)}, {rate_text(lr)}" for model, lr in group]
-        row[0].set_yticks(range(len(group)), names)
-        row[0].set_ylim(len(group) - 0.5, -0.5)
+        axis.set_yticks(range(len(rates)), [named(model, lr) for lr in rates])
+        axis.set_ylim(len(rates) - 0.5, -0.5)
     for axis, title in zip(axes[0], ASKED.values()):
         axis.set_title(title, fontsize=10)
     figure.supxlabel("points of pass@1: left of 0 what is named first ends lower, right of it higher",

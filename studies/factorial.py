@@ -41,35 +41,30 @@ ABLATIONS = {
     "random reward": "--reward random",
 }
 FLAGS = {**ARMS, **ABLATIONS}
-# Each question of the factorial: the arms with what is asked about, and the arms without, in
-# pairs.
+# Each question: the arms with what is asked about, and the arms without, in pairs.
 QUESTIONS = {
     "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
-    "noise in NVFP4": [("nvfp4+aqn", "nvfp4")],
     "noise in BF16": [("bf16+aqn", "bf16")],
-    "4 bits": [("nvfp4+aqn", "bf16+aqn"), ("nvfp4", "bf16")],
-    "4 bits without noise": [("nvfp4", "bf16")],
-    "4 bits under noise": [("nvfp4+aqn", "bf16+aqn")],
-    "both": [("nvfp4+aqn", "bf16")],
 }
-for codes, name in (("gptq", "GPTQ"), ("awq", "AWQ")):
+for codes, by in (("nvfp4", ""), ("gptq", " by GPTQ"), ("awq", " by AWQ")):
     noisy = f"{codes}+aqn"
     QUESTIONS |= {
-        f"noise in NVFP4 by {name}": [(noisy, codes)],
-        f"4 bits by {name}": [(noisy, "bf16+aqn"), (codes, "bf16")],
-        f"4 bits by {name}, without noise": [(codes, "bf16")],
-        f"4 bits by {name}, under noise": [(noisy, "bf16+aqn")],
-        f"both, 4 bits by {name}": [(noisy, "bf16")],
-        f"{name} for rounding": [(noisy, "nvfp4+aqn"), (codes, "nvfp4")],
+        f"noise in NVFP4{by}": [(noisy, codes)],
+        f"4 bits{by}": [(noisy, "bf16+aqn"), (codes, "bf16")],
+        f"4 bits{by}, without noise": [(codes, "bf16")],
+        f"4 bits{by}, under noise": [(noisy, "bf16+aqn")],
+        f"both{by}": [(noisy, "bf16")],
     }
 QUESTIONS |= {
+    "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
+    "AWQ for rounding": [("awq+aqn", "nvfp4+aqn"), ("awq", "nvfp4")],
     "AWQ for rounding, under noise": [("awq+aqn", "nvfp4+aqn")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
     "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
+    **{change: [(change, "nvfp4+aqn")] for change in ABLATIONS},
 }
-QUESTIONS |= {change: [(change, "nvfp4+aqn")] for change in ABLATIONS}
 
 
 def by_model(rows):
@@ -120,26 +115,31 @@ def best_rates(by):
     return {arm: lr for arm, lr in best.items() if arms.count(arm) > 1}
 
 
-def questions_of(by):
-    """(learning rates as text, what, pairs of settings) of what the runs of a model are asked.
+def questions_of(by, asked=QUESTIONS):
+    """(what, learning rates as text, pairs of settings) of what the runs of a model are asked.
 
-    QUESTIONS at each rate, with each arm at its own best, and in the mean of the rates at which most
-    seeds answer. Then what a larger rate changes in an arm, and in NVFP4 + AQN alone: the latter is as
-    in the paper, whose 16 bit has the smaller rate.
+    At each rate, with each arm at its own best, and in the mean of the rates at which most seeds
+    answer.
     """
     rates = rates_of(by)
     best = best_rates(by)
-    for what, pairs in QUESTIONS.items():
-        seeds = {}
-        for lr in rates:
-            yield rate_text(lr), what, at_rate(pairs, lr)
-            seeds[lr] = len(differences(by, at_rate(pairs, lr), "accuracy_after"))
-        yield "own best", what, [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
+    for what, pairs in asked.items():
+        seeds = {lr: len(differences(by, at_rate(pairs, lr), "accuracy_after")) for lr in rates}
         most = [lr for lr in rates if seeds[lr] == max(seeds.values()) > 1]
+        yield from ((what, rate_text(lr), at_rate(pairs, lr)) for lr in rates)
+        yield what, "own best", [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
         if len(most) > 1:
-            yield ", ".join(map(rate_text, most)), what, sum((at_rate(pairs, lr) for lr in most), [])
-    for low, high in combinations(rates, 2):
+            yield what, ", ".join(map(rate_text, most)), [
+                pair for lr in most for pair in at_rate(pairs, lr)]
+
+
+def larger_rates(by):
+    """The same of what a larger rate changes in an arm, and in NVFP4 + AQN alone.
+
+    The latter, "both", is as in the paper, whose 16 bit has the smaller rate.
+    """
+    for low, high in combinations(rates_of(by), 2):
         change = f"{rate_text(low)} to {rate_text(high)}"
         for arm in FLAGS:
-            yield change, arm, [((arm, high), (arm, low))]
-        yield change, "both, 16 bit at the smaller", [(("nvfp4+aqn", high), ("bf16", low))]
+            yield arm, change, [((arm, high), (arm, low))]
+        yield "both, 16 bit at the smaller", change, [(("nvfp4+aqn", high), ("bf16", low))]

@@ -22,7 +22,7 @@ from studies import claims, compare
 from studies.study import finished_runs, grouped, read_json, steps_of
 
 MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
-TEXTS = {"study", "name", "run", "model", "arm", "weights", "algo", "hardware", "commit"}
+TEXTS = {"study", "name", "run", "model", "arm", "hardware", "commit"}
 # The runs of learning/ whose curve a page shows.
 SHOWN = ["default", "gsm8k-0.5b", "paper-reward-0.5b"]
 
@@ -40,20 +40,15 @@ def read_csv(path):
                  for column, text in row.items() if text} for row in csv.DictReader(f)]
 
 
-def text_of(value):
-    """A value as a packed file has it; of a number six significant digits, as tables show fewer."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def append_csv(path, rows):
-    """Add rows to a packed file, what they have of its columns."""
+    """Add rows to a packed file, what they have of its columns, with six significant digits."""
     with opened(path, "rt") as f:
         columns = next(csv.reader(f))
     with opened(path, "at") as f:
         writer = csv.DictWriter(f, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writerows({column: text_of(value) for column, value in row.items()} for row in rows)
+        for row in rows:
+            writer.writerow({column: f"{value:.6g}" if isinstance(value, float) else value
+                             for column, value in row.items()})
 
 
 def add_runs(folder, runs, study):

@@ -29,12 +29,13 @@ def study_arguments(tmp_path, *flags):
 def test_claims_tables_by_hand():
     """Percent, mean and standard error over seeds. A gain is of an arm's own start."""
     rows = list(made_up_rows())
-    arms = "\n".join(claims.arms_table(rows))
-    assert "| m | nvfp4+aqn | 1e-4 | 9 | 2 | 20.0 | 30.0 | 53.0 ± 1.0 |" in arms
-    differences = "\n".join(claims.differences_table(rows))
+    arms = "\n".join(claims.arms_table(rows, claims.MEASURES))
+    assert "| m | nvfp4+aqn | 1e-4 | 2 | 9 | 20.0 | 30.0 | 53.0 ± 1.0 |" in arms
+    differences = "\n".join(claims.differences_table(rows, claims.REACHED, claims.questions_of))
     assert "| noise | 1e-4 | 2 | 4.0 ± 1.0 | 4.0 ± 1.0 |" in differences
     assert "| 4 bits | 1e-4 | 2 | -1.0" in differences
-    alone = "\n".join(claims.differences_table(rows[:4]))
+    alone = "\n".join(claims.differences_table(
+        rows[:4], claims.REACHED, claims.questions_of))
     assert "| noise | 1e-4 | 1 | 3.0 | 3.0 |" in alone           # one seed has no error
 
 
@@ -57,7 +58,7 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert claims.main(options) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "2 runs, 0 missing" and printed[1:-1] == claims.arms_table(rows)
+    assert printed[0] == "2 runs, 0 missing" and printed[1:-1] == claims.arms_table(rows, claims.MEASURES)
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
