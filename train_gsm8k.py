@@ -27,7 +27,7 @@ import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_sizes, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
-from harness.command import say_what_stays, setting, template_options, use_device
+from harness.command import say_what_stays, setting, use_device
 from harness.data import ChatText, Data, by_set, check_tokens, first_of_each, keep_apart
 from harness.data import load_questions, next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -56,8 +56,8 @@ class Settings:
                               "NAME:CONFIG; with --model GSM8K is fetched")
     eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
     start_seed: int = setting(0, "seed that makes the small built-in policy; another makes another")
-    chat_template_kwargs: str = setting(None, "JSON that the chat template gets, such as "
-                                              "'{\"enable_thinking\": false}' for Qwen3")
+    chat_template_kwargs: dict = setting(None, "what the chat template gets, such as "
+                                               "'{\"enable_thinking\": false}' for Qwen3")
     preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
 
     # The policy: frozen weights, trained LoRA.
@@ -298,7 +298,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     questions, validation = keep_apart(questions, settings.validation)
     if settings.model:
         folder = qerl.model_folder(settings.model)
-        tokenizer = ChatText(folder, instruction(settings.reward), template_options(settings))
+        tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
     else:
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
@@ -613,7 +613,7 @@ def save_quantized(settings):
 
     def calibrated():
         questions, _ = load_questions(settings.data, settings.eval, settings.model)
-        tokenizer = ChatText(folder, instruction(settings.reward), template_options(settings))
+        tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
         return stored_folder(settings, qerl, folder, questions, tokenizer)
 
     use_device(settings.device)

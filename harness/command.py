@@ -1,7 +1,6 @@
 """The command line: flags made from a dataclass, checks of what is typed, errors as one line."""
 import argparse
 import contextlib
-import errno
 import inspect
 import json
 import math
@@ -43,8 +42,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, argv=None, namespace=None):
         args, more = super().parse_known_args(argv, namespace)
-        for name, value in vars(args).items():
-            require_value(name, value)
+        for name, value in vars(args).items():         # an unset variable of the shell leaves it empty
+            values = value if isinstance(value, list) else [value]
+            require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
         return args, more
 
 
@@ -62,6 +62,8 @@ def parse_flags(settings_class, description, presets, argv=None):
         remark = f.metadata["remark"]
         if f.type is bool:
             parser.add_argument(flag, action="store_true", help=remark)
+        elif f.type is dict:
+            parser.add_argument(flag, type=json.loads, metavar="JSON", help=remark)
         elif f.type is list:
             parser.add_argument(flag, nargs="+", metavar="NAME", help=remark)
         else:
@@ -74,12 +76,6 @@ def parse_flags(settings_class, description, presets, argv=None):
     return vars(parser.parse_args(argv))
 
 
-def require_value(name, value):
-    """Refuse an empty text, as an unset variable of the shell leaves it, also in a list."""
-    values = value if isinstance(value, list) else [value]
-    require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
-
-
 def require_flag(ok, name, value, what):
     """Unless ok, raise the one line that names a flag, its value, if it takes one, and what is wrong."""
     given = "" if value is True else f" {value}"
@@ -88,11 +84,9 @@ def require_flag(ok, name, value, what):
 
 def check_device(name):
     """Refuse a --device that is neither the CPU nor a GPU of this machine."""
-    require_flag(name != "mps", "device", name,
-                 "Apple's GPUs have no float8, in which NVFP4 keeps its scales, and nothing here "
-                 "was tried on one; use --device cpu")
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name, re.ASCII)
-    require_flag(known, "device", name, "unknown; use cuda, cuda:1 or cpu")
+    require_flag(known, "device", name, "is none of cuda, cuda:1 and so on, and cpu (Apple's GPUs have no "
+                                        "float8, in which NVFP4 keeps its scales)")
     require_flag(name == "cpu" or int(known[1] or 0) < torch.cuda.device_count(), "device", name,
                  "no such CUDA GPU here; use --device cpu")
 
@@ -137,31 +131,24 @@ def check_settings(settings):
     """Refuse, by name, values that cannot be meant."""
     def each(names, ok, what):
         for name in names:
-            require_flag(ok(getattr(settings, name)), name, getattr(settings, name), what)
+            value = getattr(settings, name)
+            require_flag(value is None or ok(value), name, value, what)
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
-          "save_every", "eval_samples"], lambda n: n is None or n >= 1, "must be at least 1")
-    each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed",
-          "start_seed", "weight_decay", "clip_high", "eval_temperature", "validation", "eval_every"],
-         lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["lr", "gradient_clip", "temperature"], lambda x: 0 < x < math.inf,
+          "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
+    each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "warm_up",
+          "start_seed", "weight_decay", "clip_low", "clip_high", "eval_temperature", "validation",
+          "eval_every"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
+    each(["lr", "gradient_clip", "temperature", "lora_alpha"], lambda x: 0 < x < math.inf,
          "must be positive and finite")
     each(["top_p", "eval_top_p"], lambda x: 0 < x <= 1, "must be above 0 and at most 1")
-    each(["lora_alpha"], lambda x: x is None or 0 < x < math.inf,
-         "must be positive and finite")
-    each(["clip_low"], lambda x: 0 <= x <= 1, "must be in [0, 1]")
-    each(["warm_up"], lambda x: 0 <= x < 1, "must be in [0, 1)")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     updates = settings.updates
     processes = Ranks().count
     together = [
-        ("start_seed", settings.start_seed == 0 or not settings.model,
-         "is for the small built-in policy; leave it out with --model"),
-        ("prompts", settings.prompts % updates == 0,
-         f"is not divisible by --updates {updates}; change one of them"),
+        ("prompts", settings.prompts % (updates * processes) == 0,
+         f"is not divisible by --updates {updates} in {processes} process(es); change one of them"),
         ("eval_every", settings.validation or not settings.eval_every,
          "needs questions to evaluate on; give --validation, how many"),
-        ("prompts", settings.prompts % (updates * processes) == 0,
-         f"is not divisible by --updates {updates} times {processes} processes"),
         ("sigma_end", settings.schedule != "exponential" or
          (settings.sigma_start > 0) == (settings.sigma_end > 0),
          "an exponential schedule needs both sigmas positive (or both 0: no noise)"),
@@ -173,8 +160,6 @@ def check_settings(settings):
          "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0"),
         ("lora_rank", settings.lora_rank or not settings.shard,
          "trains the weights themselves, which --shard cuts; leave one of the two out"),
-        ("keep_activations", not (settings.keep_activations and settings.shard),
-         "with --shard a block is computed again in backward; leave one of the two out"),
         ("dry_run", settings.model and not settings.shard or not settings.dry_run,
          "knows real models that are not cut; name one with --model, leave --shard out"),
         ("method", settings.method == "qerl" or processes == 1,
@@ -188,27 +173,12 @@ def check_settings(settings):
          f"saves what --quantizer makes; leave --method {settings.method} out"),
         (not settings.resume and not settings.eval_only,
          "neither trains nor measures; leave --resume and --eval-only out"),
-        (not settings.shard, "cuts no weights; leave --shard out"),
-        (processes == 1, "is done by one process; start without torchrun"),
     ]
     if settings.save_quantized is not None:
         together += [("save_quantized", *row) for row in saving]
     for name, ok, what in together:
         require_flag(ok, name, getattr(settings, name), what)
-    template_options(settings)
     check_device(settings.device)
-
-
-def template_options(settings):
-    """--chat-template-kwargs as a dict."""
-    given = settings.chat_template_kwargs
-    try:
-        options = json.loads(given or "{}")
-    except ValueError:
-        options = None
-    require_flag(isinstance(options, dict), "chat_template_kwargs", given,
-                 """is no JSON object; write it as '{"enable_thinking": false}'""")
-    return options
 
 
 def say_what_stays(config):
@@ -224,7 +194,6 @@ def say_what_stays(config):
 
 LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model itself does not fit, "
                "use 4-bit --weights, --quantizer rtn or a smaller --model")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -240,14 +209,11 @@ def one_line():
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield run
-    except UserError as e:
-        leave_no_empty_folder(run.lock)
-        end(str(e))
     except BrokenPipeError:
         sys.exit(141)
-    except (OSError, safetensors.SafetensorError) as e:
+    except (UserError, OSError, safetensors.SafetensorError) as e:
         leave_no_empty_folder(run.lock)
-        end(f"{what_failed(e, run.folder)}{how_to_go_on(run.folder)}")
+        end(str(e) if isinstance(e, UserError) else f"{e}{how_to_go_on(run.folder)}")
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
@@ -276,17 +242,6 @@ def end(message):
     print(f"error: {message}", file=sys.stderr)
     flush_quietly()
     Ranks().leave(2)
-
-
-def what_failed(error, folder):
-    """What an operating system's error is about, and the remedy."""
-    file = getattr(error, "filename", None)
-    if getattr(error, "errno", None) in FULL or "No space left" in str(error):
-        place = os.path.dirname(os.path.abspath(file)) if file else folder or "the cache"
-        return f"{place}: the disk is full, or the file larger than it may be; free some space"
-    if isinstance(error, PermissionError):
-        return f"{error}; let it be read and written, and close the program that has it open"
-    return f"{error}; mend or remove what it names"
 
 
 def how_to_go_on(folder):
