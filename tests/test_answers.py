@@ -1,10 +1,8 @@
 """Answers, rewards and questions."""
-import json
 import math
 import re
 import time
 from decimal import Decimal
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,10 +12,9 @@ from hypothesis import given, strategies
 
 import qerl
 import train_gsm8k
-from common import QUICK, run_main, without_times
-from harness import answers, data
+from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
-from harness.data import math_questions, read_questions, with_prompts
+from harness.data import first_of_each, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from train_gsm8k import reward
@@ -67,48 +64,48 @@ def test_only_one_clear_number_counts(text, five):
     assert (final_number({"answer": f"so 7\n#### {text}\n8"}) == 5) == five
 
 
-@pytest.mark.parametrize("text,number", [
-    ("1,250.00", 1250),
-    ("1{,}250", 1250),
-    ("1\\,250", 1250),
-    ("1 250", 1250),
-    ("1e5", 100000),
-    ("x=- 5", -5),
-    ("\\text{-}5", -5),
-    ("1,00", None),
-])
+@pytest.mark.parametrize("text,number", {
+    "1,250.00": 1250,
+    "1{,}250": 1250,
+    "1\\,250": 1250,
+    "1 250": 1250,
+    "1e5": 100000,
+    "x=- 5": -5,
+    "\\text{-}5": -5,
+    "1,00": None,
+}.items())
 def test_the_number_of_an_answer(text, number):
     assert one_number(text) == number
 
 
-@pytest.mark.parametrize("text,number", [
-    ("-$7.00", -7),
-    ("\u22123", -3),
-    ("it is 5 + 3 = 8 apples.", 8),
-    ("Total-5", 5),
-    ("wait...18", 18),
-    ("3,4", None),
-    ("\\frac{1}{2}", None),
-    ("some \\mathrm{ft}^{2}", None),
-    ("none", None),
-])
+@pytest.mark.parametrize("text,number", {
+    "-$7.00": -7,
+    "\u22123": -3,
+    "it is 5 + 3 = 8 apples.": 8,
+    "Total-5": 5,
+    "wait...18": 18,
+    "3,4": None,
+    "\\frac{1}{2}": None,
+    "some \\mathrm{ft}^{2}": None,
+    "none": None,
+}.items())
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
 
 
-@pytest.mark.parametrize("text,answer", [
-    ("\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2", "\\frac{3^{\\frac{1}{2}}}{2}"),
-    ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-    ("\\boxed{\\boxed{5}}", "\\boxed{5}"),
-    ("\\boxed{}", ""),
-    ("} boxed{5}", None),
-    ("\\boxed{5}, no, \\boxed{7", "5"),
-    ("so $\\boxed 2$.", "2"),
-    ("\\fbox{3}", "3"),
-    ("<answer>3 <answer>5</answer> 7</answer>", "5"),
-    ("<answer>5</answer> <answer>6", "5"),
-    ("<answer>so \\boxed{5}</answer> \\boxed{6}", "5"),
-])
+@pytest.mark.parametrize("text,answer", {
+    "\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2": "\\frac{3^{\\frac{1}{2}}}{2}",
+    "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
+    "\\boxed{\\boxed{5}}": "\\boxed{5}",
+    "\\boxed{}": "",
+    "} boxed{5}": None,
+    "\\boxed{5}, no, \\boxed{7": "5",
+    "so $\\boxed 2$.": "2",
+    "\\fbox{3}": "3",
+    "<answer>3 <answer>5</answer> 7</answer>": "5",
+    "<answer>5</answer> <answer>6": "5",
+    "<answer>so \\boxed{5}</answer> \\boxed{6}": "5",
+}.items())
 def test_what_stands_in_the_last_box_or_tag_is_the_answer(text, answer):
     assert given_answer(text) == answer
 
@@ -123,17 +120,14 @@ def test_in_evaluation_a_box_or_tag_decides(text):
 
 
 @pytest.mark.parametrize("right,answer,equal", [
-    ("27.0", "27", True),
     ("\\frac{3}{4}", "0.75", True),
     ("p - q", "-q+p", True),
     ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)", True),
     ("\\text{Evelyn}", "Evelyn", True),
     ("5", "3, 5", False),
-    ("5", "", False),
     ("5", "5" * 2000, False),
     ("2x", "2", False),
     ("(5,\\infty)", "5", False),
-    ("7a", "7b", False),
     ("18", "18 M", False),
 ])
 def test_mathematics_is_compared_and_not_its_spelling(monkeypatch, right, answer, equal):
@@ -143,15 +137,17 @@ def test_mathematics_is_compared_and_not_its_spelling(monkeypatch, right, answer
 
 
 def test_slow_answers_are_given_up_once_and_leave_less_time_for_the_next(monkeypatch):
-    """So a rollout of them is bounded: equal texts are graded once."""
-    quick = "\\boxed{\\frac{x}{4}}", "\\frac14 x"
+    """So a rollout of them is bounded: equal texts are graded once. They are counted."""
     monkeypatch.setattr(answers, "patience", 60)                   # the first one loads a parser
-    assert is_right(*quick) and answers.patience == 1
+    assert is_right("\\boxed{\\frac{x}{4}}", "\\frac14 x")
+    assert answers.patience == 1
     answers.patience = 0.5
+    texts = [f"\\boxed{{x^{{1000000}}+{i}}}" for i in [0] * 100 + list(range(12))]
+    rollout = qerl.Rollout(torch.zeros(len(texts), 1), *[None] * 4)
     start = time.monotonic()
-    for i in [0] * 100 + list(range(12)):
-        assert is_right(f"\\boxed{{x^{{1000000}}+{i}}}", "(x+1)^{1000000}") is None
+    scored = train_gsm8k.score([{"right": "(x+1)^{1000000}"}], rollout, texts, "answer")
     assert time.monotonic() - start < 15
+    assert scored.timeouts == len(texts)
     assert answers.patience == 0.2
 
 
@@ -190,13 +186,13 @@ def test_long_texts_are_graded_in_no_time(unit, frame):
 PAPER = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
 
 
-@pytest.mark.parametrize("completion,earned", [
-    (PAPER, 2.2),
-    (PAPER.replace("$42", "41"), 0.2),
-    (PAPER + " and more", 2),
-    ("<answer>42</answer>", 2),
-    ("the answer is 42", 0),
-])
+@pytest.mark.parametrize("completion,earned", {
+    PAPER: 2.2,
+    PAPER.replace("$42", "41"): 0.2,
+    PAPER + " and more": 2,
+    "<answer>42</answer>": 2,
+    "the answer is 42": 0,
+}.items())
 def test_the_papers_reward_counts_answer_and_format(completion, earned):
     assert reward(completion, {"right": Decimal(42)}, "paper") == earned
 
@@ -206,18 +202,17 @@ def test_a_random_reward_knows_nothing_of_the_answer():
     assert 160 < sum(rewards) < 240
 
 
-@pytest.mark.parametrize("opened,rewards", [
-    ("\n<think>\n", [2.2, 2.0, 2.0]),
-    ("", [2.0, 2.2, 2.0]),
-])
+@pytest.mark.parametrize("opened,rewards", {
+    "\n<think>\n": [2.2, 2.0],
+    "": [2.0, 2.2],
+}.items())
 def test_what_the_prompt_has_opened_counts_for_the_format(opened, rewards):
     tokenizer = SimpleNamespace(prompt=lambda question: question + opened, decode=str)
     asked = with_prompts([{"question": "2+3?", "answer": "#### 5"}], tokenizer, 100)
     rest = "x\n</think>\n<answer>\\boxed{5}</answer>"
-    rollout = qerl.Rollout(torch.zeros(3, 1), *[None] * 4)
-    texts = [rest, "<think>" + rest, "<think><think>" + rest]
-    earned = train_gsm8k.score(asked, rollout, texts, "paper").rewards
-    assert earned.tolist() == [pytest.approx(rewards)]
+    rollout = qerl.Rollout(torch.zeros(2, 1), *[None] * 4)
+    samples = train_gsm8k.score(asked, rollout, [rest, "<think>" + rest], "paper")
+    assert samples.rewards.tolist() == [pytest.approx(rewards)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,7 +226,7 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
         calculation, result = re.findall(r"<<(.*?)=(.*?)>>", problem["answer"])[-1]
         assert eval(calculation) == int(result) == final_number(problem)
     careless, _ = made_up_problems(careless=1.0)
-    assert any(right.get(p["question"], p["answer"]) != p["answer"] for p in careless)
+    assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
 
 DAPO = """\
@@ -262,13 +257,10 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     assert math_questions(f"{tmp_path}/rows.jsonl") == [expected]
 
 
-# GSM8K's files, and those of other data.
-read_both_ways = pytest.mark.parametrize("read", [
+@pytest.mark.parametrize("read", [
     lambda folder: read_questions(folder, "train.jsonl"),
-    lambda folder: math_questions(f"{folder}/train.jsonl")])
-
-
-@read_both_ways
+    lambda folder: math_questions(f"{folder}/train.jsonl"),
+])
 @pytest.mark.parametrize("row", [
     {"question": "a", "answer": "#### 2-3"},
     {"question": "a", "answer": "#### 5 #### 6"},
@@ -286,30 +278,28 @@ def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, read, row):
         read(tmp_path)
 
 
-@read_both_ways
 @pytest.mark.parametrize("question,demand", [
     ("He has 2.5 eggs. How many are left?", ' Think and output the final answer after "####".'),
     ("He has 2.5 eggs. How many are left?", "\nAnswer behind ####!"),
-    ("He has 3 eggs. How many are left, with the answer after ####?", "")])
-def test_a_demand_for_another_form_is_taken_out(tmp_path, read, question, demand):
+    ("He has 3 eggs. How many are left, with the answer after ####?", ""),
+])
+def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
     """And a column "begun", which steers the reward, is not taken from a file."""
     row = {"question": question + demand, "answer": "#### 5", "begun": "\\boxed{5}"}
     write_jsonl(tmp_path / "train.jsonl", [row])
-    found, = read(tmp_path)
-    assert found["question"].strip() == question and "begun" not in found
+    assert read_questions(tmp_path, "*") == [{"question": question, "answer": "#### 5"}]
 
 
-@read_both_ways
-def test_questions_with_different_answers_are_left_out(tmp_path, capsys, read):
+def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
     """3 and 3.0 are the same answer, 1 and 10 are not."""
     lines = [("a", "1"), ("b", "1"), ("a ", "2"), ("b", "10"), ("c", "3"), ("c", "3.0")]
     rows = [{"question": question, "answer": f"#### {n}"} for question, n in lines]
     write_jsonl(tmp_path / "train.jsonl", rows)
-    assert {q["question"] for q in read(tmp_path)} == {"c"}
+    assert [q["question"] for q in read_questions(tmp_path, "*")] == ["c"]
     assert "stand there with different answers" in capsys.readouterr().out
     write_jsonl(tmp_path / "train.jsonl", rows[:4])
     with pytest.raises(qerl.UserError, match="holds no question with one answer"):
-        read(tmp_path)
+        read_questions(tmp_path, "*")
 
 
 def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
@@ -332,19 +322,19 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
                      ("openai/gsm8k", "main", "train")]
 
 
-def test_held_out_questions_are_not_trained_on(tmp_path, capsys):
+def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
-    train, exam = f"{tmp_path}/train.jsonl", f"{tmp_path}/exam.jsonl"
-    write_jsonl(train, rows)
-    write_jsonl(exam, rows[2:])
-    questions, held_out = data.load_questions(train, [exam], None)
+    write_jsonl("train.jsonl", rows)
+    write_jsonl("exam.jsonl", rows[2:])
+    questions, held_out = load_questions("train.jsonl", ["exam.jsonl"], None)
     assert [q["answer"] for q in questions + held_out] == ["0", "1", "2", "3"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
-    for evaluate_on, message in (([train], "all of its questions are held out"),
-                                 ([exam, exam], "exam.jsonl exam.jsonl: two have one name"),
+    for evaluate_on, message in ((["train.jsonl"], "all of its questions are held out"),
+                                 (["exam.jsonl"] * 2, "exam.jsonl exam.jsonl: two have one name"),
                                  (None, "has no held-out questions; name some by --eval")):
         with pytest.raises(qerl.UserError, match=message):
-            data.load_questions(train, evaluate_on, None)
+            load_questions("train.jsonl", evaluate_on, None)
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):
@@ -353,26 +343,16 @@ def test_long_prompts_are_counted_and_skipped(capsys):
     assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
 
 
-def test_a_run_with_two_sets_held_out(qwen, tmp_path, monkeypatch):
-    """Each has its limit and its accuracy, the mean of three answers to each question.
-
-    Answers that took for ever are counted, and only the first of the three is kept.
-    """
-    monkeypatch.chdir(tmp_path)
-    for name, answer in (("train", "5"), ("a", "70"), ("b", "27")):
-        write_jsonl(f"{name}.jsonl", [{"question": name + i, "answer": answer} for i in "12"])
-    texts = [["70", "no"], ["\\boxed{70}", "no", "no", "27", "27", "no"], ["\\boxed{5}", "\\boxed{9^{9^{9}}}"]]
-    monkeypatch.setattr(train_gsm8k, "decode_all", lambda *_: texts.pop())
-    run_main(monkeypatch, "--model", qwen[0], *QUICK, "--steps", 1, "--prompts", 1, "--out", "run",
-             "--data", "train.jsonl", "--eval", "a.jsonl", "b.jsonl", "--eval-questions", 1,
-             "--eval-samples", 3, "--skip-eval-before")
-    step, = without_times("run/metrics.jsonl")
-    assert (step["accuracy"], step["timeouts"]) == (0.5, 1)
-    summary = json.loads(Path("run/summary.json").read_text())
-    names = ("accuracy", "accuracy_a", "greedy", "greedy_a", "greedy_b")
-    found = [summary[f"{name}_after"] for name in names]
-    assert found == pytest.approx([1 / 2, 1 / 3, 1 / 2, 1, 0])
-    assert "accuracy_before" not in summary and not Path("run/answers_before.jsonl").exists()
-    kept = [answer["accuracy"]["text"] for answer in read_jsonl("run/answers_after.jsonl")]
+def test_each_set_held_out_has_its_limit_and_its_accuracy(tmp_path, monkeypatch):
+    """pass@1 is the mean of three answers to each question; the first of them is kept."""
+    rows = [{"question": i, "right": Decimal(n), "source": source}
+            for source, n in (("a", 70), ("b", 27)) for i in range(2)]
+    texts = [["70", "no"], ["\\boxed{70}", "no", "no", "27", "27", "no"]]
+    monkeypatch.setattr(
+        train_gsm8k, "answer_all", lambda *_: [(text, len(text)) for text in texts.pop()])
+    settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
+    found = train_gsm8k.evaluate(None, None, first_of_each(rows, 1), settings, "now")
+    expected = {"accuracy": 1 / 2, "accuracy_a": 1 / 3, "greedy": 1 / 2, "greedy_a": 1, "greedy_b": 0}
+    assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
+    kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
     assert kept == ["\\boxed{70}", "27"]
-    assert Path("run/report.html").exists() and Path("run/curve.png").exists()
