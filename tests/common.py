@@ -2,7 +2,6 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -162,17 +161,6 @@ def note_run(out, name, **columns):
     os.makedirs(f"{out}/{name}")
     with open(f"{out}/{name}/row.json", "w") as f:
         json.dump({"name": name, **columns}, f)
-
-
-# Every command and snippet of docs/course.md runs, and prints what the course says that it prints.
-
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-
-
-def columns(text, line):
-    """The numbers of each line of a program's output that begins so."""
-    return [[float(n) for n in NUMBER.findall(row.replace(line, "", 1).replace("inf", "1e9"))]
-            for row in text.splitlines() if row.startswith(line)]
 
 
 def neighbour(name, **settings):
