@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
-from harness import folders, report, run
+from harness import folders, run
 from harness.folders import write_jsonl
 from harness.small_policy import made_up_problems
 
@@ -68,22 +68,11 @@ def quick(qwen, data, tmp_path):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def plain_curves():
-    """Learning curves without tick labels and layout, which take most of a short run's time.
-
-    Everything else of them is drawn. Runs in processes of their own, and other pictures, are not
-    touched.
-    """
-    picture = report.picture
-
-    def plain_picture(*data):
-        without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
-        with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
-            patch.setattr(matplotlib.figure.Figure, "set_layout_engine",
-                          lambda self, *args, **options: None)
-            return picture(*data)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "picture", plain_picture)
+def plain_pictures():
+    """Pictures without tick labels and layout, which take most of a short run's time."""
+    without_labels = {"xtick.labelbottom": False, "ytick.labelleft": False}
+    with pytest.MonkeyPatch.context() as patch, matplotlib.rc_context(without_labels):
+        patch.setattr(matplotlib.figure.Figure, "set_layout_engine", lambda *_, **__: None)
         yield
 
 

@@ -185,7 +185,7 @@ FAULTS = [
     ("left out", "harness/batches.py", "rows[teaches[rows]].tolist()", "rows.tolist()",
      "tests/test_run.py -k equations"),
     ("divisors", "harness/batches.py", "algo.token_weights(mask[rows],",
-     "algo.token_weights(mask[rows] & teaches[rows][:, None],", "tests/test_run.py -k gives_up"),
+     "algo.token_weights(mask[rows] & teaches[rows][:, None],", "tests/test_run.py -k equations"),
     ("first minibatch", "train_gsm8k.py", "if number == 0:", "if number == 1:",
      "tests/test_run.py -k equations"),
 ]

@@ -1,26 +1,24 @@
-"""A run: the loop, resume, evaluation, trackers."""
-
+"""A run: the loop, held to the equations; full fine-tuning, trackers, float16."""
 import copy
+import itertools
 import json
 import math
 import sys
-import types
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, QUIZ_EOS, QUIZ_TOKENS
-from common import assert_learned, assert_same_run, recorded, refused, run_main
-from common import scored_by_letters, stop_at
+from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, assert_learned, assert_same_run, recorded
+from common import refused, run_main, stop_at
 from harness.answers import is_right
-from harness.batches import cut_rows, make_batch
+from harness.batches import cut_rows
 from harness.folders import append_jsonl, read_jsonl, write_jsonl
 from harness.layers import train_all_weights
-from harness.ranks import Ranks
-from harness.run import flat, read_checkpoint
+from harness.run import flat, read_checkpoint, require_finite_update
 from test_qerl import relative, scales, seeded
 
 
@@ -34,41 +32,15 @@ def test_cut_rows_by_hand():
     assert cut_rows(prompts, [50] + [1] * 7, 150) == [list(range(6)), [6, 7]]
 
 
-def test_dynamic_sampling_gives_up_after_four_draws():
-    """Groups without a signal then fill the batch; they train nothing, but count."""
-    drawn = []
-
-    def draw():
-        rewards = torch.zeros(2, 2)
-        rewards[1, 1] = float(len(drawn) == 2)  # one group of the third draw
-        drawn.append(rewards)
-        rows = torch.full((4, len(drawn)), len(drawn))
-        rollout = qerl.Rollout(rows, rows.float(), rows.float(), rows[:, 0], rows[:, 0] > 0)
-        questions = [{"prompt": [len(drawn), 0]}, {"prompt": [len(drawn), 1]}]
-        return train_gsm8k.Samples(questions, rollout, list("abcd"), rewards, rewards)
-
-    samples = train_gsm8k.dynamic_sampling(draw(), draw)
-    assert len(drawn) == len(samples.draws) == 4
-    assert [q["prompt"] for q in samples.questions] == [[3, 1], [1, 0]]
-    assert samples.rollout.tokens.tolist() == [[3, 3, 3, 0]] * 2 + [[1, 0, 0, 0]] * 2
-    assert samples.texts == list("cdab")
-    settings = train_gsm8k.Settings(algo="dapo", updates=1)
-    batch = make_batch(samples, samples.rewards, qerl, settings, Ranks())
-    assert batch.minibatches == [[0, 1]]
-    assert batch.weights[0].tolist() == [1 / 8, 1 / 8, 1 / 8, 0]
-
-
 def test_questions_come_once_a_pass_in_a_new_order_each():
     """Three of ten a step, so that a step may end one pass and begin another."""
-    questions = list(range(10))
-
     def asked(seed):
-        starts = range(0, 300, 3)
-        return sum((train_gsm8k.next_questions(questions, i, 3, seed) for i in starts), [])
+        steps = (train_gsm8k.next_questions(range(10), i, 3, seed) for i in range(0, 300, 3))
+        return list(itertools.chain(*steps))
 
     order = asked(0)
     passes = [order[i:i + 10] for i in range(0, 300, 10)]
-    assert all(sorted(one) == questions for one in passes)
+    assert all(sorted(one) == list(range(10)) for one in passes)
     assert len(set(map(tuple, passes))) == 30
     assert asked(0) == order != asked(1)
 
@@ -78,42 +50,20 @@ def test_questions_come_once_a_pass_in_a_new_order_each():
 # has something to learn.
 
 LOOP = dict(
-    device="cpu",
-    dtype="float32",
-    prompts=4,
-    group=4,
-    max_new_tokens=6,
-    lora_rank=4,
-    steps=4,
-    updates=2,
-    stages=4,
-    lr=0.03,
-    reward="paper",
-    sigma_start=0.3,
-    sigma_end=0.075,
-    micro_tokens=24,
-    save_every=3,
-    seed=12,
-    quantizer="rtn",
-    eval_questions=5,
+    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4,
+    updates=2, stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, warm_up=0.0,
+    micro_tokens=24, save_every=3, seed=12, quantizer="rtn", eval_questions=5, gradient_clip=0.5,
 )
-GRPO_LOOP = dict(
-    beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5, gradient_clip=0.5
-)
+GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5)
+# Its first step gives up after four draws: a group without a signal fills the batch.
 DAPO_LOOP = dict(
-    algo="dapo",
-    reward="answer",
-    warm_up=0.0,
-    gradient_clip=1.1,
-    max_new_tokens=12,
-    lora_alpha=6.0,
-    schedule="linear",
+    algo="dapo", prompts=6, group=2, reward="answer", gradient_clip=1.1, max_new_tokens=12,
+    lora_alpha=6.0, schedule="linear", seed=14,
 )
-DR_GRPO_LOOP = dict(algo="dr-grpo", warm_up=0.0, gradient_clip=0.5)
 
 
 def flat_policy(policy):
-    return torch.cat([p.flatten() for p in policy.values()])
+    return torch.cat([p.detach().flatten() for p in policy.values()])
 
 
 def quiz_number(prompt):
@@ -132,17 +82,15 @@ def groups_of(call, settings):
         prompt = call.prompts[i // settings.group]
         tokens = call.rollout.tokens[i, :length].tolist()
         text, right = quiz_text(tokens), quiz_number(prompt)
-        rows.append(
-            types.SimpleNamespace(
-                prompt=prompt,
-                tokens=tokens,
-                reward=train_gsm8k.reward(text, {"right": right}, settings.reward),
-                correct=is_right(text, right),
-                finished=tokens[-1] == QUIZ_EOS,
-                sampled=call.rollout.logprobs[i, :length],
-                entropy=call.rollout.entropy[i, :length],
-            )
-        )
+        rows.append(SimpleNamespace(
+            prompt=prompt,
+            tokens=tokens,
+            reward=train_gsm8k.reward(text, {"right": right}, settings.reward),
+            correct=is_right(text, right),
+            finished=tokens[-1] == QUIZ_EOS,
+            sampled=call.rollout.logprobs[i, :length],
+            entropy=call.rollout.entropy[i, :length],
+        ))
     return [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
 
 
@@ -155,11 +103,10 @@ def draws_of_a_step(rollouts, settings):
 
     GRPO draws once; DAPO until as many groups as there are prompts teach, four times at most.
     """
-    draws = [next(rollouts)]
-    groups = groups_of(draws[0], settings)
-    while (
-        settings.algo == "dapo" and len(draws) < 4 and sum(map(teaches, groups)) < settings.prompts
-    ):
+    draws = []
+    groups = []
+    most = 4 if settings.algo == "dapo" else 1
+    while len(draws) < most and sum(map(teaches, groups)) < settings.prompts:
         draws.append(next(rollouts))
         groups += groups_of(draws[-1], settings)
     return draws, groups
@@ -174,28 +121,11 @@ def set_advantages(group, algo):
         row.advantage = ((row.reward - rewards.mean()) / divisor).item() if row.teaches else 0.0
 
 
-def distributions_of(model, row):
-    """log π of each token that might have been drawn, float32 [tokens, vocabulary]."""
-    logits = model(torch.tensor([row.prompt + row.tokens]))
-    return logits[0, len(row.prompt) - 1:-1].log_softmax(-1)
-
-
 def logprobs_of(model, row):
-    return distributions_of(model, row)[range(len(row.tokens)), row.tokens]
-
-
-def assert_sampled_by(model, noise, rows):
-    """What was logged of a rollout is the model's with this noise, at temperature 1."""
-    for norm, z in zip(scales(model), noise):
-        norm.noisy_weight = norm.weight.detach() + z
-    for row in rows:
-        policy = distributions_of(model, row).detach()
-        drawn = policy[range(len(row.tokens)), row.tokens]
-        entropy = -(policy.exp() * policy).sum(-1)
-        logged = torch.stack([row.sampled, row.entropy])
-        torch.testing.assert_close(logged, torch.stack([drawn, entropy]), rtol=1e-3, atol=1e-3)
-    for norm in scales(model):
-        norm.noisy_weight = None
+    """log π of each token of a completion, without noise."""
+    logits = model(torch.tensor([row.prompt + row.tokens]))
+    distributions = logits[0, len(row.prompt) - 1:-1].log_softmax(-1)
+    return distributions[range(len(row.tokens)), row.tokens]
 
 
 def loss_of(model, row, settings):
@@ -222,8 +152,7 @@ def minibatch_loss(model, rows, settings):
         "dapo": lambda row: sum(len(other.tokens) for other in counted),
         "dr-grpo": lambda row: settings.max_new_tokens * len(rows),
     }
-    loss = 0
-    kl = 0
+    loss = kl = 0
     for row in counted:
         losses, kls = loss_of(model, row, settings)
         divisor = divisors[settings.algo](row)
@@ -240,24 +169,15 @@ def adamw(parameters, settings):
     return torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=settings.weight_decay)
 
 
-def sample_of(row):
-    """What samples.jsonl has to say of a completion."""
+def assert_kept(sample, row):
+    """What samples.jsonl says of a completion."""
     tokens = [quiz_text([token]) for token in row.tokens]
-    return {
-        "text": "".join(tokens),
-        "reward": row.reward,
-        "correct": row.correct,
-        "advantage": row.advantage,
-        "tokens": tokens,
-        "entropy": row.entropy.tolist(),
-        "rollout_logprobs": row.sampled.tolist(),
-        "training_logprobs": row.old.tolist(),
-    }
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
+    assert (sample["text"], sample["tokens"]) == ("".join(tokens), tokens)
+    for name in ("reward", "correct", "advantage"):
+        assert sample[name] == pytest.approx(getattr(row, name), abs=1e-3)
+    for name, values in (("entropy", row.entropy), ("rollout_logprobs", row.sampled),
+                         ("training_logprobs", row.old)):
+        assert sample[name] == pytest.approx(values.tolist(), abs=1e-3)
 
 
 def logged_of(rows, drawn, settings):
@@ -268,14 +188,14 @@ def logged_of(rows, drawn, settings):
     scored = [row for row in rows if row.teaches or settings.beta]
     x = torch.cat([row.old - row.sampled for row in scored])
     return {
-        "reward": mean(row.reward for row in drawn),
-        "accuracy": mean(row.correct for row in drawn),
+        "reward": fmean(row.reward for row in drawn),
+        "accuracy": fmean(row.correct for row in drawn),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
         "groups_left_out": 1 - len(scored) / len(rows),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
         "mismatch_max_ratio": x.abs().max().exp().item(),
-        "length": mean(len(row.tokens) for row in rows),
-        "truncated": mean(not row.finished for row in rows),
+        "length": fmean(len(row.tokens) for row in rows),
+        "truncated": fmean(not row.finished for row in rows),
     }
 
 
@@ -291,18 +211,15 @@ def assert_evaluated(calls, quiz, out, when):
         texts = map(quiz_text, call.rollout.tokens.tolist())
         right = [is_right(t, quiz_number(p), anywhere=True) for t, p in zip(texts, prompts)]
         assert [a[kind]["correct"] for a in answers] == right
-        assert summary[f"{kind}_{when}"] == pytest.approx(mean(right))
+        assert summary[f"{kind}_{when}"] == pytest.approx(fmean(right))
 
 
-@pytest.mark.parametrize(
-    "options,rates,sigmas",
-    [
-        # Two steps of warm-up, then half a cosine to zero; and without warm-up.
-        (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
-        (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
-        (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
-    ],
-)
+@pytest.mark.parametrize("options,rates,sigmas", [
+    # Two steps of warm-up, then half a cosine to zero; and without warm-up.
+    (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
+    (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
+    (dict(algo="dr-grpo"), [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
+])
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **LOOP | options)
@@ -315,24 +232,14 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     samples = {s["step"]: s["completions"] for s in read_jsonl(tmp_path / "samples.jsonl")}
     torch.manual_seed(settings.seed)
     model = qerl.load_model(
-        quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms
-    )
+        quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms)
     reference = qerl.load_model(quiz)  # without adapters
     trained = qerl.trainable(model)
     optimizer = adamw(trained.values(), settings)
-    # The seed alone decides what is drawn, in the evaluation and in the first rollout.
-    for call, count, temperature, top_p in ((calls[0], 1, 0.6, 0.95), (calls[2], 4, 1.0, 1.0)):
-        again = qerl.generate(
-            model,
-            call.prompts,
-            settings.max_new_tokens,
-            count,
-            temperature,
-            top_p,
-            eos=[QUIZ_EOS],
-            generator=seeded(settings.seed),
-        )
-        assert again.tokens.equal(call.rollout.tokens)
+    # The seed alone decides what is drawn.
+    again = qerl.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group,
+                          eos=[QUIZ_EOS], generator=seeded(settings.seed))
+    assert again.tokens.equal(calls[2].rollout.tokens)
     noise_rng = seeded(settings.seed + 1)
     asked = []
     norms = []
@@ -342,19 +249,16 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         draws, groups = draws_of_a_step(rollouts, settings)
         drawn = sum(groups, [])
         noise = [
-            sigma * torch.randn(norm.weight.shape, generator=noise_rng) for norm in scales(model)
-        ]
+            sigma * torch.randn(norm.weight.shape, generator=noise_rng) for norm in scales(model)]
         for call in draws:
             asked += call.prompts
             assert call.drawn_with == {(1.0, 1.0)}
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
             torch.testing.assert_close(call.noise, noise)
-        assert_sampled_by(model, noise, drawn)
-        assert all(row.finished or len(row.tokens) == settings.max_new_tokens for row in drawn)
 
         # What is learned from; DAPO prefers groups with a signal.
         if settings.algo == "dapo":
-            groups = sorted(groups, key=teaches, reverse=True)[:4]
+            groups = sorted(groups, key=teaches, reverse=True)[:settings.prompts]
         rows = sum(groups, [])
         for group in groups:
             set_advantages(group, settings.algo)
@@ -364,17 +268,15 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
 
         # One group is kept, the first with a signal.
         for row, sample in zip(next(filter(teaches, groups)), samples.get(step + 1, [])):
-            expected = sample_of(row)
-            assert sample.keys() == expected.keys()
-            for name, value in expected.items():
-                assert sample[name] == pytest.approx(value, abs=1e-3), name
+            assert_kept(sample, row)
 
         # The updates.
-        before = flat_policy(trained).detach().clone()
+        before = flat_policy(trained)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * rate
         kls = []
-        for minibatch in (rows[:8], rows[8:]):
+        half = len(rows) // 2
+        for minibatch in (rows[:half], rows[half:]):
             loss, kl = minibatch_loss(model, minibatch, settings)
             kls.append(kl)
             loss.backward()
@@ -383,14 +285,14 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             optimizer.step()
             optimizer.zero_grad()
         clipped |= {row.advantage > 0 for row in rows if getattr(row, "clipped", False)}
-        change = flat_policy(trained).detach() - before
+        change = flat_policy(trained) - before
         following = calls[draws[-1].number + 1].policy
         assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 5e-4
 
         expected = {
             "step": step + 1,
             "sigma": sigma,
-            "kl": mean(kls) if settings.beta else 0,
+            "kl": fmean(kls) if settings.beta else 0,
             "gradient_norm": norms[-1],
             "lr": settings.lr * rate,
             "draws": len(draws),
@@ -401,39 +303,17 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         drawn_tokens = log[step]["tokens_per_s"] * log[step]["seconds"]["rollout"]
         assert drawn_tokens == pytest.approx(sum(len(row.tokens) for row in drawn))
     assert next(rollouts, None) is None and len(log) == 4 and samples.keys() == {1, 3, 4}
-
-    # The questions: each of the ten once, before any comes again.
-    assert len(asked) >= 16 and len(set(map(tuple, asked[:10]))) == 10
+    assert len(set(map(tuple, asked[:10]))) == 10          # each of the questions, before any again
     # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
     assert clipped == {True, False}
-    assert settings.algo != "dapo" or max(m["draws"] for m in log) > 1
+    first = log[0]["draws"], log[0]["groups_left_out"] > 0
+    assert settings.algo != "dapo" or first == (4, True) and log[-1]["draws"] in (2, 3)
     assert max(m["mismatch_max_ratio"] for m in log) > settings.tis
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--algo", "grpo", "--train-norms", "--warm-up", 0.6),
-        ("--algo", "dapo"),
-    ],
-)
-def test_a_stopped_run_goes_on_with_everything(quiz, tmp_path, monkeypatch, options):
-    """Adapter, AdamW's moments, both generators, the questions' order: after a stop in each step."""
-    options = (
-        "--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--save-every", 1, "--tis", 2,
-        "--sigma-start", 0.2, "--sigma-end", 0.1, *options)
-    run_main(monkeypatch, *options, "--out", tmp_path / "whole")
-    resume = []
-    for step in range(1, 6):  # in step 1 there is only the checkpoint before it
-        stop_at(step, *options, "--out", tmp_path / "run", *resume)
-        resume = ["--resume"]
-    calls = recorded(monkeypatch)
-    run_main(monkeypatch, *options, "--out", tmp_path / "run", "--resume")
-    policies = {tuple(flat_policy(call.policy).tolist()) for call in calls}
-    assert len(policies) == 2  # one step was left
-    assert_learned(assert_same_run(tmp_path / "whole", tmp_path / "run"))
-
+# --------------------------------------------------------------------------------------------------
+# Full fine-tuning
 
 def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     """All linear layers, their biases and the norms, through Eq. 2's product without LoRA."""
@@ -441,16 +321,13 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     model = qerl.load_model(folder, "bf16", train_norms=True)
     train_all_weights(model)
     model.recompute_in_backward()
-    prompt = [1, 2, 3]
     completion = torch.tensor([[6, 7, 8]])
-    qerl.token_logprobs(model, [prompt], completion, torch.tensor([3])).sum().backward()
+    qerl.token_logprobs(model, [[1, 2, 3]], completion, torch.tensor([3])).sum().backward()
     theirs = copy.deepcopy(theirs).requires_grad_(True)
-    logprobs = theirs(torch.tensor([[*prompt, 6, 7, 8]])).logits[0, 2:-1].log_softmax(-1)
+    logprobs = theirs(torch.tensor([[1, 2, 3, 6, 7, 8]])).logits[0, 2:-1].log_softmax(-1)
     logprobs.gather(1, completion.T).sum().backward()
     expected = dict(theirs.named_parameters())
-    compared = [
-        (m.weight, [f"{m.name}.weight"]) for m in model.modules() if isinstance(m, qerl.RMSNorm)
-    ]
+    compared = [(norm.weight, [f"{norm.name}.weight"]) for norm in scales(model)]
     for layer in model.quantized_layers():
         compared.append((layer.master, [f"{name}.weight" for name in layer.names]))
         if layer.bias is not None:
@@ -461,146 +338,111 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
         torch.testing.assert_close(ours.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_full_fine_tuning_samples_what_it_trains(quick, qwen, tmp_path, monkeypatch, capsys):
-    options = (*quick, "--weights", "bf16", "--lora-rank", 0, "--sigma-start", 0, "--sigma-end", 0)
-    scored_by_letters(monkeypatch)
+def test_full_fine_tuning_samples_what_it_trains(quick, qwen, tmp_path, monkeypatch):
+    run_main(monkeypatch, *quick, *LEARNING, "--reward", "random", "--lr", 1e-3, "--weights", "bf16",
+             "--lora-rank", 0, "--sigma-start", 0, "--sigma-end", 0)
     out = tmp_path / "run"
-    run_main(monkeypatch, *options, "--out", out)
     log = read_jsonl(out / "metrics.jsonl")
     assert_learned(log)
     assert all(m["mismatch_kl"] < 1e-9 for m in log)  # it sampled from the newest weights
-    start = dict(qerl.load_model(qwen[0], "bf16").named_parameters())["norm.weight"]
-    _, tensors = read_checkpoint(str(out), {}, must_agree=["no such setting"])
-    assert not torch.equal(tensors["model.norm.weight"], start)
+    start = qerl.load_model(qwen[0], "bf16")
+    train_all_weights(start)
+    _, tensors = read_checkpoint(str(out), {})
+    assert not any(tensors[f"model.{name}"].equal(p) for name, p in qerl.trainable(start).items())
     assert not (out / "adapter").exists()
-    for flags, remedy in ((("--weights", "nvfp4"), "--weights bf16"), (("--beta", 1), "--beta 0")):
-        assert remedy in refused(monkeypatch, capsys, *options, *flags, "--out", tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    "tracker,package,begun",
-    [
-        ("tensorboard", "torch.utils.tensorboard", [1, 3]),  # it forgets steps 3 and 4
-        ("wandb", "wandb", [None, "its id"]),
-    ],
-)
+# --------------------------------------------------------------------------------------------------
+# Trackers, float16, lines of JSON
+
+@pytest.mark.parametrize("name,module,begun", [
+    ("tensorboard", "torch.utils.tensorboard", [1, 3]),             # it forgets steps 3 and 4
+    ("wandb", "wandb", [None, "its id"]),
+])
 def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
-    quick, tmp_path, monkeypatch, tracker, package, begun
-):
+        quick, tmp_path, monkeypatch, name, module, begun):
     """A run that is stopped in step 4 and resumed after step 2."""
     opened = []
     written = {}
 
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            opened.append(purge_step)
+    class Tracker:
+        id = "its id"
+
+        def __init__(self, folder=None, purge_step=None, id=None, **options):
+            opened.append(purge_step or id)
 
         def add_scalar(self, key, value, step):
             written.setdefault(step, {})[key] = value
 
-    def init(config, id, **options):
-        assert config["lora_rank"] == 2 and options["resume"] == "allow"
-        opened.append(id)
-        return types.SimpleNamespace(
-            log=lambda numbers, step: written.update({step: numbers}), id="its id"
-        )
+        def log(self, numbers, step):
+            written[step] = numbers
 
-    fake = types.SimpleNamespace(SummaryWriter=SummaryWriter, init=init)
-    monkeypatch.setitem(sys.modules, package, fake)
-    options = (*quick, "--log", tracker)
-    stop_at(4, *options)
+    fake = SimpleNamespace(SummaryWriter=Tracker, init=Tracker)
+    monkeypatch.setitem(sys.modules, module, fake)
+    stop_at(4, *quick, "--log", name)
     assert written.keys() == {1, 2, 3, 4}
-    run_main(monkeypatch, *options, "--resume")
+    run_main(monkeypatch, *quick, "--log", name, "--resume")
     assert opened == begun
     assert written == {m["step"]: flat(m) for m in read_jsonl(tmp_path / "run/metrics.jsonl")}
     assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[5].keys()
 
 
-def no_key(**options):
-    raise RuntimeError("no API key configured\nhere")
+def test_a_tracker_that_cannot_be_used_is_one_line(quick, tmp_path, monkeypatch, capsys):
+    def no_key(**options):
+        raise RuntimeError("no API key configured\nhere")
+
+    for module, message in (
+            (None, "pip install wandb"),                            # None is an ImportError
+            (SimpleNamespace(init=no_key), "no API key configured;")):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        assert message in refused(monkeypatch, capsys, *quick, "--log", "wandb")
+    assert not (tmp_path / "run").exists()                          # nothing was measured before
 
 
-@pytest.mark.parametrize(
-    "tracker,package,module,message",
-    [
-        ("tensorboard", "torch.utils.tensorboard", None, "pip install tensorboard"),
-        ("wandb", "wandb", None, "pip install wandb"),
-        ("wandb", "wandb", types.SimpleNamespace(init=no_key), "no API key configured;"),
-    ],
-)
-def test_a_tracker_that_cannot_be_used_is_one_line(
-    quick, tmp_path, monkeypatch, capsys, tracker, package, module, message
-):
-    monkeypatch.setitem(sys.modules, package, module)  # None is an ImportError
-    assert message in refused(monkeypatch, capsys, *quick, "--log", tracker)
-    assert not (tmp_path / "run").exists()  # nothing was measured before
-
-
-def losses_times(monkeypatch, *factors):
-    """Multiply the first losses by these factors, the others by the last."""
+def losses_times(patch, *factors):
+    """Multiply the first losses by these factors, the others by 1."""
     policy_loss = qerl.policy_loss
-    left = list(factors)
+    factors = itertools.chain(factors, itertools.repeat(1))
 
     def multiplied(*args):
         loss, kl = policy_loss(*args)
-        return loss * (left.pop(0) if len(left) > 1 else left[0]), kl
+        return loss * next(factors), kl
 
-    monkeypatch.setattr(qerl, "policy_loss", multiplied)
+    patch.setattr(qerl, "policy_loss", multiplied)
 
 
 def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
-    quick, tmp_path, monkeypatch
-):
+        quick, tmp_path, monkeypatch):
     """An overflow costs its step alone; float16 could not hold the gradients of the second loss.
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
     """
-    scored_by_letters(monkeypatch)
-    options = (*quick, "--steps", 3, "--save-every", 1, "--lr", 1e-12, "--dtype")
-    calls = recorded(monkeypatch)
-    logs = []
-    for dtype, factors in (("float32", [1]), ("float16", [1e9, 1e-5, 1])):
-        calls.clear()
+    options = (*quick, *LEARNING, "--reward", "random", "--steps", 3, "--save-every", 1,
+               "--lr", 1e-12, "--dtype")
+    run_main(monkeypatch, *options, "float32", "--out", tmp_path / "exact")
+    for name, run in (("whole", run_main), ("stopped", lambda _, *args: stop_at(3, *args))):
         with monkeypatch.context() as patch:
-            losses_times(patch, *factors)
-            run_main(patch, *options, dtype, "--out", tmp_path / dtype)
-        logs.append(read_jsonl(tmp_path / dtype / "metrics.jsonl"))
-    first, second, third = (flat_policy(call.policy) for call in calls[2:5])
-    assert first.equal(second) and not second.equal(third)
-    (_, *exact), (overflown, *scaled) = logs
+            losses_times(patch, 1e9, 1e-5)
+            run(patch, *options, "float16", "--out", tmp_path / name)
+    run_main(monkeypatch, *options, "float16", "--out", tmp_path / "stopped", "--resume")
+    overflown, *scaled = assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     assert (overflown["gradient_norm"], overflown["loss_scale"]) == (0, 32768)
+    exact = read_jsonl(tmp_path / "exact/metrics.jsonl")[1:]
     for a, b, factor in zip(exact, scaled, (1e-5, 1)):
         assert b["gradient_norm"] == pytest.approx(factor * a["gradient_norm"], rel=0.05)
         assert b["loss_scale"] == 32768
-    with monkeypatch.context() as patch:
-        losses_times(patch, 1e9, 1e-5, 1)
-        stop_at(3, *options, "float16", "--out", tmp_path / "cut")
-    run_main(monkeypatch, *options, "float16", "--out", tmp_path / "cut", "--resume")
-    assert_same_run(tmp_path / "float16", tmp_path / "cut")
-    with safe_open(tmp_path / "cut/checkpoint.safetensors", "pt") as f:
-        state = json.loads(f.metadata()["state"])
-    assert state["scaler"]["_growth_tracker"] == 2  # it counts over the stop
 
 
-@pytest.mark.parametrize("scaling", [dict(enabled=False), dict(init_scale=1.0)])
-def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(scaling):
-    scaler = torch.amp.GradScaler("cpu", **scaling)
+def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     with pytest.raises(qerl.UserError, match="gradient norm inf"):
-        train_gsm8k.require_finite_update([(0.5, 0.0)], torch.tensor(math.inf), scaler)
-
-
-# A question with whatever ends a line or a record somewhere, and what JSON has to escape.
-AWKWARD = (
-    "one\ntwo\r\nthree\u2028four\u2029five\x85six\x0b\x0c\x1c\x1d\x1eseven\t---\n"
-    '{"step": 9}\\ "eight" \x00 ##'
-)
+        require_finite_update([(0.5, 0.0)], torch.tensor(math.inf), scaler)
 
 
 def test_a_question_stays_what_it_is(tmp_path):
-    """In a file of one object a line, whoever reads it."""
+    """In a file of one object a line: with whatever ends a line somewhere, and what JSON escapes."""
     path = tmp_path / "questions.jsonl"
-    write_jsonl(path, [{"question": AWKWARD}])
-    append_jsonl(path, {"question": AWKWARD})
-    rows = [{"question": AWKWARD}] * 2
-    assert read_jsonl(path) == rows
-    assert list(map(json.loads, path.read_bytes().splitlines())) == rows
+    row = {"question": 'a\nb\r\nc\u2028d\u2029e\x85f\x0b\x0c\x1c\x1d\x1eg\t{"step": 9}\\ "h" \x00'}
+    write_jsonl(path, [row])
+    append_jsonl(path, row)
+    assert read_jsonl(path) == list(map(json.loads, path.read_bytes().splitlines())) == [row, row]
