@@ -43,7 +43,7 @@ from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
-from studies import claims, compare, peers, results
+from studies import claims, peers, results
 from studies.entropy import SIGMAS, bench_entropy, plot_entropy
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
@@ -379,8 +379,8 @@ def run(args):
 
 def main():
     with one_line():
-        studies = {"claims": claims.main, "methods": compare.main,
-                   "tables": partial(results.main, plots=PLOTS)}
+        studies = {name: partial(claims.main, name) for name in claims.STUDIES}
+        studies["tables"] = partial(results.main, plots=PLOTS)
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]](sys.argv[2:]))
         run(arguments())

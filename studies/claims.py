@@ -1,20 +1,21 @@
-"""The paper's claims, tested with seeds: which runs there are, which are missing, what came of it.
+"""Arms compared with seeds: which runs there are, which are missing, what came of it.
 
     python bench.py claims                                       the small policy, on this machine
+    python bench.py methods                                      other arms: those of methods/
     python bench.py claims --own-starts                          each seed trains a policy of its own
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the pictures
 
 How runs are made, stopped and resumed: studies/study.py. Beside the runs stand tables.md, phases.md
-and the pictures made of them; flags that are not named here go to train_gsm8k.py.
---arms takes those of the factorial (ARMS, the default) and of the ablations (ABLATIONS).
+and the pictures made of them; flags that are not named here go to train_gsm8k.py. --arms takes all
+arms of studies/factorial.py.
 """
 from functools import partial
 from statistics import fmean as mean
 
 from harness.report import save_figure
 from studies.claims_pictures import LINES, compared, plot_curves, plot_differences
-from studies.factorial import ARMS, FLAGS, QUESTIONS
+from studies.factorial import ARMS, FLAGS, METHODS, QUESTIONS
 from studies.factorial import best_rates, by_model, differences, larger_rates, questions_of
 from studies.study import arguments, rate_text, run_study, table, with_error, write_lines
 
@@ -30,6 +31,14 @@ MEASURES = {
     "greedy_before": ("greedy", 100, 1),
     **REACHED,
     "entropy": ("entropy, nats", 1, 3),
+    "mismatch_kl": ("mismatch, 1e-4 nats", 1e4, 2),
+    "peak_memory_gb": ("memory, GB", 1, 1),
+    "seconds_a_step": ("seconds a step", 1, 2),
+}
+# By default: the arms, and how many seeds of the small policy and of a real model.
+STUDIES = {
+    "claims": (list(ARMS), (10, 4)),
+    "methods": (["nvfp4+aqn", "nvfp4", "bf16", "gptq+aqn", "awq+aqn", "four draws", *METHODS], (5, 2)),
 }
 # Parts of a run, as fractions of its steps; the first step alone is one, too. The first tenth has no
 # noise; in the next two its sigma is largest.
@@ -41,7 +50,7 @@ OVER_TIME = {
     "effective_completions": ("Effective sample size of completions, 1 being all of them", 1, 2),
 }
 ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits, without noise", "both"]
-MADE_BY = "Made by `bench.py claims` or `bench.py tables`: means ± standard errors of seeds."
+MADE_BY = "Made by `bench.py tables` or the study itself: means ± standard errors of seeds."
 
 
 def arms_table(rows, columns):
@@ -49,10 +58,11 @@ def arms_table(rows, columns):
     lines = []
     for model, by in by_model(rows).items():
         best = best_rates(by)
+        arms = [arm for arm, _ in by]
         for (arm, lr), seeds in sorted(by.items()):
             cells = [with_error([row[measure] for row in seeds.values()], *form)
                      for measure, (_, *form) in columns.items()]
-            rate = rate_text(lr) + " (best)" * (best.get(arm) == lr)
+            rate = rate_text(lr) + " (best)" * (arms.count(arm) > 1 and best[arm] == lr)
             lines.append([model, arm, rate, len(seeds), *cells])
     return table(["model", "arm", "lr", "seeds", *(title for title, *_ in columns.values())], lines)
 
@@ -96,11 +106,13 @@ def make_tables(out, rows, steps):
     write_lines(f"{out}/tables.md", [
         MADE_BY, "(best): of several learning rates the one with the highest training accuracy.",
         "", *arms, "",
-        "Differences by seed in points (with what is named minus without): at equal learning rates,",
-        "with each arm at its own best, and in the mean of several rates. Last, the larger learning",
-        "rate minus the smaller. Gained is pass@1 after minus before:", "",
+        "Differences by seed in points (with what is named minus without; an ablation or a method",
+        "minus nvfp4+aqn): at equal learning rates, with each arm at its own best where these differ,",
+        "and in the mean of several rates. Last, the larger learning rate minus the smaller. Gained is",
+        "pass@1 after minus before:", "",
         *differences_table(rows, gained, questions_of, larger_rates)])
-    runs = [{**row, "metrics": steps[row["name"]]} for row in rows if row["arm"] in ARMS]
+    runs = [{**row, "metrics": steps[row["name"]]} for row in rows
+            if row["arm"] in ARMS and row["name"] in steps]
     if runs:
         asked = partial(questions_of, asked={what: QUESTIONS[what] for what in ASKED_OF_STEPS})
         lines = [MADE_BY]
@@ -114,13 +126,13 @@ def make_tables(out, rows, steps):
     four = [run for run in runs if run["arm"] in LINES]
     if four:
         save_figure(f"{out}/curves.png", plot_curves, four)
-    if compared(rows):
+    if four and compared(rows):
         save_figure(f"{out}/differences.png", plot_differences, rows)
     print("\n".join(arms))
     print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 
-def main(argv):
-    """The exit status: 1 if a run failed."""
-    args = arguments(argv, __doc__, list(FLAGS), list(ARMS), seeds=(10, 4), out="runs/claims")
+def main(name, argv):
+    """name: in STUDIES -> the exit status: 1 if a run failed."""
+    args = arguments(argv, __doc__, FLAGS, *STUDIES[name], out=f"runs/{name}")
     return run_study(FLAGS, args, make_tables)

@@ -1,4 +1,4 @@
-"""The arms of the claims study, the questions that pairs of them answer, and how rows answer them.
+"""The arms of the studies, the questions that pairs of them answer, and how rows answer them.
 
 A row is what a study keeps of a finished run: row_of in studies/study.py. A setting is an arm at a
 learning rate, (arm, lr).
@@ -40,7 +40,16 @@ ABLATIONS = {
     "tis": "--tis 2",
     "random reward": "--reward random",
 }
-FLAGS = {**ARMS, **ABLATIONS}
+# So are the neighbours, but where their flags say another.
+METHODS = {method: f"--method {method}" for method in (
+    "rollout_correction:token-tis", "rollout_correction:sequence-mis", "rollout_correction:bypass",
+    "flashrl:int8", "flashrl:fp8", "qurl:acr", "jetrl:unified", "jetrl:training", "fp16", "rilq",
+    "qat:distil", "noise_control:divergence", "noise_control:entropy", "deep_grpo", "maspo")}
+METHODS |= {
+    "four_over_six": "--quantizer four-over-six",
+    "qurl:int8": "--method qurl:int8 --weights bf16 --lora-rank 0 --beta 0",
+}
+FLAGS = {**ARMS, **ABLATIONS, **METHODS}
 # Each question: the arms with what is asked about, and the arms without, in pairs.
 QUESTIONS = {
     "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
@@ -63,7 +72,7 @@ QUESTIONS |= {
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
     "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
-    **{change: [(change, "nvfp4+aqn")] for change in ABLATIONS},
+    **{change: [(change, "nvfp4+aqn")] for change in ABLATIONS | METHODS},
 }
 
 
@@ -101,7 +110,7 @@ def differences(by, pairs, measure):
 
 
 def best_rates(by):
-    """{arm: the learning rate with the highest training accuracy at the end}, of several.
+    """{arm: its learning rate with the highest training accuracy at the end}.
 
     Training questions decide, never those of the test. Two rates are compared by the seeds that both
     have, beginning with those of most seeds.
@@ -111,15 +120,14 @@ def best_rates(by):
         lead = differences(by, [((arm, lr), (arm, best.setdefault(arm, lr)))], "training_accuracy")
         if lead and mean(lead) > 0:
             best[arm] = lr
-    arms = [arm for arm, _ in by]
-    return {arm: lr for arm, lr in best.items() if arms.count(arm) > 1}
+    return best
 
 
 def questions_of(by, asked=QUESTIONS):
     """(what, learning rates as text, pairs of settings) of what the runs of a model are asked.
 
-    At each rate, with each arm at its own best, and in the mean of the rates at which most seeds
-    answer.
+    At each rate, with each arm at its own best, if these differ, and in the mean of the rates at which
+    most seeds answer.
     """
     rates = rates_of(by)
     best = best_rates(by)
@@ -127,7 +135,8 @@ def questions_of(by, asked=QUESTIONS):
         seeds = {lr: len(differences(by, at_rate(pairs, lr), "accuracy_after")) for lr in rates}
         most = [lr for lr in rates if seeds[lr] == max(seeds.values()) > 1]
         yield from ((what, rate_text(lr), at_rate(pairs, lr)) for lr in rates)
-        yield what, "own best", [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
+        if len({best.get(arm) for pair in pairs for arm in pair}) > 1:
+            yield what, "own best", [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
         if len(most) > 1:
             yield what, ", ".join(map(rate_text, most)), [
                 pair for lr in most for pair in at_rate(pairs, lr)]

@@ -18,10 +18,9 @@ import os
 
 from harness.command import Parser, require_flag
 from harness.report import learning_curve, save_figure
-from studies import claims, compare
+from studies import claims
 from studies.study import finished_runs, grouped, read_json, steps_of
 
-MAKERS = {"claims": claims.make_tables, "methods": compare.make_tables}
 TEXTS = {"study", "name", "run", "model", "arm", "hardware", "commit"}
 # The runs of learning/ whose curve a page shows.
 SHOWN = ["default", "gsm8k-0.5b", "paper-reward-0.5b"]
@@ -53,7 +52,6 @@ def append_csv(path, rows):
 
 def add_runs(folder, runs, study):
     """Pack the finished runs of a folder, too, as runs of a study."""
-    require_flag(study.partition("/")[0] in MAKERS, "add", study, "must begin with claims or methods")
     new = finished_runs(runs)
     require_flag(new, "add", runs, "holds no finished run; name the --out of a study")
     known = {row["name"] for row in read_csv(f"{folder}/runs.csv") if row["study"] == study}
@@ -73,8 +71,8 @@ def make_tables(folder, plots):
     """
     steps = grouped(read_csv(f"{folder}/steps.csv.gz"), "study", "run")
     for (study,), rows in grouped(read_csv(f"{folder}/runs.csv"), "study").items():
-        of_runs = {row["name"]: steps.get((study, row["name"]), []) for row in rows}
-        MAKERS[study.partition("/")[0]](f"{folder}/{study}", rows, of_runs)
+        of_runs = {run: metrics for (of, run), metrics in steps.items() if of == study}
+        claims.make_tables(f"{folder}/{study}", rows, of_runs)
     for path in glob.glob(f"{glob.escape(folder)}/*/*.json"):
         stem = path.removesuffix(".json")
         if os.path.basename(stem) in plots:

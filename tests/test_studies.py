@@ -13,7 +13,7 @@ import train_gsm8k
 from common import made_up_rows, refused, run_main
 from harness import folders, small_policy
 from harness.small_policy import ByteText, made_up_problems, warm_start
-from studies import claims, compare, study
+from studies import claims, study
 from test_qerl import seeded
 
 
@@ -39,10 +39,8 @@ def test_claims_tables_by_hand():
     assert "| noise | 1e-4 | 1 | 3.0 | 3.0 |" in alone           # one seed has no error
 
 
-@pytest.mark.parametrize("flags", [
-    compare.flags_of(small=True), compare.flags_of(small=False), claims.FLAGS])
-def test_every_arms_flags_go_together(flags):
-    for arm in flags.values():
+def test_every_arms_flags_go_together():
+    for arm in claims.FLAGS.values():
         train_gsm8k.arguments(["--device", "cpu", *arm.split()])
 
 
@@ -51,12 +49,12 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "bf16",
                "--lrs", "1e-3", "--seeds", "0", "--out", f"{tmp_path}/out", *SHORT.split()]
-    assert claims.main(options) == 0
+    assert claims.main("claims", options) == 0
     rows = study.finished_runs(f"{tmp_path}/out")
     assert [(r["arm"], r["steps"]) for r in rows] == [("bf16", 2), ("nvfp4+aqn", 2)]
     assert {"curves.png", "tables.md"} <= set(os.listdir(tmp_path / "out"))
     capsys.readouterr()
-    assert claims.main(options) == 0
+    assert claims.main("claims", options) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "2 runs, 0 missing" and printed[1:-1] == claims.arms_table(rows, claims.MEASURES)
 
@@ -118,18 +116,17 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch, given, expec
     assert used == expected
 
 
-@pytest.mark.parametrize("study_of,flags,message", [
-    (claims, ["--seed", "7"], "--seed: the study sets it for each run; use --arms, --lrs, --seeds"),
-    (claims, ["--foo"], "unrecognized arguments: --foo"),
-    (claims, ["--group", "1"], "--group 1: advantages compare"),
-    (claims, ["--own-starts", "--model", "a"], "own-starts .*: is for the small policy"),
-    (claims, ["--model", "no/such-model"], "Hugging Face does not give it"),
-    (compare, ["--tables"], "out: holds no finished run"),
-    (compare, ["--lrs", "1e-3", "2e-3"], "methods are compared at one learning rate"),
+@pytest.mark.parametrize("flags,message", [
+    (["--seed", "7"], "--seed: the study sets it for each run; use --arms, --lrs, --seeds"),
+    (["--foo"], "unrecognized arguments: --foo"),
+    (["--group", "1"], "--group 1: advantages compare"),
+    (["--own-starts", "--model", "a"], "own-starts .*: is for the small policy"),
+    (["--model", "no/such-model"], "Hugging Face does not give it"),
+    (["--tables"], "out: holds no finished run"),
 ])
-def test_a_study_refuses_what_it_cannot_run(tmp_path, study_of, flags, message):
+def test_a_study_refuses_what_it_cannot_run(tmp_path, flags, message):
     with pytest.raises(qerl.UserError, match=message):
-        study_of.main(["--out", str(tmp_path / "out"), *flags])
+        claims.main("claims", ["--out", str(tmp_path / "out"), *flags])
     assert not os.listdir(tmp_path)
 
 
