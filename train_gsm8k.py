@@ -644,7 +644,7 @@ def read_settings(argv=None):
     if weights != "nvfp4" or given.get("shard"):
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     if given.get("adapter"):
-        values |= adapter_settings(given["adapter"])
+        values |= adapter_settings(given["adapter"], given.get("model"))
     settings = Settings(**{**values, **given})
     check_settings(settings)
     find_algo(settings)                                # it refuses settings that it cannot use

@@ -8,8 +8,7 @@ import glob
 import json
 import os
 import shutil
-from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -17,7 +16,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness.folders import atomic_write, files_fingerprint, generation_config, load_with_progress
-from harness.folders import new_folder, writing
+from harness.folders import new_folder
 from qerl import UserError, reason, require
 
 
@@ -67,18 +66,24 @@ def save_adapter(model, folder, base_model):
     atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
 
 
-def adapter_settings(folder):
-    """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError."""
+def adapter_settings(folder, model):
+    """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError.
+
+    model: of --model, of which another one's adapter is warned.
+    """
     path = f"{folder}/adapter_config.json"
     try:
         with open(path, encoding="utf-8") as f:
             config = json.load(f)
         usual = config["peft_type"] == "LORA" and not config.get("use_rslora") and not config.get("use_dora")
         found = {"lora_rank": int(config["r"]), "lora_alpha": float(config["lora_alpha"])}
+        base = str(config["base_model_name_or_path"])
     except Exception as e:
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
-                        "format")
+                        "format, such as runs/NAME/adapter")
     require(usual, f"--adapter {folder}: is not plain LoRA; use one without rsLoRA and DoRA")
+    if model and os.path.basename(os.path.normpath(model)) not in base:
+        print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
 
 
@@ -94,14 +99,11 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    for name in sorted(stored.keys() ^ ours.keys()):
-        side = "the adapter lacks" if name in ours else "the model does not train"
-        raise UserError(f"--adapter {folder}: does not fit, {side} {name}; use an adapter of this model, "
-                        "on all of its linear layers")
+    shapes, our_shapes = ({name: list(t.shape) for name, t in tensors.items()} for tensors in (stored, ours))
+    others = [name for name in sorted(stored | ours) if shapes.get(name) != our_shapes.get(name)]
+    require(not others, f"--adapter {folder}: does not fit in {others[:1]}; use an adapter of this model, on "
+                        "all of its linear layers, without --lora-rank")
     for name, tensor in ours.items():
-        require(stored[name].shape == tensor.shape and torch.isfinite(stored[name]).all(),
-                f"--adapter {folder}: {name} is {list(stored[name].shape)}, not {list(tensor.shape)}, or not "
-                "finite; use an adapter of this model, without --lora-rank")
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
     model.fingerprints["adapter"] = files_fingerprint(folder)
@@ -185,11 +187,7 @@ def write_packed_folder(source, found, folder):
     kept = {name: file.get_tensor(name) for name, file in files.items()
             if name not in found and f"{name}_packed" not in found}
     tensors = {name: alone(tensor) for name, tensor in (kept | found).items()}
-    with writing(folder):
-        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
-        # The library gives a file to its owner alone; here whoever may enter the folder reads it.
-        for path in weight_files(folder):
-            os.chmod(path, os.stat(folder).st_mode & 0o666)
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
     copy_companions(source, folder)
 
 
@@ -199,27 +197,23 @@ def alone(tensor):
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
-def weight_files(folder):
-    return glob.glob(f"{glob.escape(folder)}/*.safetensors")
-
-
-@dataclass
-class Packer(qerl.Checkpoint):
-    """Rounds a model's linear layers to NVFP4 and keeps them on the CPU, as {tensor name: tensor}.
+def packer(packed):
+    """A Checkpoint that rounds linear layers to NVFP4 and keeps them on the CPU, in packed: {name: tensor}.
 
     The layers that QeRL stacks are those that vLLM multiplies as one: see stacked_parts.
     """
-    packed: dict = None
+    class Packer(qerl.Checkpoint):
+        def linear(self, prefix, leaves, sizes, in_features, bias):
+            names = [f"{prefix}.{leaf}" for leaf in leaves]
+            qerl.require_blocks(names[0], in_features, "nvfp4")
+            shapes = [(size, in_features) for size in sizes]
+            weights = [self.read(f"{name}.weight", shape) for name, shape in zip(names, shapes)]
+            packed.update(stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights))))
+            for name, size in zip(names, sizes):
+                if bias:
+                    self.read(f"{name}.bias", (size,))
 
-    def linear(self, prefix, leaves, sizes, in_features, bias):
-        names = [f"{prefix}.{leaf}" for leaf in leaves]
-        qerl.require_blocks(names[0], in_features, "nvfp4")
-        shapes = [(size, in_features) for size in sizes]
-        weights = [self.read(f"{name}.weight", shape) for name, shape in zip(names, shapes)]
-        self.packed |= stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights)))
-        for name, size in zip(names, sizes):
-            if bias:
-                self.read(f"{name}.bias", (size,))
+    return Packer
 
 
 def save_packed(source, out, device, calibrated=None):
@@ -228,7 +222,7 @@ def save_packed(source, out, device, calibrated=None):
     calibrated(): a folder of NVFP4 weights to be copied; without it they are rounded, on device.
     """
     require_16_bit(source, "--save-quantized")
-    with new_folder(out, source) as temporary:
+    with new_folder(out) as temporary:
         if calibrated:
             # The weights are copied alone: the tokenizer is the source's of now.
             for path in glob.glob(f"{glob.escape(calibrated())}/*safetensors*"):
@@ -236,8 +230,8 @@ def save_packed(source, out, device, calibrated=None):
             copy_companions(source, temporary)
         else:
             packed = {}
-            load_with_progress(source, device=device, desc="quantising",
-                               checkpoint_class=partial(Packer, packed=packed))
+            load_with_progress(
+                source, device=device, desc="quantising", checkpoint_class=packer(packed))
             write_packed_folder(source, packed, temporary)
-    size = sum(map(os.path.getsize, weight_files(out)))
+    size = sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
     print(f"saved {out}, {size / 1e9:.3g} GB of weights; docs/serving.md says who reads it")

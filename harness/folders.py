@@ -19,19 +19,17 @@ import json
 import math
 import os
 import shutil
-import sys
 import uuid
 from functools import partial
 from pathlib import Path
 
-import safetensors
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig
 
 import qerl
 from harness.ranks import Ranks
-from qerl import UserError, reason, require
+from qerl import UserError, require
 
 
 FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
@@ -44,27 +42,11 @@ def atomic_write(path, data):
     A reader, or who comes after a kill -9, finds the old file or the new one, never half of one.
     """
     temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as f:
-            f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        e.filename = temporary              # write and fsync do not name it
-        with contextlib.suppress(OSError):  # half a file only fills a disk that is full
-            os.remove(temporary)
-        raise
+    with open(temporary, "wb") as f:
+        f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+        f.flush()
+        os.fsync(f.fileno())
     os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def writing(what):
-    """Around what first writes in a folder: a full disk, or a missing permission, is a UserError."""
-    try:
-        yield
-    except (OSError, safetensors.SafetensorError) as e:
-        text = getattr(e, "strerror", None) or reason(e)
-        raise UserError(f"{what}: cannot be written ({text}); free some space, or choose another folder")
 
 
 def newest_run():
@@ -77,11 +59,10 @@ def newest_run():
 
 def new_run(stem):
     """Create the folder of a run that --out does not name: stem-N."""
-    with writing(f"--out {stem}-N"):
-        for number in itertools.count(1):
-            with contextlib.suppress(FileExistsError):
-                os.makedirs(f"{stem}-{number}")
-                return f"{stem}-{number}"
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(f"{stem}-{number}")
+            return f"{stem}-{number}"
 
 
 def open_folder(out, resume):
@@ -89,15 +70,12 @@ def open_folder(out, resume):
     require(os.path.isdir(out) or not resume,
             f"--resume --out {out}: no such folder; name a run's or start without --resume")
     refuse_to_overwrite(out, resume)
+    os.makedirs(out, exist_ok=True)
     lock = FileLock(f"{out}/.lock")
-    with writing(f"--out {out}"):
-        os.makedirs(out, exist_ok=True)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
-        except NotImplementedError:         # by some network file systems
-            print(f"warning: --out {out}: cannot be locked; start no second run there", file=sys.stderr)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
     return lock
 
 
@@ -135,20 +113,11 @@ def append_jsonl(path, entry):
         f.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
-def read_log(folder, last_step):
-    """The metrics up to last_step. What a killed process logged after it is cut from the files.
-
-    A log that was lost ends no run: it goes on without the steps that it lacks.
-    """
-    kept = {}
+def cut_log(folder, last_step):
+    """Take from a run's files what a killed process logged after this step."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        kept[name] = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
-        write_jsonl(f"{folder}/{name}", kept[name])
-    metrics = kept["metrics.jsonl"]
-    if len(metrics) < last_step:
-        print(f"warning: {folder}/metrics.jsonl lacks {last_step - len(metrics)} of the "
-              f"{last_step} steps before; it goes on with step {last_step + 1}", file=sys.stderr)
-    return metrics
+        kept = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
+        write_jsonl(f"{folder}/{name}", kept)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,26 +148,21 @@ def generation_config(folder):
 
 
 @contextlib.contextmanager
-def new_folder(out, source=None):
+def new_folder(out):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
-    source: the folder that is read, if any. A kill leaves at most OUT.xxxxxxxx.tmp. Raises UserError.
+    A kill leaves at most OUT.xxxxxxxx.tmp.
     """
     empty = os.path.isdir(out) and not os.listdir(out)
     require(empty or not os.path.lexists(out),
             f"{out}: is a file, or is not empty; choose another folder, or remove what it holds")
-    read = os.path.realpath(source or out)
-    inside = source and os.path.commonpath([read, os.path.realpath(out)]) == read
-    require(not inside, f"{out}: lies in the model's own folder {source}; choose another")
     temporary = f"{os.path.abspath(out)}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        with writing(out):
-            os.makedirs(temporary)
+        os.makedirs(temporary)
         yield temporary
-        with writing(out):
-            if os.path.isdir(out):                     # an empty one; Windows renames onto none
-                os.rmdir(out)
-            os.rename(temporary, out)
+        if empty:                                      # Windows renames onto no folder
+            os.rmdir(out)
+        os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -207,19 +171,13 @@ def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc
     """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
     with tqdm(desc=desc, unit="tensor", delay=2, disable=not Ranks().main) as bar:
 
-        def make_checkpoint(files, *rest):
-            checkpoint = checkpoint_class(files, *rest)
-            read = checkpoint.read
-            bar.total = len(files)
-
-            def read_and_count(*tensor):
+        class CountingCheckpoint(checkpoint_class):
+            def read(self, *tensor):
+                bar.total = len(self.files)
                 bar.update()
-                return read(*tensor)
+                return super().read(*tensor)
 
-            checkpoint.read = read_and_count
-            return checkpoint
-
-        return qerl.load_model(folder, *settings, checkpoint_class=make_checkpoint, **options)
+        return qerl.load_model(folder, *settings, checkpoint_class=CountingCheckpoint, **options)
 
 
 def policy_fingerprints(folder, eos):
@@ -259,13 +217,7 @@ def made_once(name, make):
     if is_sound(folder):
         return folder
     os.makedirs(CACHE, exist_ok=True)           # what cannot be kept is not made
-    lock = FileLock(f"{CACHE}.lock")
-    try:
-        held = lock.acquire(blocking=False)
-    except Timeout:
-        print(f"waiting for another process, which makes something in {CACHE}", flush=True)
-        held = lock.acquire()
-    with held:
+    with FileLock(f"{CACHE}.lock"):
         if is_sound(folder):                    # another process has made it meanwhile
             return folder
         if os.path.exists(folder):

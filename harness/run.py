@@ -15,9 +15,9 @@ from tqdm import tqdm
 import qerl
 from harness.command import command_line, require_flag
 from harness.export import save_adapter
-from harness.folders import append_jsonl, atomic_write, new_run, open_folder, read_log
+from harness.folders import append_jsonl, atomic_write, cut_log, new_run, open_folder
 from harness.machine import environment
-from harness.report import one_group, report_on
+from harness.report import one_group, write_report
 from qerl import UserError, reason, require
 
 
@@ -99,7 +99,8 @@ class Keeper:
             require_same_policy(self.state, model, self.folder)
             restore(self.saved[1], model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
-            algo.state = self.state["method"]
+            if self.state["method"]:
+                algo.state = self.state["method"]
             done, planned, steps = self.state["step"], self.state["steps"], self.settings.steps
             require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
             print(f"resumed {self.folder} after step {done}")
@@ -112,7 +113,7 @@ class Keeper:
             self.state |= {"data": data} | model.fingerprints
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
         if self.saved and self.writes:
-            read_log(self.folder, self.state["step"])
+            cut_log(self.folder, self.state["step"])
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         return self.state
@@ -188,7 +189,7 @@ class Keeper:
 
         print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
               f"look at {self.folder}/report.html")
-        report_on(self.folder)
+        write_report(self.folder)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ FAULTS = [
     ("two runs", "harness/folders.py", "            lock.acquire(blocking=False)",
      "            pass", "tests/test_bad_input.py -k in_use"),
     ("late lines", "harness/folders.py", 'if o["step"] <= last_step]', "]",
-     "tests/test_bad_input.py -k lost_log"),
+     "tests/test_bad_input.py -k after_its_checkpoint"),
     ("hash", "harness/run.py", "require(sound,", "require(True,",
      "tests/test_bad_input.py -k flipped_bit"),
     ("mapped file", "harness/run.py", "f.get_tensor(name).clone()", "f.get_tensor(name)",

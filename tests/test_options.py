@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import qerl
 import train_gsm8k
 from common import LEARNING, recorded, refused, run_main
-from harness.export import load_adapter
+from harness.export import adapter_settings, load_adapter
 from harness.folders import read_jsonl
 
 
@@ -122,8 +122,11 @@ def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, monkeypa
     options = (*quick, "--adapter", tmp_path)
     assert "adapter_config.json cannot be read" in refused(monkeypatch, capsys, *options)
     peft_adapter(qwen[0], tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
-    lacking = "does not fit, the adapter lacks base_model.model.model.layers.0.mlp"
+    lacking = "does not fit in ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight']"
     assert lacking in refused(monkeypatch, capsys, *options)
+    assert "warning" not in capsys.readouterr().out
+    adapter_settings(tmp_path, "another/Model")
+    assert f"was trained on {qwen[0]}, not on another/Model" in capsys.readouterr().out
 
 
 def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, monkeypatch, capsys):

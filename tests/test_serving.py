@@ -72,7 +72,6 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, monkeypatch, saving, name
     assert all(stored[name].equal(exact[name]) for name in exact if not name.endswith("_proj.weight"))
     assert len(stored) == len(exact) + 2 * 2 * 7                       # three parts of each layer
     assert len(list(out.glob("model-0000*.safetensors"))) > 2
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
 
 
 @pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
@@ -106,14 +105,13 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     def fails(*_, **__):
         raise error
     monkeypatch.setattr(module, name, fails)
-    assert "cannot be written" in refused(monkeypatch, capsys, *saving)
+    assert str(error) in refused(monkeypatch, capsys, *saving)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options,message", [
     (["--model", "packed"], "is in 4 bits already"),
     (["--save-quantized", "packed"], "is not empty; choose another folder"),
-    (["--save-quantized", "{model}/in"], "lies in the model's own folder"),
 ])
 def test_what_is_not_saved_is_refused(
         qwen, tmp_path, monkeypatch, capsys, packed, saving, options, message):
