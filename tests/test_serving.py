@@ -114,9 +114,8 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     (["--save-quantized", "packed"], "is not empty; choose another folder"),
 ])
 def test_what_is_not_saved_is_refused(
-        qwen, tmp_path, monkeypatch, capsys, packed, saving, options, message):
+        tmp_path, monkeypatch, capsys, packed, saving, options, message):
     monkeypatch.chdir(tmp_path)
-    options = [option.format(model=qwen[0]) for option in options]
     assert message in refused(monkeypatch, capsys, *saving, *options)
     assert not list(tmp_path.glob("out*"))
 
