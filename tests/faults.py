@@ -124,7 +124,7 @@ FAULTS = [
     ("gradients", "harness/ranks.py", "dist.all_reduce(line)", "pass",
      "tests/test_processes.py -k steps_of_one"),
     ("piece", "harness/layers.py", "line.chunk(ranks.count)[ranks.rank]",
-     "line.chunk(ranks.count)[0]", "tests/test_processes.py -k ranks_keep"),
+     "line.chunk(ranks.count)[0]", "tests/test_processes.py -k steps_of_one"),
     ("first wrong token", "methods/speculative.py", "right.cumprod(0).sum(0)", "right.sum(0)",
      "tests/test_speculative.py -k 'frequencies or greedy'"),
     ("behind the end", "methods/speculative.py", "& ~ends[:-1]", "",
