@@ -22,6 +22,7 @@ methods write to runs/. `python bench.py COMMAND --help` has the flags of each; 
 such as --model and --data, are train_gsm8k.py's.
 """
 import copy
+import itertools
 import json
 import math
 import os
@@ -45,6 +46,7 @@ from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import claims, peers, results
 from studies.entropy import SIGMAS, bench_entropy, plot_entropy
+from studies.factorial import STUDIES
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, config_of, random_model, random_prompts
 from studies.step import memory_rows, plot_memory, plot_scaling, plot_step, release_memory
@@ -54,20 +56,6 @@ from studies.study import grouped, positive, read_json, table
 
 # --------------------------------------------------------------------------------------------------
 # Relative error of the formats
-
-def gaussian_layers(count=8, size=2048):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        yield torch.randn(size, size, generator=generator)
-
-
-def model_layers(folder):
-    """The weight, float32, of every linear layer of a Hugging Face folder; stacked ones are one, and
-    those in NVFP4 are decoded.
-    """
-    for layer in qerl.load_model(folder, "bf16", device="cpu").quantized_layers():
-        yield layer.weight.dequantize(torch.float32)
-
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
@@ -85,10 +73,14 @@ def relative_errors(layers, device):
 
 
 def bench_formats(args):
-    model = train_gsm8k.arguments([*args.more, "--device", args.device]).model
-    folder = qerl.model_folder(model) if model else warm_start()
-    gaussian = relative_errors(gaussian_layers(), args.device)
-    real = relative_errors(model_layers(folder), args.device)
+    """Of Gaussian matrices, and of a model's linear layers, of which stacked ones are one."""
+    name = train_gsm8k.arguments([*args.more, "--device", args.device]).model
+    folder = qerl.model_folder(name) if name else warm_start()
+    weights = (layer.weight for layer in qerl.load_model(folder, "bf16").quantized_layers())
+    generator = torch.Generator().manual_seed(0)
+    normal = (torch.randn(2048, 2048, generator=generator) for _ in range(8))
+    gaussian = relative_errors(normal, args.device)
+    real = relative_errors((w.dequantize(torch.float32) for w in weights), args.device)
     for name, (error, bits) in gaussian.items():
         yield {"format": name, "bits": bits, "gaussian": error, "model": real[name][0]}
 
@@ -149,7 +141,7 @@ def layer_rows(model, layer):
 
 def bench_kernels(args):
     require_flag(args.device == "cuda", "device", args.device, "the kernels run on a GPU alone")
-    for model in args.model or ["Qwen2.5-7B", "Qwen2.5-32B"]:
+    for model in args.model:
         for layer in layers_of(model):
             yield from layer_rows(model, layer)
             release_memory("cuda")
@@ -175,11 +167,6 @@ def plot_kernels(result, plt):
 # --------------------------------------------------------------------------------------------------
 # Rollout
 
-def rank_of(name):
-    """The LoRA rank with which a model's rollout is measured; 14B's and 32B's are the paper's."""
-    return 16 if name in ("Qwen2.5-14B", "Qwen2.5-32B") else 32
-
-
 @torch.no_grad()
 def decode_seconds(model, batch, tokens):
     """{"prefill", "decode": seconds} of `batch` prompts of so many tokens and as many new ones."""
@@ -196,23 +183,21 @@ def decode_seconds(model, batch, tokens):
 
 
 def bench_rollout(args):
-    cuda = args.device == "cuda"
-    batches = (1, 8, 32, 128) if cuda else (1, 4)
-    tokens = 256 if cuda else 8
-    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"] if cuda else ["tiny"]):
-        for rank in args.ranks or [rank_of(name)]:
-            if cuda:
-                yield from peers.vllm_rows(name, rank, batches, tokens)
-            for weights in args.weights:
-                model = random_model(name, weights, rank, args.device)
-                decode_seconds(model, 1, tokens)                   # compiles what prefill needs
-                for batch in batches:
-                    seconds = decode_seconds(model, batch, tokens)
-                    yield {"model": name, "rank": rank, "weights": weights, "batch": batch,
-                           "tokens_per_s": batch * tokens / seconds["decode"],
-                           "prefill_s": seconds["prefill"]}
-                del model
-                release_memory(args.device)
+    batches = (1, 8, 32, 128)
+    tokens = 256 if args.device == "cuda" else 8
+    for name, rank in itertools.product(args.model, args.ranks):
+        if args.device == "cuda":
+            yield from peers.vllm_rows(name, rank, batches, tokens)
+        for weights in args.weights:
+            model = random_model(name, weights, rank, args.device)
+            decode_seconds(model, 1, tokens)                       # compiles what prefill needs
+            for batch in batches:
+                seconds = decode_seconds(model, batch, tokens)
+                yield {"model": name, "rank": rank, "weights": weights, "batch": batch,
+                       "tokens_per_s": batch * tokens / seconds["decode"],
+                       "prefill_s": seconds["prefill"]}
+            del model
+            release_memory(args.device)
 
 
 def plot_rollout(result, plt):
@@ -226,9 +211,8 @@ def plot_rollout(result, plt):
 # RL step
 
 def bench_step(args):
-    cuda = args.device == "cuda"
     processes = Ranks().count
-    default = [(1, 2), (1, 4), (1, 8), (32, 8)] if cuda else [(1, 2)]
+    default = [(1, 2), (1, 4), (1, 8), (32, 8)]
     sizes = args.sizes or [(prompts * processes, group) for prompts, group in default]
     for prompts, group in sizes:
         require_flag(prompts % processes == 0, "sizes", f"{prompts}x{group}",
@@ -236,7 +220,7 @@ def bench_step(args):
     settings = settings_for(args.device)
     if args.peers:
         settings = peers.equal_lengths(settings, sizes)
-    for name in args.model or (["Qwen2.5-7B", "Qwen2.5-14B"] if cuda else ["tiny"]):
+    for name in args.model:
         if args.peers:
             yield from peers.trl_rows(name, sizes, settings, args.repeats)
         for weights in args.weights:
@@ -245,40 +229,31 @@ def bench_step(args):
 
 
 def bench_scaling(args):
-    """`bench.py step` under torchrun for each number of processes."""
-    cuda = args.device == "cuda"
-    prompts, group = (32, 8) if cuda else (2, 2)
-    counts = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if cuda else 2)]
-    for count in args.processes or counts:
-        sizes = dict.fromkeys([f"{prompts * count}x{group}", f"{prompts}x{group}"])
-        yield from measure_processes(args, count, sizes)
-
-
-def measure_processes(args, count, sizes):
-    """The rows of `bench.py step` in so many processes; raises UserError if one of them fails."""
-    models = args.model or ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
-            "--model", *models,
-            "--weights", *args.weights,
-            "--sizes", *sizes,
-            "--repeats", str(args.repeats),
-            "--device", args.device,
-            "--out", f"{folder}/step",
-        ]
-        # torchrun gives several processes a thread each; so has the one with which they compare.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-        require_flag(done.returncode == 0, "processes", count, "a step failed; its error stands above")
-        return read_json(f"{folder}/step.json")["rows"]
+    """`bench.py step` under torchrun for each number of processes; raises UserError if one fails."""
+    most = torch.cuda.device_count() if args.device == "cuda" else 2
+    for count in args.processes or [n for n in (1, 2, 4, 8) if n <= most]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
+                "--model", *args.model,
+                "--weights", *args.weights,
+                "--sizes", *dict.fromkeys([f"{32 * count}x8", "32x8"]),
+                "--repeats", str(args.repeats),
+                "--device", args.device,
+                "--out", f"{folder}/step",
+            ]
+            # torchrun gives several processes a thread each; so has the one they are compared with.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+            require_flag(done.returncode == 0, "processes", count,
+                         "a step failed; its error stands above")
+            yield from read_json(f"{folder}/step.json")["rows"]
 
 
 def bench_memory(args):
     settings = settings_for(args.device, lora_rank=16, max_new_tokens=1024, micro_tokens=1152)
-    models = ["Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"]
-    for name in args.model or (models if args.device == "cuda" else ["tiny"]):
+    for name in args.model:
         yield from memory_rows(name, settings)
         release_memory(args.device)
 
@@ -297,10 +272,10 @@ def size(text):
 FLAGS = {
     "device": dict(choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"),
     "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
-    "model": dict(nargs="+", choices=SHAPES, help="shapes"),
+    "model": dict(nargs="+", choices=SHAPES, help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
     "weights": dict(nargs="+", choices=[*qerl.FORMATS, "nvfp4-fp8"], default=["nvfp4", "bf16", "nf4"],
-                    help="frozen (default nvfp4 bf16 nf4); nvfp4-fp8, of a step: --method jetrl:training"),
-    "ranks": dict(nargs="+", type=positive, help="of LoRA (default 32; 14B and 32B 16)"),
+                    help="default nvfp4 bf16 nf4; nvfp4-fp8, of a step: --method jetrl:training"),
+    "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", help="prompts of all processes x completions "
                   "of each (default 1x2 1x4 1x8 32x8, times the processes)"),
     "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
@@ -309,8 +284,6 @@ FLAGS = {
     "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
                       "(default 1 2 4 8)"),
     "sigmas": dict(nargs="+", type=float, default=SIGMAS, help="noise"),
-    "draws": dict(type=positive, default=3, help="rollouts, each with its noise (default 3)"),
-    "prompts": dict(type=positive, default=64, help="questions (default 64)"),
 }
 # What each measures, what else it prints of its rows, its picture, its flags.
 COMMANDS = {
@@ -320,7 +293,7 @@ COMMANDS = {
     "step": (bench_step, None, plot_step, ["model", "weights", "sizes", "repeats", "peers"]),
     "scaling": (bench_scaling, speed_ups, plot_scaling, ["model", "weights", "repeats", "processes"]),
     "memory": (bench_memory, None, plot_memory, ["model"]),
-    "entropy": (bench_entropy, None, plot_entropy, ["weights", "sigmas", "draws", "prompts"]),
+    "entropy": (bench_entropy, None, plot_entropy, ["weights", "sigmas"]),
 }
 # Of the .json files in results/: what draws their pictures.
 PLOTS = {what: plot for what, (_, _, plot, _) in COMMANDS.items() if plot}
@@ -338,6 +311,8 @@ def arguments():
     if args.more and args.what not in REAL:
         p.error(f"unrecognized arguments: {' '.join(args.more)}")
     check_device(args.device)
+    if "model" in args and not args.model:
+        args.model = ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
     return args
 
 
@@ -379,7 +354,7 @@ def run(args):
 
 def main():
     with one_line():
-        studies = {name: partial(claims.main, name) for name in claims.STUDIES}
+        studies = {name: partial(claims.main, name) for name in STUDIES}
         studies["tables"] = partial(results.main, plots=PLOTS)
         if sys.argv[1:2] and sys.argv[1] in studies:
             sys.exit(studies[sys.argv[1]](sys.argv[2:]))

@@ -15,9 +15,9 @@ from statistics import fmean as mean
 
 from harness.report import save_figure
 from studies.claims_pictures import LINES, compared, plot_curves, plot_differences
-from studies.factorial import ARMS, FLAGS, METHODS, QUESTIONS
-from studies.factorial import best_rates, by_model, differences, larger_rates, questions_of
-from studies.study import arguments, rate_text, run_study, table, with_error, write_lines
+from studies.factorial import ARMS, QUESTIONS, best_rates, by_model, differences, larger_rates
+from studies.factorial import questions_of, rate_text
+from studies.study import arguments, run_study, table, with_error, write_lines
 
 # Columns of tables: {what a row has: (title, scale, digits)}.
 REACHED = {
@@ -35,11 +35,6 @@ MEASURES = {
     "peak_memory_gb": ("memory, GB", 1, 1),
     "seconds_a_step": ("seconds a step", 1, 2),
 }
-# By default: the arms, and how many seeds of the small policy and of a real model.
-STUDIES = {
-    "claims": (list(ARMS), (10, 4)),
-    "methods": (["nvfp4+aqn", "nvfp4", "bf16", "gptq+aqn", "awq+aqn", "four draws", *METHODS], (5, 2)),
-}
 # Parts of a run, as fractions of its steps; the first step alone is one, too. The first tenth has no
 # noise; in the next two its sigma is largest.
 PHASES = {"first step": (0, 0), "10 to 30 %": (0.1, 0.3), "second half": (0.5, 1)}
@@ -53,6 +48,15 @@ ASKED_OF_STEPS = ["noise in NVFP4", "noise in BF16", "4 bits, without noise", "b
 MADE_BY = "Made by `bench.py tables` or the study itself: means ± standard errors of seeds."
 
 
+def columns_table(what, columns, lines):
+    """lines: (model, what, learning rates, a list of values for each column), shown if there are any."""
+    titles = [title for title, *_ in columns.values()]
+    forms = [form for _, *form in columns.values()]
+    return table(["model", what, "lr", "seeds", *titles], [
+        [*names, len(found[0]), *(with_error(values, *form) for values, form in zip(found, forms))]
+        for *names, found in lines if found[0]])
+
+
 def arms_table(rows, columns):
     """A line for each model, arm and learning rate: means and standard errors over the seeds."""
     lines = []
@@ -60,27 +64,20 @@ def arms_table(rows, columns):
         best = best_rates(by)
         arms = [arm for arm, _ in by]
         for (arm, lr), seeds in sorted(by.items()):
-            cells = [with_error([row[measure] for row in seeds.values()], *form)
-                     for measure, (_, *form) in columns.items()]
             rate = rate_text(lr) + " (best)" * (arms.count(arm) > 1 and best[arm] == lr)
-            lines.append([model, arm, rate, len(seeds), *cells])
-    return table(["model", "arm", "lr", "seeds", *(title for title, *_ in columns.values())], lines)
+            found = [[row[measure] for row in seeds.values()] for measure in columns]
+            lines.append((model, arm, rate, found))
+    return columns_table("arm", columns, lines)
 
 
 def differences_table(rows, columns, *asked):
-    """A line a model and question that a seed answers: the mean difference by seed.
+    """A line for each model and question: the mean difference and its error by seed.
 
     asked: functions such as factorial.questions_of.
     """
-    lines = []
-    for model, by in by_model(rows).items():
-        for what, rates, pairs in (question for ask in asked for question in ask(by)):
-            found = [differences(by, pairs, measure) for measure in columns]
-            if found[0]:
-                forms = [form for _, *form in columns.values()]
-                lines.append([model, what, rates, len(found[0]),
-                              *(with_error(values, *form) for values, form in zip(found, forms))])
-    return table(["model", "what", "lr", "seeds", *(title for title, *_ in columns.values())], lines)
+    return columns_table("what", columns, [
+        (model, what, rates, [differences(by, pairs, measure) for measure in columns])
+        for model, by in by_model(rows).items() for ask in asked for what, rates, pairs in ask(by)])
 
 
 def with_phases(runs, measure):
@@ -132,7 +129,6 @@ def make_tables(out, rows, steps):
     print(f"{out}/tables.md has the differences between arms, too, and stands beside the pictures")
 
 
-def main(name, argv):
-    """name: in STUDIES -> the exit status: 1 if a run failed."""
-    args = arguments(argv, __doc__, FLAGS, *STUDIES[name], out=f"runs/{name}")
-    return run_study(FLAGS, args, make_tables)
+def main(study, argv):
+    """study: one of factorial.STUDIES -> the exit status: 1 if a run failed."""
+    return run_study(arguments(argv, __doc__, study), make_tables)

@@ -4,8 +4,8 @@ from statistics import fmean as mean
 
 import numpy as np
 
-from studies.factorial import QUESTIONS, at_rate, by_model, differences, rates_of
-from studies.study import grouped, rate_text, standard_error
+from studies.factorial import QUESTIONS, at_rate, by_model, differences, rate_text, rates_of
+from studies.study import grouped
 
 # What the curves show of the steps, a row of panels each.
 CURVES = {
@@ -127,6 +127,6 @@ def plot_seeds(axis, place, after, before):
     axis.plot(after, [place] * len(after), "o", color="tab:blue", markersize=5, alpha=0.4,
               markeredgewidth=0)
     if len(after) > 2:
-        interval = T95[min(len(after), 11) - 2] * standard_error(after)
+        interval = T95[min(len(after), 11) - 2] * after.std(ddof=1) / len(after) ** 0.5
         axis.errorbar(after.mean(), place, xerr=interval, fmt="D", markersize=5, capsize=4,
                       color="tab:red")

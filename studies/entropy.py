@@ -4,17 +4,20 @@ The paper's first claim: quantisation raises the entropy, and noise raises it fu
 answers the same questions, without noise and with more and more of it; a draw of noise serves one
 rollout, so several are taken. `bench.py entropy` prints the rows of bench_entropy.
 """
+from itertools import product
+
 import torch
 
 import qerl
 import train_gsm8k
 from harness.batches import make_batch
-from harness.command import require_flag
 from harness.ranks import Ranks
 from studies.plots import plot_lines
 from studies.study import name_in_rows
 
 SIGMAS = [0.0, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2]
+QUESTIONS = 64
+DRAWS = 3                   # of noise, and rollouts, at each sigma
 PANELS = {
     "entropy": "entropy, nats",
     "accuracy": "accuracy, temperature 1",
@@ -55,13 +58,10 @@ def bench_entropy(args):
         settings = train_gsm8k.arguments(
             [*args.more, "--device", args.device, "--weights", weights, "--quantizer", "rtn"])
         model, tokenizer, data, settings = train_gsm8k.load_all(settings, qerl)
-        questions = data.train[:args.prompts]
-        require_flag(args.prompts == len(questions), "prompts", args.prompts,
-                     f"there are {len(data.train)} questions; lower it")
-        asked = {"model": name_in_rows(settings.model), "prompts": args.prompts, "weights": weights}
-        for sigma in args.sigmas:
-            for draw in range(args.draws):
-                yield asked | measure(model, tokenizer, questions, settings, sigma, draw)
+        questions = data.train[:QUESTIONS]
+        asked = {"model": name_in_rows(settings.model), "prompts": len(questions), "weights": weights}
+        for sigma, draw in product(args.sigmas, range(DRAWS)):
+            yield asked | measure(model, tokenizer, questions, settings, sigma, draw)
 
 
 def plot_entropy(result, plt):

@@ -6,8 +6,8 @@ learning rate, (arm, lr).
 from itertools import combinations
 from statistics import fmean as mean
 
-from studies.study import NO_NOISE, rate_text
-
+NO_NOISE = "--sigma-start 0 --sigma-end 0"
+# {arm: flags of train_gsm8k.py}
 ARMS = {}
 for codes, flags in {
     "nvfp4": "--weights nvfp4",
@@ -50,6 +50,11 @@ METHODS |= {
     "qurl:int8": "--method qurl:int8 --weights bf16 --lora-rank 0 --beta 0",
 }
 FLAGS = {**ARMS, **ABLATIONS, **METHODS}
+# By default: the arms, and how many seeds of the small policy and of a real model.
+STUDIES = {
+    "claims": (list(ARMS), (10, 4)),
+    "methods": (["nvfp4+aqn", "nvfp4", "bf16", "gptq+aqn", "awq+aqn", "four draws", *METHODS], (5, 2)),
+}
 # Each question: the arms with what is asked about, and the arms without, in pairs.
 QUESTIONS = {
     "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
@@ -74,6 +79,12 @@ QUESTIONS |= {
     "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
     **{change: [(change, "nvfp4+aqn")] for change in ABLATIONS | METHODS},
 }
+
+
+def rate_text(lr):
+    """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
+    mantissa, exponent = f"{lr:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def by_model(rows):

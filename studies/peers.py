@@ -26,16 +26,11 @@ from studies.random_models import config_of, random_model, random_prompts
 from studies.step import device_memory_gb, median_step, prompt_tokens, release_memory
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NEW_TOKENS = 256                        # of every completion
-WARM_UP = 1                             # the first step compiles and records CUDA graphs
-# What TRL and vLLM leave to their user; each row states it. The defaults here train 7B on a GPU of
+# What TRL and vLLM leave to their user; each row states it: completions in one pass forward and
+# backward, the share of the GPU's memory for vLLM while it is awake. The default trains 7B on a GPU of
 # 80 GB without computing activations twice.
-TUNING = {
-    "micro_batch": 8,                   # completions in one pass forward and backward
-    "share": 0.4,                       # of the GPU's memory for vLLM while it is awake
-}
-TUNED = {"Qwen2.5-1.5B": {"micro_batch": 16, "share": 0.35}, "Qwen2.5-3B": {"share": 0.35}}
+TUNED = {"Qwen2.5-1.5B": (16, 0.35), "Qwen2.5-3B": (8, 0.35)}
+DEFAULT = (8, 0.4)
 
 
 def in_own_process(function, *args):
@@ -51,14 +46,14 @@ def in_own_process(function, *args):
 # A step of TRL with vLLM
 
 def tuning_for(name, completions):
-    """TUNING of a shape, with a micro-batch that divides so many completions."""
-    tuning = {**TUNING, **TUNED.get(name, {})}
-    fitting = [n for n in range(1, tuning["micro_batch"] + 1) if completions % n == 0]
-    return {**tuning, "micro_batch": max(fitting)}
+    """What is TUNED for a shape, with a micro-batch that divides so many completions."""
+    most, share = TUNED.get(name, DEFAULT)
+    fitting = [n for n in range(1, most + 1) if completions % n == 0]
+    return {"micro_batch": fitting[-1], "share": share}
 
 
 def equal_lengths(settings, sizes):
-    """The Settings with completions of one length, all decoded at once.
+    """The Settings with completions of one length, 256 tokens, all decoded at once.
 
     Raises a UserError, one line, where a package of the peers is missing.
     """
@@ -67,20 +62,7 @@ def equal_lengths(settings, sizes):
         raise qerl.UserError(f"--peers: {', '.join(missing)} cannot be imported; "
                              "pip install 'trl[vllm,peft]' into this environment")
     slots = max(prompts * group for prompts, group in sizes)
-    return replace(settings, max_new_tokens=NEW_TOKENS, slots=slots)
-
-
-def phases(seconds):
-    """Seconds by this project's phases, from those of TRL's functions within each other.
-
-    TRL's scoring holds its rollout and, beside rewards and advantages, the log-probabilities.
-    """
-    return {
-        "rollout": seconds["rollout"],
-        "logprobs": seconds["scoring"] - seconds["rollout"],
-        "update": seconds["step"] - seconds["scoring"],
-        "step": seconds["step"],
-    }
+    return replace(settings, max_new_tokens=256, slots=slots)
 
 
 def write_model(name, folder):
@@ -152,7 +134,6 @@ def timed_trainer(*args, **options):
             with self.clock("scoring"):
                 scored = super()._generate_and_score_completions(inputs)
             self.length = scored["completion_mask"].sum(1).float().mean().item()
-            self.note_memory()
             return scored
 
     class Steps(TrainerCallback):
@@ -163,9 +144,12 @@ def timed_trainer(*args, **options):
         def on_step_end(self, *_, **__):
             with trainer.clock("end"):                  # waits for the GPU
                 trainer.note_memory()
-            seconds = {**trainer.clock.seconds, "step": trainer.clock.since_restart()}
-            trainer.steps.append({**phases(seconds), "length": trainer.length,
-                                  "device_memory_gb": trainer.memory})
+            step = trainer.clock.since_restart()
+            rollout, scoring = (trainer.clock.seconds[name] for name in ("rollout", "scoring"))
+            # Scoring holds the rollout and, beside rewards and advantages, the log-probabilities.
+            trainer.steps.append({
+                "rollout": rollout, "logprobs": scoring - rollout, "update": step - scoring,
+                "step": step, "length": trainer.length, "device_memory_gb": trainer.memory})
 
     trainer = TimedTrainer(*args, callbacks=[Steps()], **options)
     trainer.steps = []
@@ -185,7 +169,7 @@ def measure(name, prompts, group, settings, repeats, tuning):
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig
-    steps = WARM_UP + repeats
+    steps = 1 + repeats                 # the first step compiles and records CUDA graphs
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_model(name, folder)
         torch.cuda.empty_cache()
@@ -200,10 +184,10 @@ def measure(name, prompts, group, settings, repeats, tuning):
             args=GRPOConfig(**arguments),
             train_dataset=Dataset.from_dict({"prompt": texts}),
             peft_config=LoraConfig(
-                r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules=PROJECTIONS),
+                r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules="all-linear"),
         )
         trainer.train()
-    return median_step(trainer.steps[WARM_UP:])
+    return median_step(trainer.steps[1:])
 
 
 def trl_rows(name, sizes, settings, repeats):

@@ -11,10 +11,10 @@
     */*.json                what other commands of bench.py measured; they stand beside their pictures
 """
 import csv
-import glob
 import gzip
 import json
 import os
+from pathlib import Path
 
 from harness.command import Parser, require_flag
 from harness.report import learning_curve, save_figure
@@ -73,15 +73,15 @@ def make_tables(folder, plots):
     for (study,), rows in grouped(read_csv(f"{folder}/runs.csv"), "study").items():
         of_runs = {run: metrics for (of, run), metrics in steps.items() if of == study}
         claims.make_tables(f"{folder}/{study}", rows, of_runs)
-    for path in glob.glob(f"{glob.escape(folder)}/*/*.json"):
-        stem = path.removesuffix(".json")
-        if os.path.basename(stem) in plots:
-            save_figure(f"{stem}.png", plots[os.path.basename(stem)], read_json(path))
+    for path in Path(folder).glob("*/*.json"):
+        if path.stem in plots:
+            save_figure(path.with_suffix(".png"), plots[path.stem], read_json(path))
     summaries = read_json(f"{folder}/learning/runs.json")
     steps = grouped(read_csv(f"{folder}/learning/steps.csv.gz"), "run")
     for name in SHOWN:
-        held_out = {kind: [summaries[name][f"{measure}_{when}"] for when in ("before", "after")]
-                    for kind, measure in (("pass@1", "accuracy"), ("greedy", "greedy"))}
+        summary = summaries[name]
+        held_out = {"pass@1": [summary["accuracy_before"], summary["accuracy_after"]],
+                    "greedy": [summary["greedy_before"], summary["greedy_after"]]}
         save_figure(f"{folder}/learning/{name}.png", learning_curve, steps[name,], held_out)
 
 
@@ -89,9 +89,7 @@ def main(argv, plots):
     """plots: as make_tables takes them, of the files that bench.py writes."""
     p = Parser(__doc__)
     p.add_argument("--add", nargs=2, metavar=("FOLDER", "STUDY"), help="runs to add, and their study")
-    p.add_argument("--out", default="results", help="the folder of packed files (default results)")
     args = p.parse_args(argv)
-    require_flag(os.path.exists(f"{args.out}/runs.csv"), "out", args.out, "has no runs.csv")
     if args.add:
-        add_runs(args.out, *args.add)
-    make_tables(args.out, plots)
+        add_runs("results", *args.add)
+    make_tables("results", plots)

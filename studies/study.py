@@ -24,8 +24,8 @@ from harness.command import Parser, full_name, require_flag
 from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
 from qerl import UserError, model_folder
+from studies.factorial import FLAGS, STUDIES
 
-NO_NOISE = "--sigma-start 0 --sigma-end 0"
 # Flags of train_gsm8k.py that a study sets for each run.
 OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--save-quantized",
              "--eval-samples", "--weights", "--method", "--quantizer"}
@@ -39,27 +39,14 @@ def name_in_rows(model):
     return os.path.basename(os.path.normpath(model)) if model else "small"
 
 
-def rate_text(lr):
-    """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
-    mantissa, exponent = f"{lr:e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+def with_error(values, scale, digits):
+    """"mean ± standard error" of the values times scale.
 
-
-def standard_error(values):
-    """Of the mean, from the spread of the values; None for a single one."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-
-
-def with_error(values, scale=100, digits=1):
-    """"mean ± standard error" of the values times scale; by default of fractions, in percent.
-
-    "-" if there is none. Without ± if they are all the same.
+    Without ± if they are all the same, or one.
     """
-    if not values:
-        return "-"
-    rounded = round(scale * mean(values), digits) + 0.0             # never -0.0
-    error = standard_error(values)
-    return f"{rounded:.{digits}f}" + (f" ± {scale * error:.{digits}f}" if error else "")
+    text = f"{round(scale * mean(values), digits) + 0.0:.{digits}f}"             # never -0.0
+    spread = stdev(values) if len(values) > 1 else 0
+    return text + (f" ± {scale * spread / len(values) ** 0.5:.{digits}f}" if spread else "")
 
 
 def table(titles, rows):
@@ -108,8 +95,8 @@ def wanted_runs(args):
     return runs
 
 
-def command_of(run, device, flags, args):
-    """The command line of a run, its labels. flags: {arm: flags of train_gsm8k.py}, a text.
+def command_of(run, device, args):
+    """The command line of a run, its labels.
 
     Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
     answers to each question. Weights round to the nearest code, unless the arm has another --quantizer.
@@ -117,7 +104,7 @@ def command_of(run, device, flags, args):
     own = f"--lr {run['lr']} --seed {run['seed']} --quantizer rtn --eval-samples 4 --resume"
     if args.own_starts:
         own += f" --start-seed {run['seed']}"
-    return [sys.executable, train_gsm8k.__file__, *own.split(), *args.more, *flags[run["arm"]].split(),
+    return [sys.executable, train_gsm8k.__file__, *own.split(), *args.more, *FLAGS[run["arm"]].split(),
             "--device", device, "--out", f"{args.out}/{run['name']}"]
 
 
@@ -127,7 +114,6 @@ def row_of(run, folder):
     metrics = read_jsonl(f"{folder}/metrics.jsonl")
     return {
         **run,
-        "lr": summary["settings"]["lr"],                   # an arm may have its own
         "steps": summary["steps"],
         **{k: v for k, v in summary.items() if k.endswith(("_before", "_after"))},
         "training_accuracy": mean(m["accuracy"] for m in metrics[-10:]),
@@ -164,7 +150,7 @@ def require_same_settings(args):
     atomic_write(path, json.dumps(settings, indent=1))
 
 
-def run_one(run, device, flags, args):
+def run_one(run, device, args):
     """Make a run and its row on a device -> exit status."""
     folder = f"{args.out}/{run['name']}"
     os.makedirs(folder, exist_ok=True)
@@ -172,7 +158,7 @@ def run_one(run, device, flags, args):
     environment = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs)), **os.environ}
     with open(f"{folder}.log", "ab") as log:
         status = subprocess.call(
-            command_of(run, device, flags, args), env=environment, stdout=log, stderr=log)
+            command_of(run, device, args), env=environment, stdout=log, stderr=log)
     if status:
         print(f"{run['name']}: ended with status {status}; {folder}.log says why", flush=True)
     else:
@@ -180,14 +166,13 @@ def run_one(run, device, flags, args):
     return status
 
 
-def run_all(flags, args):
+def run_all(args):
     """Make the runs that are missing, as many at once as there are devices -> whether one failed.
 
     Ctrl-C reaches the runs, too: they stop, and no other is begun.
     """
-    done = {row["name"] for row in finished_runs(args.out)}
     wanted = wanted_runs(args)
-    missing = [run for name, run in wanted.items() if name not in done]
+    missing = [run for name, run in wanted.items() if not os.path.exists(f"{args.out}/{name}/row.json")]
     print(f"{len(wanted)} runs, {len(missing)} missing")
     devices = [args.settings.device]
     if devices == ["cuda"]:
@@ -196,7 +181,7 @@ def run_all(flags, args):
     runs = iter(missing)                    # the threads share it
 
     def work(device):
-        return [run_one(run, device, flags, args) for run in runs]
+        return [run_one(run, device, args) for run in runs]
 
     with ThreadPoolExecutor(len(devices)) as pool:
         try:
@@ -205,12 +190,13 @@ def run_all(flags, args):
             list(runs)
 
 
-def arguments(argv, description, arms, default_arms, seeds, out):
-    """The command line of a study. seeds: by default so many, (of the small policy, of a model)."""
+def arguments(argv, description, study):
+    """The command line of a study, one of factorial.STUDIES."""
+    default_arms, seeds = STUDIES[study]
     p = Parser(description)
     p.add_argument("--model", help="name or folder (default: the small policy)")
-    p.add_argument("--arms", nargs="+", choices=arms, default=default_arms, metavar="ARM",
-                   help=f"of {', '.join(arms)} (default {', '.join(default_arms)})")
+    p.add_argument("--arms", nargs="+", choices=FLAGS, default=default_arms, metavar="ARM",
+                   help=f"of {', '.join(FLAGS)} (default {', '.join(default_arms)})")
     p.add_argument("--lrs", nargs="+", type=float,
                    help="learning rates (default 5e-5; small policy 3e-3)")
     p.add_argument("--seeds", nargs="+", type=int,
@@ -219,7 +205,8 @@ def arguments(argv, description, arms, default_arms, seeds, out):
                    help="small policy: each seed begins with a policy of its own making")
     p.add_argument("--jobs", type=positive, default=1,
                    help="processes on each GPU, or on the CPU (default 1)")
-    p.add_argument("--out", default=out, help=f"folder of the runs, tables and pictures (default {out})")
+    p.add_argument("--out", default=f"runs/{study}",
+                   help=f"folder of the runs, tables and pictures (default runs/{study})")
     p.add_argument("--tables", action="store_true", help="run nothing, only make the tables")
     args, args.more = p.parse_known_args(argv)
     for flag in args.more:
@@ -234,11 +221,10 @@ def arguments(argv, description, arms, default_arms, seeds, out):
     return args
 
 
-def run_study(flags, args, make_tables):
+def run_study(args, make_tables):
     """Run what is missing, unless --tables is given -> exit status.
 
-    flags: {arm: flags of train_gsm8k.py}. Then make_tables(folder, rows, steps) of finished_runs and
-    steps_of, if there are any.
+    Then make_tables(folder, rows, steps) of finished_runs and steps_of, if there are any.
     """
     failed = False
     if not args.tables:
@@ -246,7 +232,7 @@ def run_study(flags, args, make_tables):
             model_folder(full_name(args.model))            # that it is there is seen once
         os.makedirs(args.out, exist_ok=True)
         require_same_settings(args)
-        failed = run_all(flags, args)
+        failed = run_all(args)
     rows = finished_runs(args.out)
     require_flag(rows or failed, "out", args.out, "holds no finished run; name the folder of a study")
     if rows:

@@ -10,17 +10,17 @@ import torch
 import bench
 import qerl
 import train_gsm8k
-from common import made_up_rows, refused, run_main
+from common import made_up_rows, run_main
 from harness import small_policy
-from studies import claims, study
+from studies import claims, entropy, study
 
 SHORT = "--prompts 2 --group 2 --updates 1 --steps 2 --max-new-tokens 8 --lora-rank 2 --device cpu"
 
 
 def study_arguments(tmp_path, *flags):
     os.makedirs(f"{tmp_path}/out", exist_ok=True)
-    return study.arguments(["--model", "some/Model", *flags, "--out", f"{tmp_path}/out"], "a study",
-                           ["a", "b"], ["a", "b"], (1, 2), "results")
+    return study.arguments(["--model", "some/Model", "--arms", "nf4", "mxfp4", *flags,
+                            "--out", f"{tmp_path}/out"], "a study", "claims")
 
 
 def test_claims_tables_by_hand():
@@ -35,7 +35,7 @@ def test_claims_tables_by_hand():
 
 
 def test_every_arms_flags_go_together():
-    for arm in claims.FLAGS.values():
+    for arm in study.FLAGS.values():
         train_gsm8k.arguments(["--device", "cpu", *arm.split()])
 
 
@@ -56,29 +56,29 @@ def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study.subprocess, "call", lambda command, **_: "Model-a-" in str(command))
+    monkeypatch.setattr(study.subprocess, "call", lambda command, **_: "Model-nf4-" in str(command))
     monkeypatch.setattr(study, "row_of", lambda run, folder: run)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
-    assert study.run_all({"a": "", "b": ""}, args)
+    assert study.run_all(args)
     names = [row["name"] for row in study.finished_runs(args.out)]
-    assert names == ["Model-b-lr5e-05-seed0", "Model-b-lr5e-05-seed1"]
+    assert names == ["Model-mxfp4-lr5e-05-seed0", "Model-mxfp4-lr5e-05-seed1"]
     assert capsys.readouterr().out.count("ended with status") == 2
 
 
-def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path):
+def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path, monkeypatch):
     args = study_arguments(tmp_path, "--group", "4")
-    run = {"name": "run", "arm": "a", "lr": 1e-4, "seed": 0}
+    run = {"name": "run", "arm": "nf4", "lr": 1e-4, "seed": 0}
     for flags, expected in (("", "rtn"), ("--quantizer gptq", "gptq")):
-        command = study.command_of(run, "cpu", {"a": f"--group 2 {flags}"}, args)
+        monkeypatch.setitem(study.FLAGS, "nf4", f"--group 2 {flags}")
+        command = study.command_of(run, "cpu", args)
         settings = train_gsm8k.arguments(command[2:])
         assert (settings.group, settings.quantizer) == (2, expected)
 
 
-def test_own_starts_make_a_policy_a_seed(tmp_path):
-    args = study.arguments(["--own-starts", "--seeds", "2", "1", "--out", str(tmp_path)],
-                           "a study", ["a"], ["a"], (2, 2), "results")
+def test_own_starts_make_a_policy_a_seed():
+    args = study.arguments(["--own-starts", "--seeds", "2", "1", "--arms", "bf16"], "a study", "claims")
     runs = study.wanted_runs(args).values()
-    commands = [" ".join(study.command_of(run, "cpu", {"a": ""}, args)) for run in runs]
+    commands = [" ".join(study.command_of(run, "cpu", args)) for run in runs]
     assert "--start-seed 2 " in commands[0]
     assert "--start-seed 1 " in commands[1]
 
@@ -103,14 +103,14 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch, given, expec
     used = set()
     all_busy = threading.Barrier(len(expected))
 
-    def run_one(run, device, flags, args):
+    def run_one(run, device, args):
         used.add(device)
         all_busy.wait(60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(study, "run_one", run_one)
     args = study_arguments(tmp_path, "--seeds", "0", "1")
     args.settings = replace(args.settings, device=given)
-    study.run_all({}, args)
+    study.run_all(args)
     assert used == expected
 
 
@@ -141,12 +141,12 @@ def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
         study.require_same_settings(study_arguments(tmp_path, *flags))
 
 
-def test_entropy_before_training(tmp_path, monkeypatch, capsys):
-    options = ["--weights", "bf16", "--sigmas", "0", "0.5", "--draws", "1", "--prompts", "1",
+def test_entropy_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(entropy, "QUESTIONS", 1)
+    monkeypatch.setattr(entropy, "DRAWS", 1)
+    options = ["--weights", "bf16", "--sigmas", "0", "0.5",
                "--device", "cpu", "--out", tmp_path / "entropy"]
     run_main(monkeypatch, "entropy", *options, program=bench)
     clean, noisy = json.loads((tmp_path / "entropy.json").read_text())["rows"]
     assert clean["mismatch_kl"] < 1e-6 < noisy["mismatch_kl"]
     assert (tmp_path / "entropy.png").exists()
-    line = refused(monkeypatch, capsys, "entropy", *options, "--prompts", 100000, program=bench)
-    assert "--prompts 100000: there are" in line
