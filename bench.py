@@ -59,17 +59,16 @@ from studies.study import grouped, positive, read_json, table
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    sums = {name: np.zeros(4) for name in qerl.FORMATS}
+    squares = {name: np.zeros(2) for name in qerl.FORMATS}
+    bits = {}
     for weight in layers:
         weight = weight.to(device)
         for name, format in qerl.FORMATS.items():
             stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
             difference = format.dequantize(*stored, torch.float32) - weight
-            squares = [t.double().square().sum().item() for t in (difference, weight)]
-            bits = 8 * sum(t.nbytes for t in stored)
-            sums[name] += [*squares, bits, weight.numel()]
-    return {name: (math.sqrt(error / norm), bits / count)
-            for name, (error, norm, bits, count) in sums.items()}
+            squares[name] += [t.double().square().sum().item() for t in (difference, weight)]
+            bits[name] = 8 * sum(t.nbytes for t in stored) / weight.numel()
+    return {name: (math.sqrt(error / norm), bits[name]) for name, (error, norm) in squares.items()}
 
 
 def bench_formats(args):
@@ -317,8 +316,8 @@ def arguments():
 
 
 def print_rows(rows):
-    """Rows as a table, a column a key; what is a dictionary is left to the .json."""
-    keys = dict.fromkeys(key for row in rows for key, v in row.items() if not isinstance(v, dict))
+    """Rows as a table, a column a key."""
+    keys = dict.fromkeys(itertools.chain(*rows))
     texts = [[f"{v:.4g}" if isinstance(v, float) else v for v in (row.get(k, "") for k in keys)]
              for row in rows]
     print("\n".join(["", *table(keys, texts)]), flush=True)

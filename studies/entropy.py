@@ -47,7 +47,6 @@ def measure(model, tokenizer, questions, settings, sigma, draw):
         "draw": draw,
         "entropy": rollout.entropy[rollout.mask].mean().item(),
         "accuracy": samples.correct.mean().item(),
-        "length": rollout.length.float().mean().item(),
         "mismatch_kl": kl,
     }
 

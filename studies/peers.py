@@ -132,9 +132,7 @@ def timed_trainer(*args, **options):
 
         def _generate_and_score_completions(self, inputs):
             with self.clock("scoring"):
-                scored = super()._generate_and_score_completions(inputs)
-            self.length = scored["completion_mask"].sum(1).float().mean().item()
-            return scored
+                return super()._generate_and_score_completions(inputs)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -149,7 +147,7 @@ def timed_trainer(*args, **options):
             # Scoring holds the rollout and, beside rewards and advantages, the log-probabilities.
             trainer.steps.append({
                 "rollout": rollout, "logprobs": scoring - rollout, "update": step - scoring,
-                "step": step, "length": trainer.length, "device_memory_gb": trainer.memory})
+                "step": step, "device_memory_gb": trainer.memory})
 
     trainer = TimedTrainer(*args, callbacks=[Steps()], **options)
     trainer.steps = []

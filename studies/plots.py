@@ -19,24 +19,20 @@ def panels(plt, contents, width):
 def plot_lines(plt, points, xlabel, ylabel, **axes_options):
     """points: (title of a panel, label of a line, x, y) each.
 
-    The x of a panel stand equally far apart. Where a line has several points of an x it goes through
-    their mean.
+    The x of a panel stand equally far apart, in the order of the points. Where a line has several
+    points of an x it goes through their mean.
     """
     contents = {}
     for title, label, x, y in points:
-        contents.setdefault(title, {}).setdefault(label, {}).setdefault(x, []).append(y)
+        contents.setdefault(title, {}).setdefault(label, {}).setdefault(str(x), []).append(y)
     figure, found = panels(plt, contents, 4.8)
     for axis, lines in found:
-        places = sorted(set().union(*lines.values()))
         for label, line in lines.items():
-            own = sorted(line)
-            drawn, = axis.plot([places.index(x) for x in own], [mean(line[x]) for x in own], "o-",
-                               label=label)
-            for x in own:
-                axis.plot([places.index(x)] * len(line[x]), line[x], "_", color=drawn.get_color(),
-                          alpha=0.5)
+            drawn, = axis.plot(list(line), list(map(mean, line.values())), "o-", label=label)
+            for x, values in line.items():
+                axis.plot([x] * len(values), values, "_", color=drawn.get_color(), alpha=0.5)
         axis.set(xlabel=xlabel, ylabel=ylabel, **axes_options)
-        axis.set_xticks(range(len(places)), places, fontsize=8)
+        axis.tick_params("x", labelsize=8)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     return figure

@@ -83,7 +83,7 @@ class CutSampler(qerl.Sampler):
 
 
 def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
-    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, "peak_gb": by phase, ...}.
+    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak, ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
     before. lengths: int64, of this process's completions. Of several processes the figures are means,
@@ -106,8 +106,7 @@ def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
         **phases.seconds,
         "step": sum(phases.seconds.values()),
         "length": rollout.length.float().mean().item(),
-        "peak_memory_gb": max(phases.peak.values()),
-        "peak_gb": phases.peak,
+        **{f"{phase}_gb": peak for phase, peak in phases.peak.items()},
         **getattr(algo, "measured", {}),
     })
 
@@ -164,7 +163,7 @@ def plot_step(result, plt):
     contents = {}
     for (prompts, group), rows in list(grouped(result["rows"], "prompts", "group").items())[-2:]:
         bars = contents[f"one RL step: {prompts * group} completions"] = {}
-        for row in sorted(rows, key=lambda row: len(row["model"])):
+        for row in rows:
             name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
             bars[name] = {phase: row[phase] for phase in PHASES if row.get(phase, 0.0) > 1e-3}
     return plot_bars(plt, contents, "seconds")
@@ -231,7 +230,7 @@ def memory_rows(name, settings):
     cache = tokens * cache_bytes(model) / 1e9
     for phase, gradients, kept in (("rollout", 0.0, cache), ("update", lora, 0.0)):
         known = [weights, embeddings, lora, moments, gradients, kept]
-        peak = found["peak_gb"][phase]
+        peak = found[f"{phase}_gb"]
         yield {"model": name, "phase": phase, **dict(zip(PARTS, [*known, peak - sum(known)])),
                "peak_gb": peak, "reserved_gb": torch.cuda.memory_reserved() / 1e9,
                "seconds": found[phase]}
