@@ -48,7 +48,7 @@ from studies import claims, peers, results
 from studies.entropy import SIGMAS, bench_entropy, plot_entropy
 from studies.factorial import STUDIES
 from studies.plots import plot_lines
-from studies.random_models import SHAPES, config_of, random_model, random_prompts
+from studies.random_models import SHAPES, random_model, random_prompts
 from studies.step import memory_rows, plot_memory, plot_scaling, plot_step, release_memory
 from studies.step import settings_for, speed_ups, step_rows
 from studies.study import grouped, positive, read_json, table
@@ -87,63 +87,44 @@ def bench_formats(args):
 # --------------------------------------------------------------------------------------------------
 # One linear layer
 
-def layers_of(name):
-    """{layer: (out_features, in_features)} of the four stacked linear layers of a block."""
-    config = config_of(name)
-    hidden = config.hidden_size
-    shared = config.num_attention_heads // config.num_key_value_heads
-    return {
-        "qkv": (hidden + 2 * hidden // shared, hidden),
-        "o": (hidden, hidden),
-        "gate_up": (2 * config.intermediate_size, hidden),
-        "down": (hidden, config.intermediate_size),
-    }
-
-
-def multiply(weight, x):
-    """x Ŵᵀ as decoding computes it, and from 4,096 rows on as training does."""
-    if len(x) < 4096:
-        return weight.multiply(x)
-    return F.linear(x, weight.dequantize(x.dtype))
-
-
-def seconds_a_call(linears, x):
+def seconds_a_call(layers, x):
     """Of each of these layers, the median of ten CUDA graphs of 0.1 s, which load the GPU alone.
 
-    The results of all are alive at once, so that each has memory of its own, as in a model.
+    As in decoding, and from 4,096 rows on as in training. The results of all are alive at once, so
+    that each has memory of its own, as in a model.
     """
     from triton.testing import do_bench_cudagraph
 
     def call_all():
-        return [linear(x) for linear in linears]
-    return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1e3 / len(linears)
+        return [layer(x) if len(x) >= 4096 else layer.decode(x) for layer in layers]
+    return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1e3 / len(layers)
 
 
-def layer_rows(model, layer):
-    """A row for each number of rows of x: the seconds of cuBLAS in BF16, NVFP4 and NF4.
+@torch.no_grad()
+def layer_rows(name, device):
+    """A row for each linear layer of a block and number of rows of x: seconds by format.
 
-    There are so many copies of a weight that together they lie well beyond a GPU's L2 cache.
+    There are so many copies of a layer that together they lie well beyond a GPU's L2 cache.
     """
-    out, columns = layers_of(model)[layer]
-    weight = torch.randn(out, columns, device="cuda", dtype=torch.bfloat16) * 0.02
-    count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
-    linears = {"bf16": [partial(F.linear, weight=weight.clone()) for _ in range(count)]}
-    for name in ("nvfp4", "nf4"):
-        format = qerl.FORMATS[name]
-        tiled = format.tile(*format.quantize(weight))
-        linears[name] = [partial(multiply, copy.deepcopy(tiled)) for _ in range(count)]
-    for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
-        x = torch.randn(M, columns, device="cuda", dtype=torch.bfloat16)
-        times = {name: seconds_a_call(same, x) for name, same in linears.items()}
-        yield {"model": model, "layer": layer, "out": out, "in": columns, "M": M, **times}
+    blocks = {weights: random_model(name, weights, 0, device, num_hidden_layers=1).quantized_layers()
+              for weights in ("bf16", "nvfp4", "nf4")}
+    for layers in zip(*blocks.values()):
+        out, columns = layers[0].weight.dequantize(torch.bfloat16).shape
+        count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
+        copies = [[copy.deepcopy(layer) for _ in range(count)] for layer in layers]
+        for layer in itertools.chain(*copies):
+            layer.prepare_decoding(torch.bfloat16)
+        for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
+            x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
+            times = {weights: seconds_a_call(same, x) for weights, same in zip(blocks, copies)}
+            yield {"model": name, "layer": layers[0].names[0], "out": out, "in": columns, "M": M, **times}
+        release_memory(device)
 
 
 def bench_kernels(args):
     require_flag(args.device == "cuda", "device", args.device, "the kernels run on a GPU alone")
-    for model in args.model:
-        for layer in layers_of(model):
-            yield from layer_rows(model, layer)
-            release_memory("cuda")
+    for name in args.model:
+        yield from layer_rows(name, args.device)
 
 
 OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results

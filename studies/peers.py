@@ -117,65 +117,59 @@ def trainer_arguments(folder, settings, prompts, group, steps, tuning):
     }
 
 
-def timed_trainer(*args, **options):
-    """A GRPOTrainer whose `steps` says of each step how long its phases took."""
+def note_steps(trainer):
+    """A list that will have, of each step of a GRPOTrainer, its seconds by phase and its memory."""
     from transformers import TrainerCallback
-    from trl import GRPOTrainer
+    clock = Clock(trainer.accelerator.device)
+    memory = []
+    steps = []
 
-    class TimedTrainer(GRPOTrainer):
-        def note_memory(self):
-            self.memory = max(self.memory, device_memory_gb())
+    def time_calls(owner, name, phase):
+        function = getattr(owner, name)
 
-        def _generate(self, prompts):
-            with self.clock("rollout"):
-                return super()._generate(prompts)
+        def timed(*args, **options):
+            memory.append(device_memory_gb())
+            with clock(phase):
+                return function(*args, **options)
 
-        def _generate_and_score_completions(self, inputs):
-            with self.clock("scoring"):
-                return super()._generate_and_score_completions(inputs)
+        setattr(owner, name, timed)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__):
-            trainer.clock = Clock(trainer.accelerator.device)
-            trainer.memory = 0.0
+            clock.restart()
+            memory.clear()
 
         def on_step_end(self, *_, **__):
-            with trainer.clock("end"):                  # waits for the GPU
-                trainer.note_memory()
-            step = trainer.clock.since_restart()
-            rollout, scoring = (trainer.clock.seconds[name] for name in ("rollout", "scoring"))
-            # Scoring holds the rollout and, beside rewards and advantages, the log-probabilities.
-            trainer.steps.append({
-                "rollout": rollout, "logprobs": scoring - rollout, "update": step - scoring,
-                "step": step, "device_memory_gb": trainer.memory})
+            with clock("end"):                          # waits for the GPU
+                memory.append(device_memory_gb())
+            step = clock.since_restart()
+            rollout, scoring = (clock.seconds[name] for name in ("rollout", "scoring"))
+            steps.append({"rollout": rollout, "logprobs": scoring - rollout, "update": step - scoring,
+                          "step": step, "device_memory_gb": max(memory)})
 
-    trainer = TimedTrainer(*args, callbacks=[Steps()], **options)
-    trainer.steps = []
-    llm = trainer.vllm_generation.llm
-    fall_asleep = llm.sleep
-
-    def sleep(*args, **options):        # the rollout's peak: vLLM's memory beside TRL's
-        trainer.note_memory()
-        return fall_asleep(*args, **options)
-
-    llm.sleep = sleep
-    return trainer
+    time_calls(trainer, "_generate", "rollout")
+    # It holds the rollout and, beside rewards and advantages, the log-probabilities.
+    time_calls(trainer, "_generate_and_score_completions", "scoring")
+    # When vLLM is sent to sleep its memory still stands beside TRL's.
+    time_calls(trainer.vllm_generation.llm, "sleep", "sleep")
+    trainer.add_callback(Steps())
+    return steps
 
 
 def measure(name, prompts, group, settings, repeats, tuning):
     """The median step of TRL + vLLM."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import GRPOConfig
-    steps = 1 + repeats                 # the first step compiles and records CUDA graphs
+    from trl import GRPOConfig, GRPOTrainer
+    count = 1 + repeats                 # the first step compiles and records CUDA graphs
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_model(name, folder)
         torch.cuda.empty_cache()
-        arguments = trainer_arguments(folder, settings, prompts, group, steps, tuning)
+        arguments = trainer_arguments(folder, settings, prompts, group, count, tuning)
         asked = random_prompts(
-            len(tokenizer), prompts * steps, prompt_tokens(settings.device))
+            len(tokenizer), prompts * count, prompt_tokens(settings.device))
         texts = [" ".join(map(str, prompt)) for prompt in asked]
-        trainer = timed_trainer(
+        trainer = GRPOTrainer(
             folder,
             processing_class=tokenizer,
             reward_funcs=random_reward,
@@ -184,8 +178,9 @@ def measure(name, prompts, group, settings, repeats, tuning):
             peft_config=LoraConfig(
                 r=settings.lora_rank, lora_alpha=settings.lora_rank, target_modules="all-linear"),
         )
+        steps = note_steps(trainer)
         trainer.train()
-    return median_step(trainer.steps[1:])
+    return median_step(steps[1:])
 
 
 def trl_rows(name, sizes, settings, repeats):

@@ -27,18 +27,18 @@ class RandomWeights(qerl.Checkpoint):
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
 
-def config_of(name):
-    sizes = dict(zip(SIZES, SHAPES[name]))
+def config_of(name, **changed):
+    sizes = dict(zip(SIZES, SHAPES[name]), **changed)
     return transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
 
 
-def random_model(name, weights, lora_rank, device, dtype=None):
-    """weights: a format, or nvfp4-fp8, of which training alone is in FP8."""
+def random_model(name, weights, lora_rank, device, dtype=None, **changed):
+    """weights: a format, or nvfp4-fp8, of which training alone is in FP8. changed: as config_of's."""
     torch.manual_seed(0)
     dtype = dtype or qerl.default_dtype(torch.device(device))
     checkpoint = RandomWeights(
         {}, weights.removesuffix("-fp8"), lora_rank, device=device, dtype=dtype)
-    return qerl.Transformer(config_of(name), checkpoint)
+    return qerl.Transformer(config_of(name, **changed), checkpoint)
 
 
 def random_prompts(vocabulary, count, length):
