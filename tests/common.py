@@ -54,11 +54,6 @@ def recorded(monkeypatch):
 LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
 
 
-def assert_learned(log):
-    """Each step of a run without KL had groups whose rewards differ, and changed the adapter."""
-    assert all(m["gradient_norm"] > 0 and m["lr"] > 0 for m in log)
-
-
 def run_main(monkeypatch, *args, program=train_gsm8k):
     monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, args)])
     program.main()
@@ -102,38 +97,26 @@ def compiled_for(target, *program):
     return [(name, *map(int, numbers)) for name, *numbers in lines]
 
 
-def scored_by_letters(monkeypatch):
-    """Rewards of which most differ, so that an untrained model's completions have a signal."""
-    monkeypatch.setattr(train_gsm8k, "find_reward",
-                        lambda scheme: lambda text, question: float(sum(map(ord, text)) % 7))
+def killed_at(event, number, *args):
+    """Run the training in a child that a SIGKILL ends before call `number` of a function.
 
-
-def killed_at(event, number, when, *args):
-    """Run the training in a child that a SIGKILL ends, at call `number` of a function.
-
-    event: the function's (module, name). when: "before", "after" or "amid" the call, of which half
-    a line is written. Returns how often the function was called; None if the child was killed.
+    event: the function's (module, name). Returns how often it was called; None if the child was
+    killed.
     """
-    module, name = event
-    original = getattr(module, name)
+    original = getattr(*event)
     fork = multiprocessing.get_context("fork")
     calls = fork.Value("i")
 
     def counted(*given, **options):
         calls.value += 1
-        if calls.value == number and when == "amid":
-            with open(given[0], "a") as f:
-                f.write('{"step": 1, "rew')
-        if calls.value == number and when != "after":
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(*given, **options)
         if calls.value == number:
             os.kill(os.getpid(), signal.SIGKILL)
+        return original(*given, **options)
 
     def train():
         sys.stdout = sys.stderr = open(os.devnull, "w")
         torch.set_num_threads(1)
-        setattr(module, name, counted)
+        setattr(*event, counted)
         sys.argv = ["train_gsm8k.py", *map(str, args)]
         train_gsm8k.main()
 
@@ -141,7 +124,7 @@ def killed_at(event, number, when, *args):
     child.start()
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL)
-    return None if child.exitcode == -signal.SIGKILL else calls.value
+    return None if child.exitcode else calls.value
 
 
 def made_up_rows():
