@@ -34,7 +34,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import qerl
 import train_gsm8k
@@ -101,30 +100,27 @@ def seconds_a_call(layers, x):
 
 
 @torch.no_grad()
-def layer_rows(name, device):
+def bench_kernels(args):
     """A row for each linear layer of a block and number of rows of x: seconds by format.
 
     There are so many copies of a layer that together they lie well beyond a GPU's L2 cache.
     """
-    blocks = {weights: random_model(name, weights, 0, device, num_hidden_layers=1).quantized_layers()
-              for weights in ("bf16", "nvfp4", "nf4")}
-    for layers in zip(*blocks.values()):
-        out, columns = layers[0].weight.dequantize(torch.bfloat16).shape
-        count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
-        copies = [[copy.deepcopy(layer) for _ in range(count)] for layer in layers]
-        for layer in itertools.chain(*copies):
-            layer.prepare_decoding(torch.bfloat16)
+    device = args.device
+    require_flag(device == "cuda", "device", device, "the kernels run on a GPU alone")
+    for name, layer in itertools.product(args.model, range(4)):
+        copies = {}
+        for weights in ("bf16", "nvfp4", "nf4"):
+            chosen = random_model(name, weights, 0, device, num_hidden_layers=1).quantized_layers()[layer]
+            chosen.prepare_decoding(torch.bfloat16)
+            out, columns = chosen.weight.dequantize(torch.bfloat16).shape
+            count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
+            copies[weights] = [copy.deepcopy(chosen) for _ in range(count)]
+        shape = {"model": name, "layer": chosen.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
-            times = {weights: seconds_a_call(same, x) for weights, same in zip(blocks, copies)}
-            yield {"model": name, "layer": layers[0].names[0], "out": out, "in": columns, "M": M, **times}
+            times = {weights: seconds_a_call(same, x) for weights, same in copies.items()}
+            yield {**shape, "M": M, **times}
         release_memory(device)
-
-
-def bench_kernels(args):
-    require_flag(args.device == "cuda", "device", args.device, "the kernels run on a GPU alone")
-    for name in args.model:
-        yield from layer_rows(name, args.device)
 
 
 OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results

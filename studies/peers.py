@@ -30,7 +30,6 @@ PACKAGES = ["trl", "vllm", "peft", "datasets"]
 # backward, the share of the GPU's memory for vLLM while it is awake. The default trains 7B on a GPU of
 # 80 GB without computing activations twice.
 TUNED = {"Qwen2.5-1.5B": (16, 0.35), "Qwen2.5-3B": (8, 0.35)}
-DEFAULT = (8, 0.4)
 
 
 def in_own_process(function, *args):
@@ -47,7 +46,7 @@ def in_own_process(function, *args):
 
 def tuning_for(name, completions):
     """What is TUNED for a shape, with a micro-batch that divides so many completions."""
-    most, share = TUNED.get(name, DEFAULT)
+    most, share = TUNED.get(name, (8, 0.4))
     fitting = [n for n in range(1, most + 1) if completions % n == 0]
     return {"micro_batch": fitting[-1], "share": share}
 
@@ -75,18 +74,14 @@ def write_model(name, folder):
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    words = {"<unk>": 0, "<pad>": 1, "<eos>": 2}
-    words |= {str(token): token for token in range(len(words), config_of(name).vocab_size)}
+    words = {str(token): token for token in range(3, model.config.vocab_size)}
+    words |= {"<unk>": 0, "<pad>": 1, "<eos>": 2}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     return tokenizer
-
-
-def random_reward(completions, **_):
-    return torch.rand(len(completions)).tolist()
 
 
 def trainer_arguments(folder, settings, prompts, group, steps, tuning):
@@ -172,7 +167,7 @@ def measure(name, prompts, group, settings, repeats, tuning):
         trainer = GRPOTrainer(
             folder,
             processing_class=tokenizer,
-            reward_funcs=random_reward,
+            reward_funcs=lambda completions, **_: torch.rand(len(completions)).tolist(),
             args=GRPOConfig(**arguments),
             train_dataset=Dataset.from_dict({"prompt": texts}),
             peft_config=LoraConfig(

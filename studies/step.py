@@ -4,7 +4,6 @@ The step is that of train_gsm8k.train, but with random prompts and rewards, one 
 reference policy. `step_rows` gives the rows of bench.py step, `memory_rows` those of bench.py memory.
 All memory is in 10^9 bytes; on a CPU it is the process's highest so far, which says nothing.
 """
-import contextlib
 import gc
 import math
 from dataclasses import replace
@@ -26,20 +25,12 @@ from train_gsm8k import Samples, Settings, make_optimizer, update
 PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 
-class Phases(Clock):
-    """A clock that also notes the most memory of each phase."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.peak = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase):
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        with super().__call__(phase):
-            yield
-        self.peak[phase] = peak_memory_gb(self.device)
+def take_peak(device):
+    """The most memory in use since it was last asked for."""
+    peak = peak_memory_gb(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def release_memory(device):
@@ -83,7 +74,7 @@ class CutSampler(qerl.Sampler):
 
 
 def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
-    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak, ...}.
+    """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
     before. lengths: int64, of this process's completions. Of several processes the figures are means,
@@ -91,22 +82,24 @@ def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
     """
     asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
                            prompt_tokens(settings.device))
-    phases = Phases(model.device)
+    clock = Clock(model.device)
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
-    with phases("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
+    with clock("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
                                 slots=settings.slots, sampler_class=partial(CutSampler, lengths))
-    with phases("reward"):
+    rollout_gb = take_peak(model.device)
+    with clock("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
         samples = Samples([{"prompt": prompt} for prompt in asked], rollout, None, rewards, rewards)
         batch = make_batch(samples, qerl.group_advantages(rewards), algo, settings, ranks)
-    with phases("update"):
+    with clock("update"):
         update(algo, model, batch, optimizer, scaler, settings, ranks)
     return ranks.join({
-        **phases.seconds,
-        "step": sum(phases.seconds.values()),
+        **clock.seconds,
+        "step": sum(clock.seconds.values()),
         "length": rollout.length.float().mean().item(),
-        **{f"{phase}_gb": peak for phase, peak in phases.peak.items()},
+        "rollout_gb": rollout_gb,
+        "update_gb": take_peak(model.device),
         **getattr(algo, "measured", {}),
     })
 
@@ -175,15 +168,15 @@ def plot_step(result, plt):
 def speed_ups(rows):
     """A line a row: completions a second, and how many times those of one process."""
     for (model, weights), same in grouped(rows, "model", "weights").items():
-        speeds = [row["prompts"] * row["group"] / row["step"] for row in same]
-        alone = [speed for row, speed in zip(same, speeds) if row["processes"] == 1]
-        for row, speed in zip(same, speeds):
+        alone = [row["prompts"] / row["step"] for row in same if row["processes"] == 1]
+        for row in same:
+            speed = row["prompts"] / row["step"]
             yield {
                 "model": f"{model}, {weights}",
                 "processes": row["processes"],
                 "completions": row["prompts"] * row["group"],
-                "completions/s": speed,
-                "times one": speed / alone[0] if alone else math.nan,
+                "completions/s": speed * row["group"],
+                "times one": speed / (alone or [math.nan])[0],
             }
 
 

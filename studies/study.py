@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 from statistics import fmean as mean
 from statistics import median, stdev
 
@@ -36,7 +37,7 @@ OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--sav
 
 def name_in_rows(model):
     """What rows call a model: a Hugging Face name or folder, or None, the small policy."""
-    return os.path.basename(os.path.normpath(model)) if model else "small"
+    return Path(model).name if model else "small"
 
 
 def with_error(values, scale, digits):
@@ -217,7 +218,7 @@ def arguments(argv, description, study):
         args.more += ["--model", args.model]
     args.settings = train_gsm8k.read_settings(args.more)
     args.lrs = args.lrs or [5e-5 if args.model else 3e-3]
-    args.seeds = args.seeds or list(range(seeds[1] if args.model else seeds[0]))
+    args.seeds = args.seeds or range(seeds[1] if args.model else seeds[0])
     return args
 
 
