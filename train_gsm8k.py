@@ -25,9 +25,9 @@ import torch
 
 import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
-from harness.batches import effective_sizes, make_batch, pick_groups
+from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
-from harness.command import say_what_stays, setting, use_device
+from harness.command import setting, use_device
 from harness.data import ChatText, Data, by_set, check_tokens, first_of_each, keep_apart
 from harness.data import load_questions, next_questions, with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -323,7 +323,6 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
         train_all_weights(model)
     if settings.adapter:
         load_adapter(model, settings.adapter)
-    say_what_stays(model.config)
     if not settings.shard:
         keep_decoded(model, ranks.collect)
     longest = model.config.max_position_embeddings - settings.max_new_tokens
@@ -573,7 +572,7 @@ def describe(samples, batch, clock, algo):
         "groups_left_out": 1 - len(batch.taught_rows) / len(batch.prompts),
         "mismatch_kl": kl,
         "mismatch_max_ratio": largest_ratio,
-        **effective_sizes(*policies),
+        "effective_completions": effective_size(*policies),
         "length": rollout.length.float().mean().item(),
         "truncated": 1 - rollout.finished.float().mean().item(),
         "tokens_per_s": drawn_tokens / clock.seconds["rollout"],

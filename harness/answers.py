@@ -256,6 +256,7 @@ def guarded(name, function, *arguments):
     try:
         return function(*arguments)
     except Exception as e:
-        place = traceback.extract_tb(e.__traceback__)[-1]
-        raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e} "
-                        f"({place.filename}:{place.lineno})")
+        own = traceback.extract_tb(e.__traceback__)[1:]         # none if it takes other arguments
+        places = [f" ({place.filename}:{place.lineno})" for place in own]
+        raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
+                        + "".join(places[-1:]))

@@ -103,26 +103,15 @@ def make_batch(samples, advantages, algo, settings, ranks):
     )
 
 
-def effective_sizes(old_logprobs, rollout_logprobs, mask):
-    """{name: number} for metrics.jsonl of log-probabilities float32 [N, C] and mask bool [N, C].
+def effective_size(old_logprobs, rollout_logprobs, mask):
+    """The fraction of n completions that is left after weighting: (Σ ratio)² / (n Σ ratio²).
 
-    l = log π_old - log π_rollout. Beside qerl.mismatch's estimate of KL(π_rollout || π_old) stand
-    mismatch_k1 = E[-l] in nats a token, and mismatch_chi2 = E[e²ˡ] - 1, the chi-squared divergence.
-    The effective sample sizes, (Σ ratio)² / (n Σ ratio²), are the fractions of n samples that are left
-    after weighting: of tokens, and of completions, whose ratio is the product of their tokens'.
+    A completion's ratio π_old / π_rollout is the product of its tokens'. log-probabilities: float32
+    [N, C]; mask: bool [N, C].
     """
-    def effective_sample_size(ratio):
-        return (ratio.sum() ** 2 / (len(ratio) * (ratio ** 2).sum())).item()
-
     log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)
-    tokens = qerl.bounded(log_ratio[mask]).exp()
-    completions = qerl.bounded(log_ratio[mask.any(1)].sum(1)).exp()
-    return {
-        "mismatch_k1": -log_ratio[mask].mean().item(),
-        "mismatch_chi2": (tokens ** 2).mean().item() - 1,
-        "effective_tokens": effective_sample_size(tokens),
-        "effective_completions": effective_sample_size(completions),
-    }
+    ratio = qerl.bounded(log_ratio[mask.any(1)].sum(1)).exp()
+    return (ratio.sum() ** 2 / (len(ratio) * (ratio ** 2).sum())).item()
 
 
 def cut_rows(prompts, lengths, budget):
@@ -137,20 +126,18 @@ def cut_rows(prompts, lengths, budget):
         longest[prompt] = max(longest.get(prompt, 0), len(prompt) + length)
     order = sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i]))
     micro_batches = []
+    last = []
     tokens = width = 0                  # of the last one: its tokens, its longest row
     for i in order:
         size = len(prompts[i]) + lengths[i]
-        shares_prompt = bool(micro_batches) and prompts[i] == prompts[micro_batches[-1][-1]]
-        added = lengths[i] if shares_prompt else size
-        too_many = tokens + added > budget
-        padded = max(width, size) * (len(micro_batches[-1]) + 1) if micro_batches else 0
-        if not micro_batches or too_many or padded > 4 * budget:
-            micro_batches.append([])
-            tokens = width = 0
-            added = size
-        micro_batches[-1].append(i)
-        tokens += added
+        shares_prompt = last and prompts[i] == prompts[last[-1]]
+        tokens += lengths[i] if shares_prompt else size
         width = max(width, size)
+        if not last or tokens > budget or width * (len(last) + 1) > 4 * budget:
+            last = []
+            micro_batches.append(last)
+            tokens = width = size
+        last.append(i)
     return micro_batches
 
 

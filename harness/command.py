@@ -118,10 +118,9 @@ def full_name(model):
 
 def command_line():
     """The command that started this process, as far as a process can know."""
-    program = ["python"]
-    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
-        program = ["torchrun", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
-    return shlex.join([*program, os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    count = os.environ.get("LOCAL_WORLD_SIZE")                             # set by torchrun
+    program = f"torchrun --nproc_per_node={count}" if count else "python"
+    return f"{program} {shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,14 +178,6 @@ def check_settings(settings):
     for name, ok, what in together:
         require_flag(ok, name, getattr(settings, name), what)
     check_device(settings.device)
-
-
-def say_what_stays(config):
-    """Say so where a model's folder asks for quantised activations (W4A4): they stay as they are."""
-    stored = json.dumps(getattr(config, "quantization_config", None), default=str)
-    if '"input_activations": {' in stored:
-        print("the model's folder asks for 4-bit activations, too; here activations stay 16 bit "
-              "(32 on a CPU), only weights are 4 bit")
 
 
 # --------------------------------------------------------------------------------------------------

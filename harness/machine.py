@@ -53,10 +53,7 @@ def keep_decoded(model, collect=list, share=0.5, small=1e8):
     """
     dtype = model.embedding.dtype
     layers = [
-        layer for layer in model.quantized_layers()
-        if isinstance(layer.weight, qerl.PackedWeight)
-        and layer.weight.format is not qerl.FORMATS["bf16"]
-    ]
+        layer for layer in model.quantized_layers() if isinstance(layer.weight, qerl.PackedWeight)]
     # As many weights as scales times those that share one.
     count = sum(layer.weight.parts[1].numel() * layer.weight.format.block for layer in layers)
     size = count * dtype.itemsize
@@ -229,12 +226,10 @@ def forecast(settings, processes):
     model = settings.model
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        qerl.check_config(config)
-    except qerl.UserError:
-        raise
     except Exception as e:
         raise qerl.UserError(f"model {model}: its config.json cannot be read ({qerl.reason(e)}); check "
                              "the name and the connection")
+    qerl.check_config(config)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     name = settings.gpu or next((name for name in GPUS if name in here), "H100")
     memory, *speeds = GPUS[name]

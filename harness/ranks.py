@@ -30,10 +30,9 @@ class Ranks:
     """The processes of a run: `count` of them, of which this is number `rank`."""
 
     def __init__(self):
-        several = dist.is_available() and dist.is_torchelastic_launched()      # by torchrun
-        numbers = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
-        if not several or not all(number.isdecimal() for number in numbers):
-            numbers = 1, 0, 0
+        numbers = 1, 0, 0
+        if dist.is_available() and dist.is_torchelastic_launched():            # by torchrun
+            numbers = [os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
         self.count, self.rank, self.local_rank = map(int, numbers)     # the last: of this machine
         self.main = self.rank == 0
         self.serve = lambda: None      # with --shard: harness.layers.SharedPasses.serve

@@ -6,9 +6,9 @@ to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<c
 "#### number".
 """
 import hashlib
-import inspect
 import random
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -150,13 +150,8 @@ def warm_start(seed=0):
 
     seed: of its making (train_policy). Policies of other seeds learn differently, by far.
     """
-    makers = (word_problem, word_problems, made_up_problems, ByteText, make_policy,
-              imitation_loss, train_policy)
-    constants = repr((NAMES, THINGS, sorted(OPERATIONS), CARELESS))
-    sources = constants + "".join(inspect.getsource(maker) for maker in makers)
-    digest = hashlib.sha256(sources.encode()).hexdigest()
-    name = f"warm-start-{digest[:12]}-seed{seed}"
-    return made_once(name, partial(save_policy, seed=seed))
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return made_once(f"warm-start-{digest[:12]}-seed{seed}", partial(save_policy, seed=seed))
 
 
 def save_policy(folder, seed):

@@ -3,11 +3,9 @@ import json
 
 import pytest
 import torch
-import transformers
 from torch.testing import assert_close
 
 import qerl
-from harness import command
 from harness.data import ChatText
 from harness.export import save_adapter
 from test_qerl import GATE, STORED, TOKENS, UP, break_tensor, make_folder, packed_layer, relative
@@ -38,14 +36,6 @@ def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
         with pytest.raises(qerl.UserError, match="cannot be"):
             load(folder)
     assert not ran.exists()
-
-
-@pytest.mark.parametrize("activations,said", [(None, False), ({"num_bits": 4}, True)])
-def test_quantised_activations_are_said_to_stay(capsys, activations, said):
-    config = transformers.Qwen2Config(
-        quantization_config={"config_groups": {"group_0": {"input_activations": activations}}})
-    command.say_what_stays(config)
-    assert ("activations stay 16 bit" in capsys.readouterr().out) == said
 
 
 def scalar_global_scales(tensors):
