@@ -612,6 +612,7 @@ def save_quantized(settings):
 
     def calibrated():
         questions, _ = load_questions(settings.data, settings.eval, settings.model)
+        questions, _ = keep_apart(questions, settings.validation)
         tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
         return stored_folder(settings, qerl, folder, questions, tokenizer)
 

@@ -120,6 +120,20 @@ def test_what_is_not_saved_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, capsys, saving, data):
+    """Validation questions are apart when the codes are saved, too."""
+    asked = []
+
+    def note(settings, algo, folder, questions, tokenizer):
+        asked.append([question["question"] for question in questions])
+        raise qerl.UserError("noted")
+    monkeypatch.setattr(train_gsm8k, "stored_folder", note)
+    run = ("--data", data, "--quantizer", "gptq", "--validation", 3)
+    refused(monkeypatch, capsys, *saving, *run)
+    refused(monkeypatch, capsys, *saving[:4], *run)
+    assert asked[0] == asked[1] and len(asked[0]) == 61
+
+
 def test_a_written_folder_samples_from_the_policy_that_was_evaluated(tmp_path):
     """Ours ignores a repetition penalty and the like, and so do those who read the folder."""
     source, _ = make_folder(tmp_path / "source", "llama")
