@@ -64,9 +64,10 @@ QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-
 
 
 def without_times(path):
-    return [{k: v for k, v in json.loads(line).items()
-             if k not in ("seconds", "tokens_per_s", "peak_memory_gb")}
-            for line in open(path)]
+    """The steps of a metrics.jsonl without what the clock and the machine decide."""
+    steps = map(json.loads, path.read_text().splitlines())
+    return [{name: value for name, value in step.items()
+             if name not in ("seconds", "tokens_per_s", "peak_memory_gb")} for step in steps]
 
 
 def refused(monkeypatch, capsys, *args, program=train_gsm8k):
@@ -139,25 +140,10 @@ def made_up_rows():
                    "seed": seed, "steps": 9, "accuracy_before": 0.2, "greedy_before": 0.3}
 
 
-def note_run(out, name, **columns):
-    """Leave the row of a finished run in a study's folder."""
-    os.makedirs(f"{out}/{name}")
-    with open(f"{out}/{name}/row.json", "w") as f:
-        json.dump({"name": name, **columns}, f)
-
-
 def neighbour(name, **settings):
     """A method as --method NAME finds it, with its defaults."""
     values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
     return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
-
-
-def loss_of(algo, logprobs, batch):
-    """(loss, KL) of a whole Batch as the loop computes them."""
-    settings = algo.settings
-    return algo.policy_loss(
-        logprobs, batch.old_logprobs, batch.advantages, batch.weights, settings.clip_low,
-        settings.clip_high, batch.ref_logprobs, settings.beta, batch.rollout_logprobs, settings.tis)
 
 
 def stop_at(step, *args):
@@ -177,15 +163,16 @@ def stop_at(step, *args):
 
 def assert_same_run(one, other):
     """Two runs' folders hold the same to the last bit, but for times -> their metrics."""
-    logs = [without_times(out / "metrics.jsonl") for out in (one, other)]
-    assert logs[0] == logs[1]
-    assert files_below(one / "adapter") == files_below(other / "adapter")
-    for name in ("samples.jsonl", "answers_after.jsonl"):
-        assert (one / name).read_bytes() == (other / name).read_bytes()
-    whole, again = (load_file(out / "checkpoint.safetensors") for out in (one, other))
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
-    return logs[0]
+    log, other_log = (without_times(out / "metrics.jsonl") for out in (one, other))
+    assert log == other_log
+    files, other_files = map(files_below, (one, other))
+    for name in files:
+        if name.startswith(("adapter", "samples", "answers")):
+            assert files[name] == other_files[name], name
+    tensors, other_tensors = (load_file(out / "checkpoint.safetensors") for out in (one, other))
+    assert tensors.keys() == other_tensors.keys()
+    assert all(tensor.equal(other_tensors[name]) for name, tensor in tensors.items())
+    return log
 
 
 def all_trained(folder):

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import qerl
 import train_gsm8k
-from common import QUICK, all_trained, assert_same_run, loss_of, neighbour, refused, run_main
+from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
 from common import stop_at
 from harness import export
 from harness.batches import effective_size
@@ -89,8 +89,11 @@ def test_a_loss_has_the_gradient_of_its_formula(name):
     )
     logprobs = (old + 0.4 * torch.randn(5, 9)).requires_grad_()
     method = neighbour(name, beta=0.1, updates=2)
+    settings = method.settings
     with method.adaptive_quantization_noise(torch.nn.Module(), 0.0, None):
-        loss, _ = loss_of(method, logprobs, batch)
+        loss, _ = method.policy_loss(
+            logprobs, old, batch.advantages, batch.weights, settings.clip_low, settings.clip_high,
+            batch.ref_logprobs, settings.beta, batch.rollout_logprobs, settings.tis)
     gain = gains(log_rho, length[:, None], logprobs, old, batch.advantages[:, None])[name]
     x = batch.ref_logprobs - logprobs
     kl = x.exp() - x - 1

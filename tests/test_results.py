@@ -6,7 +6,7 @@ import pytest
 
 import bench
 import qerl
-from common import files_below, made_up_rows, note_run
+from common import files_below, made_up_rows
 from harness.folders import write_jsonl
 from studies import results
 from test_qerl import HERE
@@ -35,8 +35,10 @@ def test_runs_are_added_to_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "make_tables", lambda folder, plots: None)
     row = {**next(made_up_rows()), "lr": 0.1 + 0.2}
     step = {"step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": -0.0}
-    note_run("new", **row)
-    write_jsonl(f"new/{row['name']}/metrics.jsonl", [{**step, "kl": 0.0}])
+    folder = Path("new", row["name"])
+    folder.mkdir(parents=True)
+    write_jsonl(folder / "row.json", [row])
+    write_jsonl(folder / "metrics.jsonl", [{**step, "kl": 0.0}])
 
     add = ["--add", "new", "claims/new"]
     results.main(add, {})
