@@ -195,7 +195,7 @@ def bench_step(args):
                      f"{processes} processes cannot share {prompts} prompts")
     settings = settings_for(args.device)
     if args.peers:
-        settings = peers.equal_lengths(settings, sizes)
+        settings = peers.equal_lengths(settings, sizes, args.peers)
     for name in args.model:
         if args.peers:
             yield from peers.trl_rows(name, sizes, settings, args.repeats)
@@ -255,8 +255,8 @@ FLAGS = {
     "sizes": dict(nargs="+", type=size, metavar="PxG", help="prompts of all processes x completions "
                   "of each (default 1x2 1x4 1x8 32x8, times the processes)"),
     "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
-    "peers": dict(action="store_true",
-                  help="TRL + vLLM, too; completions of 256 tokens (studies/peers.py)"),
+    "peers": dict(type=positive, nargs="?", const=256, metavar="TOKENS", help="TRL + vLLM, too; all "
+                  "completions have so many tokens (256; studies/peers.py)"),
     "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
                       "(default 1 2 4 8)"),
     "sigmas": dict(nargs="+", type=float, default=SIGMAS, help="noise"),

@@ -26,9 +26,9 @@ from studies.random_models import config_of, random_model, random_prompts
 from studies.step import device_memory_gb, median_step, prompt_tokens, release_memory
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
-# What TRL and vLLM leave to their user; each row states it: completions in one pass forward and
-# backward, the share of the GPU's memory for vLLM while it is awake. The default trains 7B on a GPU of
-# 80 GB without computing activations twice.
+# What TRL and vLLM leave to their user; each row states it: completions of 256 tokens in one pass
+# forward and backward, the share of the GPU's memory for vLLM while it is awake. The default trains 7B
+# on a GPU of 80 GB without computing activations twice.
 TUNED = {"Qwen2.5-1.5B": (16, 0.35), "Qwen2.5-3B": (8, 0.35)}
 
 
@@ -44,15 +44,15 @@ def in_own_process(function, *args):
 # --------------------------------------------------------------------------------------------------
 # A step of TRL with vLLM
 
-def tuning_for(name, completions):
-    """What is TUNED for a shape, with a micro-batch that divides so many completions."""
+def tuning_for(name, completions, tokens):
+    """What is TUNED for a shape, with a micro-batch that divides so many completions of such length."""
     most, share = TUNED.get(name, (8, 0.4))
-    fitting = [n for n in range(1, most + 1) if completions % n == 0]
+    fitting = [n for n in range(1, max(1, most * 256 // tokens) + 1) if completions % n == 0]
     return {"micro_batch": fitting[-1], "share": share}
 
 
-def equal_lengths(settings, sizes):
-    """The Settings with completions of one length, 256 tokens, all decoded at once.
+def equal_lengths(settings, sizes, tokens):
+    """The Settings with completions of so many tokens each, all decoded at once.
 
     Raises a UserError, one line, where a package of the peers is missing.
     """
@@ -61,7 +61,7 @@ def equal_lengths(settings, sizes):
         raise qerl.UserError(f"--peers: {', '.join(missing)} cannot be imported; "
                              "pip install 'trl[vllm,peft]' into this environment")
     slots = max(prompts * group for prompts, group in sizes)
-    return replace(settings, max_new_tokens=256, slots=slots)
+    return replace(settings, max_new_tokens=tokens, slots=slots)
 
 
 def write_model(name, folder):
@@ -182,7 +182,7 @@ def trl_rows(name, sizes, settings, repeats):
     """A row for each size (prompts, group), as studies.step.step_rows gives them."""
     versions = {package: importlib.metadata.version(package) for package in ("trl", "vllm")}
     for prompts, group in sizes:
-        tuning = tuning_for(name, prompts * group)
+        tuning = tuning_for(name, prompts * group, settings.max_new_tokens)
         try:
             step = in_own_process(measure, name, prompts, group, settings, repeats, tuning)
         except Exception as e:

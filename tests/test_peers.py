@@ -10,7 +10,7 @@ from studies.step import settings_for
 @pytest.mark.parametrize("name,prompts,group", [("Qwen2.5-1.5B", 64, 8), ("Qwen2.5-3B", 3, 5)])
 def test_trl_makes_one_update_of_all_completions(name, prompts, group):
     settings = settings_for("cpu")
-    tuning = peers.tuning_for(name, prompts * group)
+    tuning = peers.tuning_for(name, prompts * group, settings.max_new_tokens)
     arguments = peers.trainer_arguments("out", settings, prompts, group, 4, tuning)
     rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
     assert rows == prompts * group
