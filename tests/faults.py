@@ -141,7 +141,7 @@ FAULTS = [
     ("wrong GPU", "methods/parts/fp8_blocks.py", "            return False", "            pass",
      "tests/test_jetrl.py -k tried"),
     ("dW", "methods/jetrl.py", "quantize(ctx.x.dequantize().T, ctx.block)",
-     "quantize(2 * ctx.x.dequantize().T, ctx.block)", "tests/test_jetrl.py -k products"),
+     "quantize(2 * ctx.x.dequantize().T, ctx.block)", "tests/test_jetrl.py -k fp8_layer"),
     ("gspo", "qerl.py", "x.sum(1, keepdim=True) / own_length(mask)", "x.sum(1, keepdim=True)",
      "test_qerl.py -k equal_trl"),
     ("cispo", "qerl.py", "clipped.detach() * advantage * logprobs", "clipped * advantage * logprobs",

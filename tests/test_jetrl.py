@@ -4,22 +4,19 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import qerl
 from common import all_trained, compiled_for, fp8_neighbour, sample_step
 from harness.layers import train_all_weights
 from methods import flashrl, jetrl
-from methods.parts import fp8_blocks
+from methods.parts import fp8_blocks, fp8_layers
 from test_qerl import KERNEL_DEVICE, PROMPTS, gpu, gradient, make_folder, relative, runs_kernels
 from test_qerl import with_lora
-
-EITHER = [fp8_blocks.BLOCKS, fp8_blocks.ROWS]
 
 
 def uneven(rows, columns):
     """Columns of very different size."""
-    return torch.randn(rows, columns) * torch.randn(1, columns).mul(2).exp()
+    return torch.randn(rows, columns) * torch.randn(columns).mul(2).exp()
 
 
 def rounded(x, block):
@@ -30,32 +27,6 @@ def rounded(x, block):
 
 # --------------------------------------------------------------------------------------------------
 # Blocks
-
-def products(x, weight, grad, recipe):
-    """Y, dX and dW of jetrl.Product with a trained weight."""
-    x = x.clone().requires_grad_()
-    weight = weight.clone().requires_grad_()
-    codes = fp8_blocks.quantize(weight.detach(), recipe.weight)
-    y = jetrl.Product.apply(x, weight, codes, recipe)
-    y.backward(grad)
-    return y.detach(), x.grad, weight.grad
-
-
-@pytest.mark.parametrize("recipe", EITHER)
-@pytest.mark.parametrize("n,k,m", [(130, 384, 256), (37, 200, 72)])
-def test_fp8_products_are_those_of_the_rounded_operands(recipe, n, k, m):
-    """X is kept in FP8 and rounded once more for dW. 200 and 72 have blocks that are not whole."""
-    torch.manual_seed(0)
-    x = uneven(n, k)
-    weight = uneven(m, k)
-    grad = uneven(n, m) * 1e-6
-    X, dY, dY_columns = (rounded(t, recipe.activation) for t in (x, grad, grad.T))
-    W = rounded(weight, recipe.weight)
-    X_again = rounded(X.T, recipe.activation).T
-    exact = X @ W.T, dY @ W, dY_columns @ X_again
-    for ours, theirs in zip(products(x, weight, grad, recipe), exact):
-        assert relative(ours, theirs) < 2e-5
-
 
 def test_cublas_is_given_blocks_as_it_wants_them():
     """The layouts of all three products, by PyTorch's own check of tensors without values."""
@@ -86,7 +57,8 @@ def test_a_gpus_products_are_tried(monkeypatch):
 
     def chosen_with(product):
         monkeypatch.setattr(fp8_blocks, "multiply", product)
-        return fp8_blocks.choose_recipe(torch.device("cuda"), torch.float32, EITHER)
+        recipes = [fp8_blocks.BLOCKS, fp8_blocks.ROWS]
+        return fp8_blocks.choose_recipe(torch.device("cuda"), torch.float32, recipes)
     assert chosen_with(multiply) == fp8_blocks.BLOCKS
     assert chosen_with(refuses_blocks) == fp8_blocks.ROWS
     with pytest.raises(qerl.UserError, match="multiplies no FP8"):
@@ -98,24 +70,28 @@ def test_a_gpus_products_are_tried(monkeypatch):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [fp8_blocks.ROW, fp8_blocks.WHOLE_ROW])
 @pytest.mark.parametrize("rows,columns", [(3, 128), (40, 300), (2, 4224)])
-def test_kernel_fp8_blocks(monkeypatch, dtype, rows, columns):
+def test_kernel_fp8_blocks(monkeypatch, dtype, block, rows, columns):
     """Scales and bytes as the twin's. The interpreter would round wrongly; there PyTorch rounds."""
     torch.manual_seed(0)
-    matrix = uneven(columns, rows).to(dtype).to(KERNEL_DEVICE).T
+    matrix = uneven(columns, rows).to(dtype).T
     matrix[0] = 0
-    for block in (fp8_blocks.ROW, fp8_blocks.WHOLE_ROW):
-        with monkeypatch.context() as patch:       # a GPU's PyTorch divides by 448 less exactly
-            patch.setattr(qerl, "use_kernels", lambda x: False)
-            twin = fp8_blocks.quantize(matrix.cpu(), block)
-        width = block[1] or twin.codes.shape[1]
-        fused = fp8_blocks.quantize_fused(matrix, *twin.codes.shape, width, dtype=torch.float32)
-        codes = fused.codes.cpu().to(torch.float8_e4m3fn)
-        assert torch.equal(fused.scale.cpu(), twin.scale)
-        assert torch.equal(codes.view(torch.uint8), twin.codes.view(torch.uint8))
-    whole = fp8_blocks.quantize(matrix, fp8_blocks.SQUARE).codes
-    transposed = fp8_blocks.transpose_bytes(whole)
-    assert torch.equal(transposed.view(torch.uint8), whole.view(torch.uint8).T)
+    with monkeypatch.context() as patch:           # a GPU's PyTorch divides by 448 less exactly
+        patch.setattr(qerl, "use_kernels", lambda x: False)
+        twin = fp8_blocks.quantize(matrix, block)
+    size = twin.codes.shape
+    width = block[1] or size[1]
+    fused = fp8_blocks.quantize_fused(matrix.to(KERNEL_DEVICE), *size, width, dtype=torch.float32)
+    codes = fused.codes.cpu().to(torch.float8_e4m3fn)
+    assert torch.equal(fused.scale.cpu(), twin.scale)
+    assert torch.equal(codes.view(torch.uint8), twin.codes.view(torch.uint8))
+
+
+@runs_kernels
+def test_kernel_transposes_bytes():
+    codes = torch.randint(256, (256, 384), dtype=torch.uint8, device=KERNEL_DEVICE)
+    assert torch.equal(fp8_blocks.transpose_bytes(codes), codes.T)
 
 
 COMPILE = """
@@ -162,27 +138,42 @@ def test_gpu_fp8_rolls_out_and_trains(tmp_path, variant, weights, largest):
 # --------------------------------------------------------------------------------------------------
 # Layers and models
 
-@pytest.mark.parametrize("kind", ["all weights", "lora"])
-def test_an_fp8_layer_and_its_gradients(qwen, kind):
-    """Against autograd of the rounded operands; LoRA's products and biases stay in 32 bits."""
-    model = all_trained(qwen[0]) if kind == "all weights" else with_lora(qwen[0])
-    fp8_neighbour("unified", model)
-    layer = model.blocks[0].attention.qkv
-    x = torch.randn(40, 128, requires_grad=True)
-    weight = layer.master if kind == "all weights" else layer.usual.dequantize(torch.float32)
-    weight = rounded(weight, fp8_blocks.SQUARE)
-    expected = F.linear(rounded(x, fp8_blocks.ROW), weight, layer.bias)
-    if kind == "lora":
-        A, B = layer.lora(torch.float32)
-        expected = expected + x @ A.T @ B.T
-    y = layer(x[None])[0]
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    assert len(inputs) == 3
-    grad = torch.randn_like(y)
-    both = (torch.autograd.grad(output, inputs, grad) for output in (y, expected))
-    for ours, theirs in zip(*both):                # the gradients that a product reads are rounded
-        assert relative(ours, theirs) < 0.06
+def through(x, weight, block):
+    """x weightᵀ of rounded operands; each gradient is a product of what FP8 makes of its operands."""
+    y = rounded(x, block) @ weight.detach().T
+    y.register_hook(lambda grad: rounded(grad, block))                          # dX = dY W
+    if weight.requires_grad:
+        x_columns = rounded(rounded(x.detach(), block).T, block).T
+        z = x_columns @ weight.T
+        z.register_hook(lambda grad: rounded(grad.T, block).T)                  # dW = dYᵀ X
+        y = y + (z - z.detach())
+    return y
+
+
+@pytest.mark.parametrize("recipe", [fp8_blocks.BLOCKS, fp8_blocks.ROWS])
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_fp8_layer_and_its_gradients(tmp_path, trained, recipe):
+    """With all weights trained, or LoRA, whose products stay in 32 bits. Not all blocks are whole."""
+    folder, _ = make_folder(tmp_path, "llama")
+    model = all_trained(folder) if trained else with_lora(folder)
+    fp8_layers.put_block_layers(model, jetrl.Product.apply, [recipe])
+    fp8_layers.switch_fp8(model, True)
+    for layer in (model.blocks[0].attention.qkv, model.blocks[0].mlp.down):
+        weight = layer.master if trained else layer.usual.dequantize(torch.float32)
+        out, columns = weight.shape
+        x = uneven(37, columns).requires_grad_()
+        grad = 1e-6 * uneven(37, out)
+        product = through(x, rounded(weight, recipe.weight), recipe.activation)
+        expected = product + layer.bias
+        if not trained:
+            A, B = layer.lora(torch.float32)
+            expected = expected + x @ A.T @ B.T
+        y = layer(x[None])[0]
+        inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        assert len(inputs) == 3
+        found = y, *torch.autograd.grad(y, inputs, grad)
+        right = expected, *torch.autograd.grad(expected, inputs, grad)
+        assert all(relative(*pair) < 2e-5 for pair in zip(found, right))
 
 
 def test_a_recomputed_fp8_model_has_the_same_gradients(qwen):
@@ -212,11 +203,12 @@ def test_which_passes_are_in_fp8(qwen, variant, expected):
     passes = [layer.fp8]
     with method.adaptive_quantization_noise(model, 0.0, None):
         passes.append(layer.fp8)
-    length = torch.tensor([3, 2])
-    logprobs = method.token_logprobs(model, PROMPTS[:2], torch.ones(2, 3, dtype=int), length)
+    tokens = torch.ones(4, 3, dtype=torch.long)
+    logprobs = method.token_logprobs(model, PROMPTS, tokens, torch.tensor([3, 2, 1, 3]))
     passes.append(layer.fp8)
     method.mismatch(logprobs, logprobs, logprobs < 0)
-    assert [*passes, layer.fp8] == expected
+    passes.append(layer.fp8)
+    assert passes == expected
     assert method.measured["fp8_largest_error"] > method.measured["fp8_error"] > 1e-5
 
 
