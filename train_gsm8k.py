@@ -26,7 +26,7 @@ import torch
 import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_size, make_batch, pick_groups
-from harness.command import check_settings, dtype_name, full_name, one_line, parse_flags
+from harness.command import check_settings, full_name, one_line, parse_flags
 from harness.command import setting, use_device
 from harness.data import ChatText, Data, by_set, check_tokens, first_of_each, keep_apart
 from harness.data import load_questions, next_questions, with_prompts
@@ -584,17 +584,15 @@ def describe(samples, batch, clock, algo):
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = None
-    algo = find_algo(settings)
     if settings.resume:
-        # What the adapter belongs to, and the reward, which goes with the instruction (SYSTEM).
+        # What the adapter belongs to, with the questions that codes are fitted to, and the reward,
+        # which goes with the instruction (SYSTEM).
         policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
-                  "train_norms", "reward", "chat_template_kwargs")
-        if settings.quantizer in ("awq", "gptq") or getattr(algo, "fits_questions", False):
-            policy += ("data",)
+                  "train_norms", "reward", "chat_template_kwargs", "data")
         saved = read_saved(settings, must_agree=policy)
         require(saved, f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
-    model, tokenizer, data, settings = load_all(settings, algo, ranks, saved)
+    model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks, saved)
     if saved:
         state, tensors = saved
         require_same_policy(state, model, settings.out)
@@ -664,7 +662,10 @@ def method_defaults(name):
 def arguments(argv=None):
     """read_settings, with the model's full name and the dtype that suits the device."""
     given = read_settings(argv)
-    return replace(given, model=full_name(given.model), dtype=dtype_name(given.dtype, given.device))
+    device = torch.device(given.device)
+    suits = str(qerl.default_dtype(device)).removeprefix("torch.")
+    dtype = suits if given.dtype == "auto" else given.dtype
+    return replace(given, model=full_name(given.model), dtype=dtype)
 
 
 def main():
@@ -680,7 +681,7 @@ def main():
         settings = replace(settings, device=ranks.start(settings.device))
         ranks.agree_on_flags(settings)
         folder = settings.out
-        if ranks.main and (settings.out or settings.resume or not settings.eval_only):
+        if ranks.main and (settings.out or not settings.eval_only):
             folder, run.lock = open_run(settings)
         settings = replace(settings, out=ranks.collect([folder])[0])       # rank 0 has chosen it
         if settings.eval_only:

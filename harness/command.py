@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import safetensors
 import torch
 
-import qerl
 from harness.machine import is_out_of_memory
 from harness.ranks import Ranks
 from qerl import UserError, require
@@ -97,13 +96,6 @@ def use_device(name):
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     return device
-
-
-def dtype_name(given, device):
-    """--dtype as it was given or, if that is auto, the name of the dtype that suits the device."""
-    if given != "auto":
-        return given
-    return str(qerl.default_dtype(torch.device(device))).removeprefix("torch.")
 
 
 def full_name(model):
@@ -202,13 +194,14 @@ def one_line():
         yield run
     except BrokenPipeError:
         sys.exit(141)
-    except (UserError, OSError, safetensors.SafetensorError) as e:
-        leave_no_empty_folder(run.lock)
-        end(str(e) if isinstance(e, UserError) else f"{e}{how_to_go_on(run.folder)}")
+    except UserError as e:
+        end(run, e)
+    except (OSError, safetensors.SafetensorError) as e:
+        end(run, f"{e}{how_to_go_on(run.folder)}")
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
-        end(f"out of memory; {LESS_MEMORY}{how_to_go_on(run.folder)}")
+        end(run, f"out of memory; {LESS_MEMORY}{how_to_go_on(run.folder)}")
     except KeyboardInterrupt:
         ranks = Ranks()
         if not ranks.local_rank:
@@ -220,16 +213,12 @@ def one_line():
         flush_quietly()
 
 
-def leave_no_empty_folder(lock):
-    """Take a new run's folder away again, if nothing came of it but the lock."""
-    out = lock and os.path.dirname(lock.lock_file)
+def end(run, message):
+    """End with an error's line and status 2; a new run's folder goes, if nothing but its lock is in it."""
+    out = run.lock and os.path.dirname(run.lock.lock_file)
     if out and os.listdir(out) == [".lock"]:
-        lock.release()                      # Windows removes no open file
+        run.lock.release()                  # Windows removes no open file
         shutil.rmtree(out, ignore_errors=True)                # "." or a link stays
-
-
-def end(message):
-    """End with an error's line and status 2."""
     print(f"error: {message}", file=sys.stderr)
     flush_quietly()
     Ranks().leave(2)

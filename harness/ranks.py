@@ -9,13 +9,14 @@ speaks. Without torchrun there is one rank, and everything here returns what it 
 """
 import atexit
 import contextlib
-import hashlib
 import os
+import random
 import sys
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from harness.batches import move_samples, pick_groups
 from harness.machine import is_out_of_memory
@@ -161,8 +162,8 @@ class Ranks:
     def differ(self, generator, seed, step):
         """Let the ranks draw different numbers; rank 0 draws those of a single process."""
         if not self.main:
-            digest = hashlib.sha256(f"{seed}/{self.rank}/{step}".encode()).digest()
-            generator.manual_seed(int.from_bytes(digest[:7], "big"))
+            own = random.Random(f"{seed}/{self.rank}/{step}")
+            generator.manual_seed(own.getrandbits(63))
 
     def add_gradients(self, parameters):
         """Replace each gradient by its sum over the ranks, all of them in one exchange.
@@ -175,12 +176,10 @@ class Ranks:
         if self.count == 1:
             return
         gradients = [p.grad for p in parameters]
-        line = torch.cat([gradient.flatten() for gradient in gradients])
+        line = parameters_to_vector(gradients)
         with self.together():
             dist.all_reduce(line)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, summed in zip(gradients, line.split(sizes)):
-            gradient.copy_(summed.view_as(gradient))
+        vector_to_parameters(line, gradients)
 
     def join(self, metrics):
         """A step's figures of all ranks as one; what is no fraction, as times are, is rank 0's."""

@@ -134,17 +134,18 @@ def one_group(samples, batch, text):
     chosen = int(qerl.has_signal(samples.rewards).int().argmax())
     group = samples.rewards.shape[1]
     completions = []
-    for row in range(chosen * group, (chosen + 1) * group):
-        length = int(batch.length[row])
+    for i in range(group):
+        row = chosen * group + i
+        sampled = row, slice(int(batch.length[row]))
         completions.append({
             "text": samples.texts[row],
-            "reward": samples.rewards.flatten()[row].item(),
-            "correct": bool(samples.correct.flatten()[row]),
+            "reward": samples.rewards[chosen, i].item(),
+            "correct": bool(samples.correct[chosen, i]),
             "advantage": round(batch.advantages[row].item(), 4),
-            "tokens": [text.decode([token]) for token in batch.tokens[row, :length].tolist()],
-            "entropy": rounded(samples.rollout.entropy[row, :length]),
-            "rollout_logprobs": rounded(batch.rollout_logprobs[row, :length]),
-            "training_logprobs": rounded(batch.old_logprobs[row, :length]),
+            "tokens": [text.decode([token]) for token in batch.tokens[sampled].tolist()],
+            "entropy": rounded(samples.rollout.entropy[sampled]),
+            "rollout_logprobs": rounded(batch.rollout_logprobs[sampled]),
+            "training_logprobs": rounded(batch.old_logprobs[sampled]),
         })
     question = samples.questions[chosen]
     return {

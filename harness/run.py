@@ -66,13 +66,11 @@ class Keeper:
     def __init__(self, settings, ranks):
         self.settings = settings
         self.ranks = ranks
-        self.writes = ranks.main               # of several processes one
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
-        best = {"accuracy": -1, "step": 0}         # of the validation questions
-        new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": best}
+        new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.state = self.saved[0] if self.saved else new
-        if self.writes:
+        if self.ranks.main:
             self.track = open_tracker(settings, self.state)
 
     def begin(self, model, optimizer, scaler, generators, algo, fitted, questions):
@@ -112,7 +110,7 @@ class Keeper:
                 print(f"{self.folder} has no checkpoint yet: starting over")
             self.state |= {"data": data} | model.fingerprints
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
-        if self.saved and self.writes:
+        if self.saved and self.ranks.main:
             cut_log(self.folder, self.state["step"])
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
@@ -122,7 +120,7 @@ class Keeper:
         """The numbers of the steps that are left, behind a bar on stderr; each restarts the clock."""
         total = self.settings.steps
         self.bar = tqdm(range(self.state["step"], total), initial=self.state["step"], total=total,
-                        unit="step", disable=not self.writes)
+                        unit="step", disable=not self.ranks.main)
         for step in self.bar:
             clock.restart()
             yield step
@@ -132,7 +130,7 @@ class Keeper:
         self.state["steps"] = self.settings.steps
         self.state["scaler"] = self.scaler.state_dict()
         self.state["method"] = getattr(self.algo, "state", {})
-        if self.writes:
+        if self.ranks.main:
             save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
                             lasting(self.settings))
 
@@ -146,7 +144,7 @@ class Keeper:
         require_finite({f"step {step}: the values of {name}": value
                         for name, value in logged.items() if isinstance(value, float)})
         due = step % self.settings.save_every == 0 or step == self.settings.steps
-        if self.writes:
+        if self.ranks.main:
             self.write(logged)
             if due or step == 1:
                 group = one_group(samples, batch, tokenizer)
@@ -158,8 +156,9 @@ class Keeper:
         self.bar.set_postfix_str(PROGRESS.format(**logged))
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         self.track(logged, logged["step"])
-        accuracy = logged.get("accuracy_validation", -1)
-        if accuracy > self.state["best"]["accuracy"]:
+        accuracy = logged.get("accuracy_validation")
+        best = self.state["best"]
+        if accuracy is not None and (best is None or accuracy > best["accuracy"]):
             self.state["best"] = {"accuracy": accuracy, "step": logged["step"]}
             if self.model.quantized_layers()[0].rank:
                 save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
@@ -167,14 +166,14 @@ class Keeper:
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""
-        if not self.writes:
+        if not self.ranks.main:
             return
         seconds = time.perf_counter() - self.started
         found = {k: v for k, v in self.state.items() if k.endswith(("_before", "_after"))}
         summary = {
             "command": command_line(),
             **found,
-            **({"best": self.state["best"]} if self.state["best"]["step"] else {}),
+            "best": self.state["best"],
             "held_out_questions": held_out_questions,
             "steps": self.settings.steps,
             "seconds": seconds,
@@ -298,9 +297,9 @@ KEPT = "stopped, the last checkpoint is kept"
 def require_finite(values):
     """Refuse {name: tensor or number} if a value is NaN or infinite."""
     for name, value in values.items():
-        if not torch.isfinite(torch.as_tensor(value)).all():
-            raise UserError(f"{name} are NaN or infinite: {KEPT}; start again with a lower --lr or less "
-                            "noise (--sigma-start), or use an undamaged model")
+        require(torch.isfinite(torch.as_tensor(value)).all(),
+                f"{name} are NaN or infinite: {KEPT}; start again with a lower --lr or less noise "
+                "(--sigma-start), or use an undamaged model")
 
 
 def require_finite_rollout(rollout):
@@ -315,10 +314,8 @@ def require_finite_update(losses, norm, scaler):
     """
     loss = sum(loss for loss, _ in losses)
     left_out = scaler.is_enabled() and scaler.get_scale() > 1
-    if not math.isfinite(loss) or not (math.isfinite(norm) or left_out):
-        raise UserError(
-            f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr"
-        )
+    require(math.isfinite(loss) and (math.isfinite(norm) or left_out),
+            f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr")
 
 
 @torch.no_grad()

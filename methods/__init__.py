@@ -16,7 +16,6 @@ class Method:
     """What all neighbours have. A function that is not defined here or there is qerl's."""
 
     variants = ()                  # the names that may follow FILE: in --method, the default first
-    fits_questions = False         # whether the frozen weights depend on the questions
 
     def __init__(self, settings, variant=None):
         self.settings = settings

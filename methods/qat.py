@@ -150,8 +150,6 @@ class Neighbour(Method):
             raise qerl.UserError("--method qat: trains weights for NVFP4, not for "
                                  f"{settings.weights}; use --weights nvfp4")
 
-    fits_questions = True
-
     def stored_model(self, start, folder, questions, tokenizer):
         require_16_bit(folder, "--method qat")
         device = self.settings.device

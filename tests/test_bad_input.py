@@ -275,14 +275,10 @@ def test_a_run_does_not_go_on_with_what_has_changed(
     run_main(monkeypatch, *options, "--resume")
 
 
-@pytest.mark.parametrize("quantizer,fitted", [("gptq", True), ("four-over-six", False)])
-def test_codes_fitted_to_questions_are_evaluated_with_the_same(monkeypatch, quantizer, fitted):
-    agreed = []
-    monkeypatch.setattr(train_gsm8k, "read_saved", lambda _, must_agree: agreed.extend(must_agree))
-    argv = f"--device cpu --eval-only --resume --out run --quantizer {quantizer}"
-    with pytest.raises(qerl.UserError, match="no checkpoint to evaluate"):
-        train_gsm8k.evaluate_only(train_gsm8k.arguments(argv.split()))
-    assert ("data" in agreed) == fitted and "quantizer" in agreed
+def test_a_policy_is_evaluated_with_the_questions_that_codes_may_be_fitted_to(
+        finished, monkeypatch, capsys):
+    line = refused(monkeypatch, capsys, "--eval-only", "--resume", "--out", finished, "--data", ".")
+    assert "was started with data = " in line
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
