@@ -54,7 +54,7 @@ FAULTS = [
     ("no kernels", "qerl.py", "except ImportError:", "except ZeroDivisionError:",
      "test_qerl.py -k works_alone"),
     ("overwrite", "harness/folders.py", "if found and not resume:", "if False:",
-     "tests/test_bad_input.py -k 'overwritten or advice'"),
+     "tests/test_bad_input.py -k overwritten"),
     ("two runs", "harness/folders.py", "            lock.acquire(blocking=False)",
      "            pass", "tests/test_bad_input.py -k in_use"),
     ("late lines", "harness/folders.py", 'if o["step"] <= last_step]', "]",

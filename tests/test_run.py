@@ -18,30 +18,30 @@ from harness.answers import is_right
 from harness.batches import cut_rows
 from harness.folders import append_jsonl, read_jsonl, write_jsonl
 from harness.layers import train_all_weights
-from harness.run import flat, read_checkpoint, require_finite_update
+from harness.run import flat, require_finite_update
 from test_qerl import relative, scales, seeded
 
 
 def test_cut_rows_by_hand():
     """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
     prompts = [[1] * 50] * 8
-    assert cut_rows(prompts, [10] * 8, 130) == [list(range(8))]
-    assert cut_rows(prompts, [10] * 8, 129) == [list(range(7)), [7]]
-    assert cut_rows(prompts, [10] * 8, 30) == [[i] for i in range(8)]
-    # Six rows of 100.
-    assert cut_rows(prompts, [50] + [1] * 7, 150) == [list(range(6)), [6, 7]]
+    for lengths, budget, pieces in (
+            ([10] * 8, 130, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+            ([10] * 8, 129, [[0, 1, 2, 3, 4, 5, 6], [7]]),
+            ([10] * 8, 30, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+            ([50] + [1] * 7, 150, [[0, 1, 2, 3, 4, 5], [6, 7]])):           # six rows of 100
+        assert cut_rows(prompts, lengths, budget) == pieces
 
 
 def test_questions_come_once_a_pass_in_a_new_order_each():
     """Three of ten a step, so that a step may end one pass and begin another."""
     def asked(seed):
-        steps = (train_gsm8k.next_questions(range(10), i, 3, seed) for i in range(0, 300, 3))
-        return list(itertools.chain(*steps))
+        steps = (train_gsm8k.next_questions("abcdefghij", i, 3, seed) for i in range(0, 300, 3))
+        return "".join(itertools.chain(*steps))
 
     order = asked(0)
-    passes = [order[i:i + 10] for i in range(0, 300, 10)]
-    assert all(sorted(one) == list(range(10)) for one in passes)
-    assert len(set(map(tuple, passes))) == 30
+    passes = {order[i:i + 10] for i in range(0, 300, 10)}
+    assert len(passes) == 30 and {"".join(sorted(one)) for one in passes} == {"abcdefghij"}
     assert asked(0) == order != asked(1)
 
 
@@ -50,9 +50,12 @@ def test_questions_come_once_a_pass_in_a_new_order_each():
 # has something to learn.
 
 LOOP = dict(
-    device="cpu", dtype="float32", prompts=4, group=4, max_new_tokens=6, lora_rank=4, steps=4,
-    updates=2, stages=4, lr=0.03, reward="paper", sigma_start=0.3, sigma_end=0.075, warm_up=0.0,
-    micro_tokens=24, save_every=3, seed=12, quantizer="rtn", eval_questions=5, gradient_clip=0.5,
+    device="cpu", dtype="float32",
+    prompts=4, group=4, max_new_tokens=6, reward="paper",
+    steps=4, updates=2, lr=0.03, warm_up=0.0, gradient_clip=0.5,
+    stages=4, sigma_start=0.3, sigma_end=0.075,
+    lora_rank=4, quantizer="rtn", micro_tokens=24,
+    seed=12, save_every=3, eval_questions=5,
 )
 GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5)
 # Its first step gives up after four draws: a group without a signal fills the batch.
@@ -300,15 +303,13 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
-        drawn_tokens = log[step]["tokens_per_s"] * log[step]["seconds"]["rollout"]
-        assert drawn_tokens == pytest.approx(sum(len(row.tokens) for row in drawn))
     assert next(rollouts, None) is None and len(log) == 4 and samples.keys() == {1, 3, 4}
     assert len(set(map(tuple, asked[:10]))) == 10          # each of the questions, before any again
     # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
     assert clipped == {True, False}
-    first = log[0]["draws"], log[0]["groups_left_out"] > 0
-    assert settings.algo != "dapo" or first == (4, True) and log[-1]["draws"] in (2, 3)
+    if settings.algo == "dapo":
+        assert log[0]["draws"] == 4 and log[0]["groups_left_out"] > 0
     assert max(m["mismatch_max_ratio"] for m in log) > settings.tis
 
 
@@ -327,29 +328,24 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     logprobs = theirs(torch.tensor([[1, 2, 3, 6, 7, 8]])).logits[0, 2:-1].log_softmax(-1)
     logprobs.gather(1, completion.T).sum().backward()
     expected = dict(theirs.named_parameters())
-    compared = [(norm.weight, [f"{norm.name}.weight"]) for norm in scales(model)]
+    compared = {norm.weight: [f"{norm.name}.weight"] for norm in scales(model)}
     for layer in model.quantized_layers():
-        compared.append((layer.master, [f"{name}.weight" for name in layer.names]))
-        if layer.bias is not None:
-            compared.append((layer.bias, [f"{name}.bias" for name in layer.names]))
-    assert len(qerl.trainable(model)) == len(compared)
-    for ours, names in compared:
+        for kind, p in (("weight", layer.master), ("bias", layer.bias)):
+            compared[p] = [f"{name}.{kind}" for name in layer.names]
+    compared.pop(None)
+    assert compared.keys() == set(qerl.trainable(model).values())
+    for ours, names in compared.items():
         gradient = torch.cat([expected[name].grad for name in names])
         torch.testing.assert_close(ours.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_full_fine_tuning_samples_what_it_trains(quick, qwen, tmp_path, monkeypatch):
+def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path, monkeypatch):
+    """From the newest weights, without noise; there is no adapter to save."""
     run_main(monkeypatch, *quick, *LEARNING, "--reward", "random", "--lr", 1e-3, "--weights", "bf16",
              "--lora-rank", 0, "--sigma-start", 0, "--sigma-end", 0)
-    out = tmp_path / "run"
-    log = read_jsonl(out / "metrics.jsonl")
-    assert all(m["gradient_norm"] > 0 for m in log)
-    assert all(m["mismatch_kl"] < 1e-9 for m in log)  # it sampled from the newest weights
-    start = qerl.load_model(qwen[0], "bf16")
-    train_all_weights(start)
-    _, tensors = read_checkpoint(str(out), {})
-    assert not any(tensors[f"model.{name}"].equal(p) for name, p in qerl.trainable(start).items())
-    assert not (out / "adapter").exists()
+    for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
+        assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
+    assert not (tmp_path / "run/adapter").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -384,7 +380,7 @@ def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
     run_main(monkeypatch, *quick, "--log", name, "--resume")
     assert opened == begun
     assert written == {m["step"]: flat(m) for m in read_jsonl(tmp_path / "run/metrics.jsonl")}
-    assert {"reward", "accuracy", "kl", "sigma", "seconds/rollout"} <= written[5].keys()
+    assert "seconds/rollout" in written[5]
 
 
 def test_a_tracker_that_cannot_be_used_is_one_line(quick, tmp_path, monkeypatch, capsys):
