@@ -120,7 +120,7 @@ def bench_kernels(args):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
             times = {weights: seconds_a_call(same, x) for weights, same in copies.items()}
             yield {**shape, "M": M, **times}
-        release_memory(device)
+        release_memory()
 
 
 OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results
@@ -173,7 +173,7 @@ def bench_rollout(args):
                        "tokens_per_s": batch * tokens / seconds["decode"],
                        "prefill_s": seconds["prefill"]}
             del model
-            release_memory(args.device)
+            release_memory()
 
 
 def plot_rollout(result, plt):
@@ -201,12 +201,12 @@ def bench_step(args):
             yield from peers.trl_rows(name, sizes, settings, args.repeats)
         for weights in args.weights:
             yield from step_rows(name, weights, sizes, settings, args.repeats, cut=not args.peers)
-            release_memory(args.device)
+            release_memory()
 
 
 def bench_scaling(args):
     """`bench.py step` under torchrun for each number of processes; raises UserError if one fails."""
-    most = torch.cuda.device_count() if args.device == "cuda" else 2
+    prompts, most = (32, torch.cuda.device_count()) if args.device == "cuda" else (2, 2)
     for count in args.processes or [n for n in (1, 2, 4, 8) if n <= most]:
         with tempfile.TemporaryDirectory() as folder:
             command = [
@@ -214,7 +214,7 @@ def bench_scaling(args):
                 f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
                 "--model", *args.model,
                 "--weights", *args.weights,
-                "--sizes", *dict.fromkeys([f"{32 * count}x8", "32x8"]),
+                "--sizes", *dict.fromkeys([f"{prompts * count}x8", f"{prompts}x8"]),
                 "--repeats", str(args.repeats),
                 "--device", args.device,
                 "--out", f"{folder}/step",
@@ -231,7 +231,7 @@ def bench_memory(args):
     settings = settings_for(args.device, lora_rank=16, max_new_tokens=1024, micro_tokens=1152)
     for name in args.model:
         yield from memory_rows(name, settings)
-        release_memory(args.device)
+        release_memory()
 
 
 # --------------------------------------------------------------------------------------------------

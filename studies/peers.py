@@ -246,7 +246,7 @@ def vllm_rows(name, rank, batches, tokens):
         save_adapter(random_model(name, "nvfp4", rank, "cuda"), f"{folder}/adapter", name)
         write_model(name, f"{folder}/bf16")
         save_packed(f"{folder}/bf16", f"{folder}/nvfp4", "cuda")
-        release_memory("cuda")
+        release_memory()
         for weights in ("nvfp4", "bf16"):
             rates = in_own_process(vllm_rollout, folder, weights, vocabulary, rank, batches, tokens)
             for batch, rate in rates.items():

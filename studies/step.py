@@ -33,13 +33,12 @@ def take_peak(device):
     return peak
 
 
-def release_memory(device):
+def release_memory():
     """Give back what was used before, so that the next measurement starts from the same memory."""
     gc.collect()
     if qerl.kernels:
         qerl.kernels.attention_scratch.cache_clear()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def device_memory_gb():
@@ -128,15 +127,13 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     often, and the median one counts. cut: completions have lengths like those of GSM8K's solutions;
     else all have settings.max_new_tokens.
     """
-    cuda = settings.device == "cuda"
     ranks = Ranks()
     model = random_model(name, weights, settings.lora_rank, settings.device)
     algo = qerl
     if weights.endswith("-fp8"):
         algo = jetrl.Neighbour(settings, "training")
         algo.prepare(model, None, None, None)
-    if cuda:                                       # blocks recompute only as memory asks for
-        keep_activations(model, settings.micro_tokens)
+    keep_activations(model, settings.micro_tokens)     # blocks recompute only as memory asks for
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
         own = replace(settings, group=group)
@@ -146,9 +143,9 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
             lengths = cut_lengths(len(lengths), settings.max_new_tokens, ranks)
         # The first step of a size compiles its kernels.
         steps = [take_step(model, optimizer, scaler, own, algo, ranks, lengths)
-                 for _ in range(repeats + cuda)]
+                 for _ in range(repeats + 1)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
-               "group": group, **median_step(steps[cuda:]), "device_memory_gb": device_memory_gb()}
+               "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
 
 
 def plot_step(result, plt):
@@ -209,7 +206,7 @@ def memory_rows(name, settings):
     device = settings.device
     model = random_model(name, settings.weights, settings.lora_rank, device)
     model.recompute_in_backward()
-    release_memory(device)
+    release_memory()
     embeddings = total_gb([model.embedding, model.lm_head])
     lora = total_gb(qerl.trainable(model).values())
     weights = torch.cuda.memory_allocated() / 1e9 - lora - embeddings
@@ -217,7 +214,7 @@ def memory_rows(name, settings):
     step = partial(take_step, model, optimizer, scaler, settings, qerl, Ranks())
     step(torch.full((settings.group,), 8))
     moments = total_gb(t for state in optimizer.state.values() for t in state.values())
-    release_memory(device)
+    release_memory()
     found = step(torch.full((settings.group,), settings.max_new_tokens))
     tokens = settings.group * (prompt_tokens(device) + settings.max_new_tokens)
     cache = tokens * cache_bytes(model) / 1e9

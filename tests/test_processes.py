@@ -324,12 +324,12 @@ def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     run_main(monkeypatch, "scaling", "--device", "cpu", "--out", out, "--processes", 2,
              "--weights", "nvfp4", "--repeats", 1, program=bench)
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
-    assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 64, 8), (2, 32, 8)]
+    assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:
         parts = [row[name] for name in ("rollout", "reward", "update")]
         assert 0.6 * row["step"] < sum(parts) <= 1.001 * row["step"]
     assert out.with_suffix(".png").exists()
-    assert "| tiny, nvfp4 | 2 | 512 |" in capsys.readouterr().out
+    assert "| tiny, nvfp4 | 2 | 32 |" in capsys.readouterr().out
 
 
 def test_bench_scaling_compares_with_one_process():
