@@ -5,17 +5,16 @@ Other TeX is compared by math-verify: pip install math-verify.
 """
 import functools
 import hashlib
-import importlib.util
 import logging
 import math
-import numbers
 import os
 import re
+import runpy
 import signal
 import traceback
 from decimal import Decimal
 
-from qerl import UserError
+from qerl import UserError, require
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
 
@@ -223,22 +222,16 @@ def own_reward(name):
     as a Decimal or TeX. What goes wrong in it is a UserError that names file and line.
     """
     path, _, function = name.rpartition(":")
-    if not path.endswith(".py"):
-        raise UserError(f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION")
-    if not os.path.isfile(path):
-        raise UserError(f"--reward {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location("own_reward", path)
-    module = importlib.util.module_from_spec(spec)
-    guarded(name, spec.loader.exec_module, module)
-    own = getattr(module, function, None)
-    if not callable(own):
-        raise UserError(f"--reward {name}: {path} has no function {function}")
+    require(path.endswith(".py"),
+            f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION")
+    require(os.path.isfile(path), f"--reward {name}: there is no file {path}")
+    own = guarded(name, runpy.run_path, path).get(function)
+    require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
-        value = guarded(name, own, completion, question)
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise UserError(f"--reward {name}: gave {value!r}, which is no finite number")
-        return float(value)
+        value = guarded(name, lambda: float(own(completion, question)))
+        require(math.isfinite(value), f"--reward {name}: gave {value}, which is no finite number")
+        return value
 
     return earned
 
@@ -256,7 +249,8 @@ def guarded(name, function, *arguments):
     try:
         return function(*arguments)
     except Exception as e:
-        own = traceback.extract_tb(e.__traceback__)[1:]         # none if it takes other arguments
-        places = [f" ({place.filename}:{place.lineno})" for place in own]
+        frames = traceback.extract_tb(e.__traceback__)
+        # None if the function takes other arguments.
+        places = [f" ({f.filename}:{f.lineno})" for f in frames if f.filename != __file__]
         raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
                         + "".join(places[-1:]))

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from tqdm import tqdm
 
@@ -278,14 +277,15 @@ def restore(tensors, model, optimizer=None, generators=()):
     """Put a checkpoint's tensors where save_checkpoint took them from."""
     for i, generator in enumerate(generators):
         generator.set_state(tensors[f"rng.{i}"])
-    for name, p in qerl.trainable(model).items():
+    trained = qerl.trainable(model)
+    for name, p in trained.items():
         p.copy_(tensors[f"model.{name}"])
-        prefix = f"optimizer.{name}."
-        for key in [k for k in tensors if optimizer and k.startswith(prefix)]:
-            value = tensors[key]
-            if value.dim() > 0:             # AdamW's moments; its step count stays on the CPU
-                value = value.to(p.device)
-            optimizer.state[p][key.removeprefix(prefix)] = value
+    for place, value in tensors.items():
+        kind, _, key = place.partition(".")
+        if optimizer and kind == "optimizer":
+            name, _, key = key.rpartition(".")
+            p = trained[name]               # AdamW's count of steps stays on the CPU
+            optimizer.state[p][key] = value.to(p.device) if value.dim() else value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def require_finite_update(losses, norm, scaler):
 def require_finite_policy(model, prompt):
     """After an update: refuse parameters, or logits after a prompt, that are NaN or infinite."""
     tokens = torch.tensor([prompt], device=model.device)
-    logits = F.linear(model.hidden(tokens)[:, -1], model.lm_head)
+    logits = model(tokens)[:, -1]
     values = {f"the values of {name}": p for name, p in qerl.trainable(model).items()}
     require_finite({**values, "after this update the logits": logits})
 

@@ -78,8 +78,10 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
 @pytest.mark.parametrize("body,said", [
     ("return 1 / 0", "ZeroDivisionError: division by zero ({path}:2)"),
     ("return float('nan')", "gave nan, which is no finite number"),
-    ("return 'good'", "gave 'good', which is no finite number"),
+    ("return 'good'", "ValueError: could not convert string to float: 'good'"),
+    ("return len(completion) + len(words)\nwords = 5", "TypeError: object of type 'int' has no len() ({path}:2)"),
     ("return 1 +", "SyntaxError"),
+    ("pass\ndef short(completion): pass", "takes 1 positional argument but 2 were given"),
 ])
 def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, capsys, body, said):
     """Before anything is sampled."""
