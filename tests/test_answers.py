@@ -270,9 +270,10 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
 ])
 def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
     write_jsonl(tmp_path / "train.jsonl", [{"question": "fine", "answer": "#### 5"}, row])
-    for read, *place in ((read_questions, tmp_path, "*"), (math_questions, f"{tmp_path}/train.jsonl")):
-        with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
-            read(*place)
+    with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
+        read_questions(tmp_path, "*")
+    with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
+        math_questions(f"{tmp_path}/train.jsonl")
 
 
 @pytest.mark.parametrize("question,demand", [
@@ -342,14 +343,15 @@ def test_long_prompts_are_counted_and_skipped(capsys):
 
 def test_each_set_held_out_has_its_limit_and_its_accuracy(tmp_path, monkeypatch):
     """pass@1 is the mean of three answers to each question; the first of them is kept."""
-    rows = [{"question": i, "right": Decimal(n), "source": source}
-            for source, n in (("a", 70), ("b", 27)) for i in range(2)]
-    texts = [["70", "no"], ["\\boxed{70}", "no", "no", "27", "27", "no"]]
+    rows = [{"question": "a question", "right": Decimal(n), "source": source}
+            for source, n, count in (("a", 70, 3), ("b", 27, 1)) for _ in range(count)]
+    texts = [["70", "no", "no"],
+             ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
     monkeypatch.setattr(
         train_gsm8k, "answer_all", lambda *_: [(text, len(text)) for text in texts.pop()])
     settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
-    found = train_gsm8k.evaluate(None, None, first_of_each(rows, 1), settings, "now")
-    expected = {"accuracy": 1 / 2, "accuracy_a": 1 / 3, "greedy": 1 / 2, "greedy_a": 1, "greedy_b": 0}
+    found = train_gsm8k.evaluate(None, None, first_of_each(rows, 2), settings, "now")
+    expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
     kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
-    assert kept == ["\\boxed{70}", "27"]
+    assert kept == ["\\boxed{70}", "no", "27"]
