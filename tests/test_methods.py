@@ -367,7 +367,7 @@ def test_a_neighbour_trains_and_resumes(
     monkeypatch.setattr(rilq, "TEXTS", 10)
     monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8, 0))
     monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
-    monkeypatch.setattr(train_gsm8k, "reward", lambda text, *_: (sum(text.encode()) % 97, 0.0))
+    monkeypatch.setattr(train_gsm8k, "reward", lambda text, question, scheme: sum(text.encode()) % 97)
     kind = re.match(r"\w+", command)[0].replace("_", "-")
     quick = QUICK[:-2] if kind in quantizers.QUANTIZERS else QUICK         # without --quantizer rtn
     options = ["--model", qwen[0], "--data", data, *quick, "--steps", 3, "--stages", 3,
