@@ -39,16 +39,15 @@ ABLATIONS = {
     "dapo": "--algo dapo",
     "tis": "--tis 2",
     "random reward": "--reward random",
+    # It trains all weights, which wants a lower learning rate.
+    "qurl:int8": "--method qurl:int8 --weights bf16 --lora-rank 0 --beta 0",
 }
-# So are the neighbours, but where their flags say another.
+# So are the neighbours.
 METHODS = {method: f"--method {method}" for method in (
     "rollout_correction:token-tis", "rollout_correction:sequence-mis", "rollout_correction:bypass",
     "flashrl:int8", "flashrl:fp8", "qurl:acr", "jetrl:unified", "jetrl:training", "fp16", "rilq",
     "qat:distil", "noise_control:divergence", "noise_control:entropy", "deep_grpo", "maspo")}
-METHODS |= {
-    "four_over_six": "--quantizer four-over-six",
-    "qurl:int8": "--method qurl:int8 --weights bf16 --lora-rank 0 --beta 0",
-}
+METHODS["four_over_six"] = "--quantizer four-over-six"
 FLAGS = {**ARMS, **ABLATIONS, **METHODS}
 # By default: the arms, and how many seeds of the small policy and of a real model.
 STUDIES = {

@@ -29,7 +29,7 @@ from studies.factorial import FLAGS, STUDIES
 
 # Flags of train_gsm8k.py that a study sets for each run.
 OWN_FLAGS = {"--lr", "--seed", "--start-seed", "--resume", "--eval-only", "--save-quantized",
-             "--eval-samples", "--weights", "--method", "--quantizer"}
+             "--eval-samples", "--skip-eval-before", "--weights", "--method", "--quantizer"}
 
 
 # --------------------------------------------------------------------------------------------------
