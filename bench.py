@@ -188,19 +188,18 @@ def plot_rollout(result, plt):
 
 def bench_step(args):
     processes = Ranks().count
-    default = [(1, 2), (1, 4), (1, 8), (32, 8)]
-    sizes = args.sizes or [(prompts * processes, group) for prompts, group in default]
-    for prompts, group in sizes:
+    for prompts, group in args.sizes:
         require_flag(prompts % processes == 0, "sizes", f"{prompts}x{group}",
                      f"{processes} processes cannot share {prompts} prompts")
     settings = settings_for(args.device)
     if args.peers:
-        settings = peers.equal_lengths(settings, sizes, args.peers)
+        settings = peers.equal_lengths(settings, args.sizes, args.peers)
     for name in args.model:
         if args.peers:
-            yield from peers.trl_rows(name, sizes, settings, args.repeats)
+            yield from peers.trl_rows(name, args.sizes, settings, args.repeats)
         for weights in args.weights:
-            yield from step_rows(name, weights, sizes, settings, args.repeats, cut=not args.peers)
+            yield from step_rows(
+                name, weights, args.sizes, settings, args.repeats, cut=not args.peers)
             release_memory()
 
 
@@ -252,8 +251,8 @@ FLAGS = {
     "weights": dict(nargs="+", choices=[*qerl.FORMATS, "nvfp4-fp8"], default=["nvfp4", "bf16", "nf4"],
                     help="default nvfp4 bf16 nf4; nvfp4-fp8, of a step: --method jetrl:training"),
     "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
-    "sizes": dict(nargs="+", type=size, metavar="PxG", help="prompts of all processes x completions "
-                  "of each (default 1x2 1x4 1x8 32x8, times the processes)"),
+    "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],
+                  help="prompts of all processes x completions of each (default 1x2 1x4 1x8 32x8)"),
     "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
     "peers": dict(type=positive, nargs="?", const=256, metavar="TOKENS", help="TRL + vLLM, too; all "
                   "completions have so many tokens (256; studies/peers.py)"),

@@ -52,16 +52,16 @@ def device_memory_gb():
 # --------------------------------------------------------------------------------------------------
 # A step
 
-def cut_lengths(count, max_new_tokens, ranks):
+def cut_lengths(longest, ranks):
     """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
 
     All ranks draw those of all and take their own, so that one rank has longer ones than another,
     and as many processes as one likes have the same lengths in all.
     """
     generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(count * ranks.count, generator=generator).chunk(ranks.count)[ranks.rank]
-    lengths = normal.mul(0.35).add(5.3).exp().clamp(max=512)
-    return (lengths * max_new_tokens / 512).long()
+    normal = torch.randn(len(longest) * ranks.count, generator=generator).chunk(ranks.count)[ranks.rank]
+    share = normal.mul(0.35).add(5.3).exp().clamp(max=512) / 512
+    return (share * longest).long()
 
 
 class CutSampler(qerl.Sampler):
@@ -72,7 +72,7 @@ class CutSampler(qerl.Sampler):
         self.limit[:len(lengths)] = lengths.to(self.limit.device)
 
 
-def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
+def take_step(model, optimizer, scaler, settings, algo, lengths):
     """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
@@ -82,6 +82,7 @@ def take_step(model, optimizer, scaler, settings, algo, ranks, lengths):
     asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
                            prompt_tokens(settings.device))
     clock = Clock(model.device)
+    ranks = Ranks()
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
     with clock("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
@@ -138,12 +139,10 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     for prompts, group in sizes:
         own = replace(settings, group=group)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
-        lengths = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
-        if cut:
-            lengths = cut_lengths(len(lengths), settings.max_new_tokens, ranks)
+        longest = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
+        lengths = cut_lengths(longest, ranks) if cut else longest
         # The first step of a size compiles its kernels.
-        steps = [take_step(model, optimizer, scaler, own, algo, ranks, lengths)
-                 for _ in range(repeats + 1)]
+        steps = [take_step(model, optimizer, scaler, own, algo, lengths) for _ in range(repeats + 1)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
 
@@ -211,7 +210,7 @@ def memory_rows(name, settings):
     lora = total_gb(qerl.trainable(model).values())
     weights = torch.cuda.memory_allocated() / 1e9 - lora - embeddings
     optimizer, scaler = make_optimizer(model, settings)
-    step = partial(take_step, model, optimizer, scaler, settings, qerl, Ranks())
+    step = partial(take_step, model, optimizer, scaler, settings, qerl)
     step(torch.full((settings.group,), 8))
     moments = total_gb(t for state in optimizer.state.values() for t in state.values())
     release_memory()
