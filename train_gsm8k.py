@@ -36,8 +36,7 @@ from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
-from harness.run import require_finite_rollout, require_finite_update, require_same_policy, restore
-from harness.run import stored_settings
+from harness.run import require_finite_rollout, require_same_policy, restore, stored_settings
 from harness.small_policy import ByteText, warm_start
 from qerl import UserError, require
 
@@ -229,7 +228,7 @@ def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
     has in the whole minibatch. The first minibatch sets its old_logprobs, the others must have them.
     """
-    losses = []
+    kls = []
     trained = qerl.trainable(model).values()
     for number, minibatch in enumerate(batch.minibatches):
         for rows in batch.micro_batches(minibatch, settings.micro_tokens):
@@ -243,19 +242,18 @@ def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
                 settings.clip_low, settings.clip_high, rows.ref_logprobs, settings.beta,
                 rows.rollout_logprobs, settings.tis, settings.algo)
             scaler.scale(loss).backward()
-            losses.append((loss.item(), kl.item()))
+            kls.append(kl.item())
         ranks.add_gradients(trained)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
-        require_finite_update(losses, norm, scaler)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     require_finite_policy(model, batch.prompts[0])
     metrics = {
-        "kl": sum(kl for _, kl in losses) / len(batch.minibatches),
-        # Of the last minibatch; 0 where float16 overflowed, whose step is left out.
-        "gradient_norm": norm.item() if math.isfinite(norm) else 0.0,
+        "kl": sum(kls) / len(batch.minibatches),
+        # Of the last minibatch; 0 where float16 overflowed, whose step is left out and whose scale falls.
+        "gradient_norm": norm.item() if math.isfinite(norm) or scaler.get_scale() <= 1 else 0.0,
         "lr": optimizer.param_groups[0]["lr"],
     }
     if scaler.is_enabled():

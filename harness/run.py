@@ -1,7 +1,6 @@
 """What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
 import hashlib
 import json
-import math
 import os
 import time
 from dataclasses import asdict
@@ -291,31 +290,16 @@ def restore(tensors, model, optimizer=None, generators=()):
 # --------------------------------------------------------------------------------------------------
 # What ends a run before NaN or infinity reach its policy, its checkpoint or its log
 
-KEPT = "stopped, the last checkpoint is kept"
-
-
 def require_finite(values):
     """Refuse {name: tensor or number} if a value is NaN or infinite."""
     for name, value in values.items():
         require(torch.isfinite(torch.as_tensor(value)).all(),
-                f"{name} are NaN or infinite: {KEPT}; start again with a lower --lr or less noise "
-                "(--sigma-start), or use an undamaged model")
+                f"{name} are NaN or infinite: stopped, the last checkpoint is kept; start again with a lower "
+                "--lr or less noise (--sigma-start), or use an undamaged model")
 
 
 def require_finite_rollout(rollout):
     require_finite({"the policy's logits": torch.stack([rollout.logprobs, rollout.entropy])})
-
-
-def require_finite_update(losses, norm, scaler):
-    """Stop before an optimiser step that would put NaN into the policy.
-
-    A gradient that overflowed in float16 is no reason, as long as the scaler (torch.amp.GradScaler)
-    can scale it less: it leaves this step out and halves its scale.
-    """
-    loss = sum(loss for loss, _ in losses)
-    left_out = scaler.is_enabled() and scaler.get_scale() > 1
-    require(math.isfinite(loss) and (math.isfinite(norm) or left_out),
-            f"loss {loss}, gradient norm {norm}: {KEPT}; start again with a lower --lr")
 
 
 @torch.no_grad()
