@@ -28,8 +28,8 @@ from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags
 from harness.command import setting, use_device
-from harness.data import ChatText, Data, by_set, check_tokens, first_of_each, keep_apart
-from harness.data import load_questions, next_questions, with_prompts
+from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
+from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
@@ -292,8 +292,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
 
     saved: of run.read_saved, where a run is resumed.
     """
-    questions, held_out = load_questions(settings.data, settings.eval, settings.model)
-    questions, validation = keep_apart(questions, settings.validation)
+    data = load_questions(settings)
     if settings.model:
         folder = qerl.model_folder(settings.model)
         tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
@@ -301,7 +300,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
     device = use_device(settings.device)
-    stored = stored_folder(settings, algo, folder, questions, tokenizer)
+    stored = stored_folder(settings, algo, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = load_with_progress(
         stored, settings.weights, settings.lora_rank, settings.device,
@@ -324,19 +323,18 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     if not settings.shard:
         keep_decoded(model, ranks.collect)
     longest = model.config.max_position_embeddings - settings.max_new_tokens
-    held_out = first_of_each(held_out, settings.eval_questions)
-    data = Data(*(with_prompts(part, tokenizer, longest) for part in (questions, validation, held_out)))
-    prompts = [q["prompt"] for part in data for q in part]
-    check_tokens(sum(data, []), tokenizer.eos, model.config.vocab_size)
+    data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
+    questions = sum(data, [])
+    check_tokens(questions, tokenizer.eos, model.config.vocab_size)
     find_reward(settings.reward)("", data.train[0])    # one that fails does so before all else
     if ranks.main:
-        print(f"the first prompt: {tokenizer.shown(prompts[0])!r}")
-    require(len(held_out) >= ranks.count,
-            f"held-out questions: {len(held_out)}, fewer than the {ranks.count} processes; raise "
+        print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
+    require(len(data.held_out) >= ranks.count,
+            f"held-out questions: {len(data.held_out)}, fewer than the {ranks.count} processes; raise "
             "--eval-questions, give more of them, or start fewer processes")
     if algo is not qerl:
         algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
-    longest = max(map(len, prompts)) + settings.max_new_tokens
+    longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
     return model, tokenizer, data, fitted(settings, model, longest, saved)
 
 
@@ -607,8 +605,7 @@ def save_quantized(settings):
     folder = qerl.model_folder(settings.model)
 
     def calibrated():
-        questions, _ = load_questions(settings.data, settings.eval, settings.model)
-        questions, _ = keep_apart(questions, settings.validation)
+        questions = load_questions(settings).train
         tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
         return stored_folder(settings, qerl, folder, questions, tokenizer)
 

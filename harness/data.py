@@ -28,28 +28,6 @@ GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/
              "grade_school_math/data/{}.jsonl")
 
 
-def load_questions(data, evaluate_on, model):
-    """(to train on, held-out) as the settings of these names say; the former without the latter."""
-    if not data and not model:
-        questions, held_out = made_up_problems()
-    elif not data or data == "gsm8k" or os.path.isdir(data):
-        folder = data if data and os.path.isdir(data) else made_once("openai-gsm8k", download)
-        questions, held_out = (read_questions(folder, f"{split}*.jsonl") for split in ("train", "test"))
-    else:
-        require(evaluate_on, f"--data {data}: has no held-out questions; name some by --eval")
-        questions, held_out = math_questions(data), []
-    if evaluate_on:
-        names = [os.path.basename(source) for source in evaluate_on]
-        require(len(set(names)) == len(names),
-                f"--eval {' '.join(names)}: two have one name, and each has a result of its own; rename one")
-        held_out = [q for source in evaluate_on for q in math_questions(source)]
-    tested = {q["question"].strip() for q in held_out}
-    kept = [q for q in questions if q["question"].strip() not in tested]
-    require(kept, f"--data {data}: all of its questions are held out, too; give other --data or --eval")
-    say_what_is_left_out(questions, kept, "training questions are held out, too,")
-    return kept, held_out
-
-
 class Data(NamedTuple):
     """Lists of questions, dicts: to train on, to choose by during training, to measure at the end."""
     train: list
@@ -57,11 +35,31 @@ class Data(NamedTuple):
     held_out: list
 
 
-def keep_apart(questions, count):
-    """(the others, the last `count`) of the training questions."""
-    cut = len(questions) - count
-    require(cut > 0, f"--validation {count}: there are {len(questions)} training questions; lower it")
-    return questions[:cut], questions[cut:]
+def load_questions(settings):
+    """The Data that settings of train_gsm8k ask for; none of what is held out is trained on."""
+    data = settings.data
+    if not data and not settings.model:
+        questions, held_out = made_up_problems()
+    elif not data or data == "gsm8k" or os.path.isdir(data):
+        folder = data if data and os.path.isdir(data) else made_once("openai-gsm8k", download)
+        questions, held_out = (read_questions(folder, f"{split}*.jsonl") for split in ("train", "test"))
+    else:
+        require(settings.eval, f"--data {data}: has no held-out questions; name some by --eval")
+        questions, held_out = math_questions(data), []
+    if settings.eval:
+        names = [os.path.basename(source) for source in settings.eval]
+        require(len(set(names)) == len(names),
+                f"--eval {' '.join(names)}: two have one name, and each has a result of its own; rename one")
+        held_out = [q for source in settings.eval for q in math_questions(source)]
+    tested = {q["question"].strip() for q in held_out}
+    kept = [q for q in questions if q["question"].strip() not in tested]
+    require(kept, f"--data {data}: all of its questions are held out, too; give other --data or --eval")
+    say_what_is_left_out(questions, kept, "training questions are held out, too,")
+    cut = len(kept) - settings.validation
+    require(cut > 0, f"--validation {settings.validation}: there are {len(kept)} training questions; lower it")
+    sets = by_set(held_out, held_out).values()
+    limit = settings.eval_questions or None
+    return Data(kept[:cut], kept[cut:], [question for one_set in sets for question in one_set[:limit]])
 
 
 def say_what_is_left_out(questions, kept, what):
@@ -115,12 +113,6 @@ def by_set(questions, values):
     for question, value in zip(questions, values):
         found.setdefault(question.get("source"), []).append(value)
     return found
-
-
-def first_of_each(questions, count):
-    """The first `count` questions of each set; 0: all."""
-    sets = by_set(questions, questions).values()
-    return [question for one_set in sets for question in one_set[:count or None]]
 
 
 @functools.lru_cache(maxsize=2)

@@ -2,6 +2,7 @@
 import math
 import re
 import time
+from dataclasses import replace
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import qerl
 import train_gsm8k
 from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
-from harness.data import first_of_each, load_questions, math_questions, read_questions, with_prompts
+from harness.data import load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
 from train_gsm8k import reward
@@ -325,14 +326,14 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
     rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
     write_jsonl("train.jsonl", rows)
     write_jsonl("exam.jsonl", rows[2:])
-    questions, held_out = load_questions("train.jsonl", ["exam.jsonl"], None)
-    assert [q["answer"] for q in questions + held_out] == ["0", "1", "2", "3"]
+    settings = train_gsm8k.Settings(data="train.jsonl", eval=["exam.jsonl"])
+    assert [q["answer"] for q in sum(load_questions(settings), [])] == ["0", "1", "2", "3"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     for evaluate_on, message in ((["train.jsonl"], "all of its questions are held out"),
                                  (["exam.jsonl"] * 2, "exam.jsonl exam.jsonl: two have one name"),
                                  (None, "has no held-out questions; name some by --eval")):
         with pytest.raises(qerl.UserError, match=message):
-            load_questions("train.jsonl", evaluate_on, None)
+            load_questions(replace(settings, eval=evaluate_on))
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):
@@ -341,16 +342,25 @@ def test_long_prompts_are_counted_and_skipped(capsys):
     assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
 
 
-def test_each_set_held_out_has_its_limit_and_its_accuracy(tmp_path, monkeypatch):
+def test_each_set_held_out_has_its_limit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("train", 1), ("a", 3), ("b", 1)):
+        rows = [{"question": f"{name}{i}", "answer": "5"} for i in range(count)]
+        write_jsonl(f"{name}.jsonl", rows)
+    settings = train_gsm8k.Settings(data="train.jsonl", eval=["a.jsonl", "b.jsonl"], eval_questions=2)
+    assert [q["question"] for q in load_questions(settings).held_out] == ["a0", "a1", "b0"]
+
+
+def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     """pass@1 is the mean of three answers to each question; the first of them is kept."""
     rows = [{"question": "a question", "right": Decimal(n), "source": source}
-            for source, n, count in (("a", 70, 3), ("b", 27, 1)) for _ in range(count)]
+            for source, n, count in (("a", 70, 2), ("b", 27, 1)) for _ in range(count)]
     texts = [["70", "no", "no"],
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
     monkeypatch.setattr(
         train_gsm8k, "answer_all", lambda *_: [(text, len(text)) for text in texts.pop()])
     settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
-    found = train_gsm8k.evaluate(None, None, first_of_each(rows, 2), settings, "now")
+    found = train_gsm8k.evaluate(None, None, rows, settings, "now")
     expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
     kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
