@@ -9,7 +9,7 @@ import os
 import re
 
 import qerl
-from qerl import UserError
+from qerl import require
 
 
 class Method:
@@ -34,9 +34,9 @@ class Method:
     def require_noise(self):
         """Refuse a run without noise, with which this method does something."""
         settings = self.settings
-        if max(settings.sigma_start, settings.sigma_end) == 0 or settings.stages == 1:
-            raise UserError(f"--method {settings.method}: there is no noise to control; use --sigma-start "
-                            "0.01 and --stages 10")
+        require(settings.stages > 1 and (settings.sigma_start or settings.sigma_end),
+                f"--method {settings.method}: there is no noise to control; use --sigma-start 0.01 and "
+                "--stages 10")
 
     def check(self):
         """Refuse, by a UserError, settings that make no sense together with this method."""
@@ -77,12 +77,13 @@ class OtherCodes(Method):
 
     def check(self):
         given = self.settings.quantizer
-        qerl.require(self.settings.weights == "nvfp4",
-                     f"--method {self.settings.method}: its codes are NVFP4's, not "
-                     f"{self.settings.weights}'s; use --weights nvfp4")
-        qerl.require(given == self.quantizer,
-                     f"--method {self.settings.method}: chooses the codes as --quantizer "
-                     f"{self.quantizer} does; use --quantizer {given} alone")
+        name = f"--method {self.settings.method}"
+        weights = self.settings.weights
+        require(weights == "nvfp4",
+                f"{name}: its codes are NVFP4's, not {weights}'s; use --weights nvfp4")
+        require(given == self.quantizer,
+                f"{name}: chooses the codes as --quantizer {self.quantizer} does; use --quantizer "
+                f"{given} alone")
 
 
 def names():
@@ -95,12 +96,11 @@ def names():
 def look_up(name):
     """(class, variant) that --method names; raises UserError."""
     file, _, variant = name.partition(":")
-    if file not in names()[1:]:
-        raise UserError(f"--method {name}: unknown; choose one of {', '.join(names())}")
+    require(file in names()[1:], f"--method {name}: unknown; choose one of {', '.join(names())}")
     neighbour = importlib.import_module(f"methods.{file}").Neighbour
-    if variant and variant not in neighbour.variants:
-        offered = ", ".join(f"{file}:{v}" for v in neighbour.variants) or f"{file} alone"
-        raise UserError(f"--method {name}: {file} has no variant {variant}; choose {offered}")
+    offered = ", ".join(f"{file}:{v}" for v in neighbour.variants) or f"{file} alone"
+    require(variant in ("", *neighbour.variants),
+            f"--method {name}: {file} has no variant {variant}; choose {offered}")
     return neighbour, variant or next(iter(neighbour.variants), None)
 
 
@@ -110,8 +110,8 @@ def find(name, settings):
     method = neighbour(settings, variant)
     objective = qerl.OBJECTIVES[settings.algo]
     other_ratio = objective.log_ratio or objective.weighted_logprob
-    qerl.require(not other_ratio or "policy_loss" not in vars(neighbour),
-                 f"--method {name}: its loss is of tokens' ratios, which --algo {settings.algo} does not "
-                 "clip; use --algo grpo, dapo or dr-grpo")
+    require(not other_ratio or "policy_loss" not in vars(neighbour),
+            f"--method {name}: its loss is of tokens' ratios, which --algo {settings.algo} does not clip; "
+            "use --algo grpo, dapo or dr-grpo")
     method.check()
     return method

@@ -38,7 +38,6 @@ import contextlib
 import qerl
 from methods import Method
 from methods.parts.eight_bit import eight_bit, require_fp8_products
-from qerl import UserError
 
 
 class Neighbour(Method):
@@ -49,9 +48,10 @@ class Neighbour(Method):
         return dict(weights="bf16", sigma_start=0.0, sigma_end=0.0, tis=2.0)
 
     def check(self):
-        if self.settings.weights != "bf16":
-            raise UserError(f"--method flashrl: quantises 16-bit weights for the rollout, and "
-                            f"{self.settings.weights} is smaller already; use --weights bf16")
+        given = self.settings.weights
+        qerl.require(given == "bf16",
+                     f"--method flashrl: quantises 16-bit weights for the rollout, and {given} is "
+                     "smaller already; use --weights bf16")
         if self.variant == "fp8":
             require_fp8_products(
                 self.settings.device, "flashrl:fp8", "use --method flashrl:int8")

@@ -37,8 +37,11 @@ the built-in policy it is more than AQN's noise, as `python -m methods` shows.
 
 The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
 collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
-accuracy: methods/README.md. The products of blocks are in methods/parts/fp8_blocks.py, the layers in
-methods/parts/fp8_layers.py.
+accuracy: methods/README.md. The codes and products of blocks are in methods/parts/fp8_blocks.py.
+
+Frozen weights get codes once, from the decoded 4-bit weights, which are kept for the whole run, a
+byte a weight (6.5 GB for 7B). To make them anew in each pass would save that and cost some 2 % of a
+step (an estimate from bytes and bandwidth). Trained weights are rounded anew in each pass.
 
 When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.
 `training` where the update and not the rollout takes the time: large batches, QeRL's weights.
@@ -48,21 +51,22 @@ import contextlib
 import torch
 
 import qerl
+from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.eight_bit import require_fp8_products
-from methods.parts.fp8_blocks import BLOCKS, ROWS, multiply, quantize, transposed
-from methods.parts.fp8_layers import fp8, put_block_layers, switch_fp8
+from methods.parts.fp8_blocks import BLOCKS, ROWS, choose_recipe, multiply, quantize, transposed
 from qerl import require
 
 
 class Product(torch.autograd.Function):
     """x [n, in] and a weight [out, in] -> x weightᵀ [n, out]: all three products in FP8.
 
-    master: the weight in float32, for its gradient; None if it is frozen. weight: its Codes.
+    master: the weight in float32, for its gradient; None if it is frozen. weight: its Codes. unread:
+    see QuantLinear.output_unread.
     """
 
     @staticmethod
-    def forward(ctx, x, master, weight, recipe, unread=False):
+    def forward(ctx, x, master, weight, recipe, unread):
         ctx.block = recipe.activation                          # 1 x 128
         ctx.weight = weight                                    # 128 x 128
         ctx.x = None
@@ -83,6 +87,102 @@ class Product(torch.autograd.Function):
             x = quantize(ctx.x.dequantize().T, ctx.block)
             grad_master = multiply(quantize(grad.T, ctx.block), x, grad.dtype).float()
         return grad_x, grad_master, None, None, None
+
+
+class CodedWeight(qerl.PackedWeight):
+    """A weight [out, in] in FP8 that multiplies FP8 activations in decoding."""
+
+    def __init__(self, weight, recipe):
+        self.codes = quantize(weight, recipe.weight)
+        self.recipe = recipe
+
+    def dequantize(self, dtype):
+        return self.codes.dequantize().to(dtype)
+
+    def multiply(self, x, bias=None, residual=None, lora=None):
+        y = multiply(quantize(x, self.recipe.activation), self.codes, x.dtype)
+        for added in (bias, residual):
+            y = y if added is None else y + added
+        return y if lora is None else y.addmm_(x @ lora[0].T, lora[1].T)
+
+
+class BlockLinear:
+    """What a frozen and a trained layer that can compute in FP8 share; `fp8` says whether it does."""
+
+    def __init__(self, layer, recipe):
+        vars(self).update(vars(layer))             # the same names, LoRA, hooks ...
+        self.recipe = recipe
+
+    def forward(self, x):
+        if not self.fp8:
+            return super().forward(x)
+        rows = x.flatten(0, -2)
+        y = Product.apply(rows, *self.master_and_codes(), self.recipe, self.output_unread)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        A, B = self.lora(x.dtype)
+        y = y if A is None else y.addmm_(rows @ A.T, B.T)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class FrozenBlockLinear(BlockLinear, qerl.QuantLinear):
+    """A QuantLinear that has its frozen weight in FP8, too."""
+
+    def __init__(self, layer, recipe):
+        super().__init__(layer, recipe)
+        self.usual = layer.weight
+        self.coded = CodedWeight(layer.weight.dequantize(torch.float32), recipe)
+
+    @property
+    def fp8(self):
+        return self.weight is self.coded
+
+    @fp8.setter
+    def fp8(self, on):
+        self.weight = self.coded if on else self.usual
+
+    def master_and_codes(self):
+        return None, self.coded.codes
+
+
+class TrainedBlockLinear(BlockLinear, TrainedLinear):
+    """A TrainedLinear whose weight is rounded to FP8 in each pass."""
+    fp8 = False
+
+    def master_and_codes(self):
+        return self.master, quantize(self.master.detach(), self.recipe.weight)
+
+    def prepare_decoding(self, dtype):
+        super().prepare_decoding(dtype)
+        if self.fp8:
+            self.weight = CodedWeight(self.master.detach(), self.recipe)
+
+
+def put_block_layers(model, recipes):
+    """Let all layers be able to compute in FP8, by the first of the recipes that the device takes."""
+    recipe = choose_recipe(model.device, model.embedding.dtype, recipes)
+
+    def make(layer):
+        trained = isinstance(layer, TrainedLinear)
+        return (TrainedBlockLinear if trained else FrozenBlockLinear)(layer, recipe)
+    replace_layers(model, make)
+
+
+def switch_fp8(model, on):
+    """From now on the layers compute in FP8, or not."""
+    for layer in model.quantized_layers():
+        layer.fp8 = on
+
+
+@contextlib.contextmanager
+def fp8(model, on):
+    """Inside, the layers compute in FP8, or not; afterwards as before."""
+    before = model.quantized_layers()[0].fp8
+    switch_fp8(model, on)
+    try:
+        yield
+    finally:
+        switch_fp8(model, before)
 
 
 class Neighbour(Method):
@@ -114,7 +214,7 @@ class Neighbour(Method):
     def prepare(self, model, folder, questions, tokenizer):
         self.model = model
         recipes = [ROWS, BLOCKS] if self.variant == "training" else [BLOCKS, ROWS]
-        put_block_layers(model, Product.apply, recipes)
+        put_block_layers(model, recipes)
         self.switch_for_evaluations()
 
     def switch_for_evaluations(self):

@@ -63,7 +63,7 @@ class Neighbour(Method):
         return join_rollouts(rollouts, rows.transpose(0, 1).flatten())
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis, algorithm="grpo"):
+                    ref_logprobs, beta, rollout_logprobs, *_):
         log_ratio = old_logprobs - rollout_logprobs                # 0 at padding
         weight = correction(log_ratio, weights > 0, "sequence-mis")[:, 0]                # [B]
         self.kept += (weight > 0).tolist()

@@ -145,10 +145,9 @@ class Neighbour(Method):
         return dict(quantizer="rtn")
 
     def check(self):
-        settings = self.settings
-        if settings.weights != "nvfp4":
-            raise qerl.UserError("--method qat: trains weights for NVFP4, not for "
-                                 f"{settings.weights}; use --weights nvfp4")
+        given = self.settings.weights
+        qerl.require(given == "nvfp4", "--method qat: trains weights for NVFP4, not for "
+                                       f"{given}; use --weights nvfp4")
 
     def stored_model(self, start, folder, questions, tokenizer):
         require_16_bit(folder, "--method qat")

@@ -44,7 +44,7 @@ import torch
 import qerl
 from methods import Method, flashrl
 from methods.parts.eight_bit import eight_bit, require_fp8_products
-from qerl import UserError
+from qerl import require
 
 UAQ_SCALE = 1.5
 
@@ -77,21 +77,22 @@ class Neighbour(Method):
         return dict(tis=2.0) if variant == "acr" else flashrl.Neighbour.defaults(variant)
 
     def check(self):
+        settings = self.settings
         name = f"--method qurl:{self.variant}"
-        if self.update_aware and self.settings.weights != "bf16":
-            raise UserError(f"{name}: UAQ does nothing to frozen {self.settings.weights} weights; "
-                            "use --weights bf16 --lora-rank 0 --beta 0, or --method qurl:acr")
-        if self.update_aware and self.settings.lora_rank:
-            raise UserError(f"{name}: UAQ is for weights that are trained; use --lora-rank 0 "
-                            f"--beta 0 and a lower --lr, or with LoRA --method qurl:acr-{self.format}")
-        if self.format and self.settings.weights != "bf16":
-            raise UserError(f"{name}: quantises 16-bit weights for the rollout; use --weights bf16, "
-                            "or --method qurl:acr")
-        if not self.settings.tis:
-            raise UserError(f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
+        in_16_bits = settings.weights == "bf16"
+        require(in_16_bits or not self.update_aware,
+                f"{name}: UAQ does nothing to frozen {settings.weights} weights; use --weights bf16 "
+                "--lora-rank 0 --beta 0, or --method qurl:acr")
+        require(settings.lora_rank == 0 or not self.update_aware,
+                f"{name}: UAQ is for weights that are trained; use --lora-rank 0 --beta 0 and a lower "
+                f"--lr, or with LoRA --method qurl:acr-{self.format}")
+        require(in_16_bits or not self.format,
+                f"{name}: quantises 16-bit weights for the rollout; use --weights bf16, or --method "
+                "qurl:acr")
+        require(settings.tis, f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
         if self.format == "fp8":
             remedy = f"use --method qurl:{self.variant.replace('fp8', 'int8')}"
-            require_fp8_products(self.settings.device, f"qurl:{self.variant}", remedy)
+            require_fp8_products(settings.device, f"qurl:{self.variant}", remedy)
 
     def prepare(self, model, folder, questions, tokenizer):
         if self.update_aware:
@@ -105,7 +106,7 @@ class Neighbour(Method):
             yield
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis, algorithm="grpo"):
+                    ref_logprobs, beta, rollout_logprobs, tis, *_):
         r = truncation(old_logprobs, rollout_logprobs, tis)
         self.capped.append((r < 1)[weights > 0])
         capped = torch.cat(self.capped).float()

@@ -40,6 +40,7 @@ import qerl
 from harness.export import require_16_bit
 from methods import Method
 from methods.parts.worked import Worked, answer_logits, batches_of, rows_of, worked_sequences
+from qerl import require
 
 TEXTS = 320
 LONGEST = 512                      # tokens of a text
@@ -111,21 +112,19 @@ class Neighbour(Method):
     """QeRL whose LoRA starts at RILQ's."""
 
     def check(self):
-        settings = self.settings
-        if settings.weights == "bf16":
-            raise qerl.UserError("--method rilq: there is no error of quantisation to undo in "
-                                 "bf16; use --weights nvfp4, mxfp4 or nf4")
-        if settings.train_norms:
-            raise qerl.UserError("--method rilq: starts LoRA alone; leave --train-norms out")
-        if settings.dtype == "float16":
-            raise qerl.UserError("--method rilq: its gradients are too small for float16; use "
-                                 "--dtype float32")
+        require(self.settings.weights != "bf16",
+                "--method rilq: there is no error of quantisation to undo in bf16; use --weights "
+                "nvfp4, mxfp4 or nf4")
+        require(not self.settings.train_norms,
+                "--method rilq: starts LoRA alone; leave --train-norms out")
+        require(self.settings.dtype != "float16",
+                "--method rilq: its gradients are too small for float16; use --dtype float32")
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")
         texts = texts_of(questions, tokenizer)
-        qerl.require(texts, f"--method rilq: none of the first {TEXTS} questions is shorter than "
-                            f"{LONGEST} tokens; give --data with shorter ones")
+        require(texts, f"--method rilq: none of the first {TEXTS} questions is shorter than {LONGEST} "
+                       "tokens; give --data with shorter ones")
         teacher = qerl.load_model(folder, "bf16", device=self.settings.device)
         losses = compensate(model, teacher, texts)
         model.reference = adapter(model)           # of the KL term: the start, LoRA included

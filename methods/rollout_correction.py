@@ -43,7 +43,7 @@ import torch
 
 import qerl
 from methods import Method
-from qerl import UserError
+from qerl import require
 
 CAPPED = ("token-tis", "sequence-tis", "sequence-mis")
 # Where the ratio, the geometric mean or the K3 must lie; elsewhere the weight is 0.
@@ -87,19 +87,19 @@ class Neighbour(Method):
         self.mode, self.kind = VARIANTS[self.variant]
 
     def check(self):
-        if self.settings.tis and self.mode == "bypass":
-            raise UserError("--method rollout_correction:bypass: its ratio already corrects for "
-                            "the rollout, and --tis would count that twice; leave out --tis")
-        if self.settings.tis and self.kind not in CAPPED:
-            raise UserError(f"--method rollout_correction:{self.variant}: it has no cap that --tis "
-                            "could set; leave out --tis")
+        name = f"--method rollout_correction:{self.variant}"
+        require(not self.settings.tis or self.mode != "bypass",
+                f"{name}: its ratio already corrects for the rollout, and --tis would count that "
+                "twice; leave out --tis")
+        require(not self.settings.tis or self.kind in CAPPED,
+                f"{name}: it has no cap that --tis could set; leave out --tis")
 
     def adaptive_quantization_noise(self, model, sigma, generator):
         self.seen = []                         # the weights of the step's tokens, by micro-batch
         return qerl.adaptive_quantization_noise(model, sigma, generator)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis, algorithm="grpo"):
+                    ref_logprobs, beta, rollout_logprobs, tis, *_):
         advantages = advantages[:, None]
         if self.kind:
             mask = weights > 0

@@ -9,7 +9,7 @@ import qerl
 from common import all_trained, compiled_for, fp8_neighbour, sample_step
 from harness.layers import train_all_weights
 from methods import flashrl, jetrl
-from methods.parts import fp8_blocks, fp8_layers
+from methods.parts import fp8_blocks
 from test_qerl import KERNEL_DEVICE, PROMPTS, gpu, gradient, make_folder, relative, runs_kernels
 from test_qerl import with_lora
 
@@ -156,8 +156,8 @@ def test_an_fp8_layer_and_its_gradients(tmp_path, trained, recipe):
     """With all weights trained, or LoRA, whose products stay in 32 bits. Not all blocks are whole."""
     folder, _ = make_folder(tmp_path, "llama")
     model = all_trained(folder) if trained else with_lora(folder)
-    fp8_layers.put_block_layers(model, jetrl.Product.apply, [recipe])
-    fp8_layers.switch_fp8(model, True)
+    jetrl.put_block_layers(model, [recipe])
+    jetrl.switch_fp8(model, True)
     for layer in (model.blocks[0].attention.qkv, model.blocks[0].mlp.down):
         weight = layer.master if trained else layer.usual.dequantize(torch.float32)
         out, columns = weight.shape
