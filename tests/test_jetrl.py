@@ -16,7 +16,8 @@ from test_qerl import with_lora
 
 def uneven(rows, columns):
     """Columns of very different size."""
-    return torch.randn(rows, columns) * torch.randn(columns).mul(2).exp()
+    size_of_column = torch.randn(columns).mul(2).exp()
+    return size_of_column * torch.randn(rows, columns)
 
 
 def rounded(x, block):
@@ -31,7 +32,7 @@ def rounded(x, block):
 def test_cublas_is_given_blocks_as_it_wants_them():
     """The layouts of all three products, by PyTorch's own check of tensors without values."""
     def absent(codes):
-        return codes._replace(codes=codes.codes.to("meta"), scale=codes.scale.to("meta"))
+        return fp8_blocks.Codes(codes.codes.to("meta"), codes.scale.to("meta"), codes.shape)
     x = fp8_blocks.quantize(torch.randn(40, 384), fp8_blocks.ROW)
     w = fp8_blocks.quantize(torch.randn(384, 384), fp8_blocks.SQUARE)
     columns = fp8_blocks.quantize(torch.randn(384, 384), fp8_blocks.ROW)
@@ -71,7 +72,11 @@ def test_a_gpus_products_are_tried(monkeypatch):
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [fp8_blocks.ROW, fp8_blocks.WHOLE_ROW])
-@pytest.mark.parametrize("rows,columns", [(3, 128), (40, 300), (2, 4224)])
+@pytest.mark.parametrize("rows,columns", [
+    (3, 128),
+    (40, 300),
+    (2, 4224),
+])
 def test_kernel_fp8_blocks(monkeypatch, dtype, block, rows, columns):
     """Scales and bytes as the twin's. The interpreter would round wrongly; there PyTorch rounds."""
     torch.manual_seed(0)
@@ -130,8 +135,10 @@ def test_gpu_fp8_rolls_out_and_trains(tmp_path, variant, weights, largest):
     method = fp8_neighbour(variant, model)
     text = types.SimpleNamespace(eos=range(20))
     rollout, batch = sample_step(method, model, text, PROMPTS, group=30)
-    assert (batch.old_logprobs - rollout.logprobs).abs()[rollout.mask].mean() < largest
-    method.token_logprobs(model, batch.prompts, batch.tokens, batch.length).sum().backward()
+    errors = (batch.old_logprobs - rollout.logprobs).abs()
+    assert errors[rollout.mask].mean() < largest
+    logprobs = method.token_logprobs(model, batch.prompts, batch.tokens, batch.length)
+    logprobs.sum().backward()
     assert 0 < gradient(model).norm() < math.inf
 
 
@@ -184,7 +191,8 @@ def test_a_recomputed_fp8_model_has_the_same_gradients(qwen):
         if recompute:
             model.recompute_in_backward()
         fp8_neighbour("unified", model)
-        model(torch.arange(12)[None]).float().square().mean().backward()
+        logits = model(torch.arange(12)[None])
+        logits.float().square().mean().backward()
         gradients.append(gradient(model))
     assert torch.equal(*gradients)
     assert gradients[0].dtype == torch.float32
@@ -204,7 +212,8 @@ def test_which_passes_are_in_fp8(qwen, variant, expected):
     with method.adaptive_quantization_noise(model, 0.0, None):
         passes.append(layer.fp8)
     tokens = torch.ones(4, 3, dtype=torch.long)
-    logprobs = method.token_logprobs(model, PROMPTS, tokens, torch.tensor([3, 2, 1, 3]))
+    length = torch.tensor([3, 2, 1, 3])
+    logprobs = method.token_logprobs(model, PROMPTS, tokens, length)
     passes.append(layer.fp8)
     method.mismatch(logprobs, logprobs, logprobs < 0)
     passes.append(layer.fp8)

@@ -48,7 +48,8 @@ def nearest(x, scale):
     """x rounded to the nearest of E2M1's values times a scale, by trying all of them."""
     values = scale[..., None] * qerl.E2M1.double()
     distances = (x[..., None] - values).abs()
-    return values.expand_as(distances).gather(-1, distances.argmin(-1, keepdim=True))[..., 0]
+    index = distances.argmin(-1, keepdim=True)
+    return values.expand_as(distances).gather(-1, index)[..., 0]
 
 
 @pytest.mark.parametrize("kind", ["odd rows", "zero blocks", "ties", "wide range"])
@@ -76,7 +77,9 @@ def textbook_gptq(weight, gram):
     _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = (block_scale.double() / global_scale).repeat_interleave(16, 1)
     W = weight.double()
-    inverse = (gram + 0.01 * gram.diag().mean() * torch.eye(len(gram))).double().inverse()
+    damping = 0.01 * gram.diag().mean()
+    H = gram + damping * torch.eye(len(gram))
+    inverse = H.double().inverse()
     result = torch.zeros_like(W)
     for j in gram.diag().argsort(descending=True):
         result[:, j] = nearest(W[:, j], scale[:, j])
@@ -90,7 +93,8 @@ def textbook_gptq(weight, gram):
 def test_gptq_equals_the_textbook(group):
     weight, x = correlated()
     ours = decoded(*gptq.quantize_gptq(weight, x.T @ x, group=group))
-    agree = torch.isclose(ours, textbook_gptq(weight, x.T @ x), rtol=1e-5)
+    theirs = textbook_gptq(weight, x.T @ x)
+    agree = torch.isclose(ours, theirs, rtol=1e-5)
     assert agree.float().mean() > 0.99              # float32 decides a near tie otherwise
 
 
@@ -121,8 +125,11 @@ def test_folded_scales_change_no_logit(tmp_path):
     folder, theirs = make_folder(tmp_path, "llama")
     folded = {}
     for block in qerl.load_model(folder, "bf16").blocks:
-        sizes = {block.attention.qkv: 128, block.mlp.gate_up: 128, block.mlp.down: 192}
-        folded |= awq.fold(block, {layer: torch.rand(n) + 0.5 for layer, n in sizes.items()})
+        folded |= awq.fold(block, {
+            block.attention.qkv: torch.rand(128) + 0.5,
+            block.mlp.gate_up: torch.rand(128) + 0.5,
+            block.mlp.down: torch.rand(192) + 0.5,
+        })
     tokens = torch.arange(30)[None]
     before = theirs(tokens).logits
     theirs.load_state_dict({**theirs.state_dict(), **folded})
@@ -202,7 +209,10 @@ def test_worked_answers_may_have_no_steps():
     assert written == "ab\n<think></think><answer>\\frac12</answer>"
 
 
-TWO = [worked.Worked([1, 2, 3], [4, 5]), worked.Worked([6], [7, 8, 9, 10, 11])]
+TWO = [
+    worked.Worked([1, 2, 3], [4, 5]),
+    worked.Worked([6], [7, 8, 9, 10, 11]),
+]
 ANSWERS = torch.tensor([4, 5, 7, 8, 9, 10, 11])
 
 
@@ -213,7 +223,8 @@ def by_transformers(model):
     for prompt, answer in TWO:
         found = model(torch.tensor([prompt + answer]), output_hidden_states=True)
         hidden.append(found.hidden_states[-1][0])
-        logprobs.append(found.logits[0, len(prompt) - 1:-1].log_softmax(-1))
+        logits = found.logits[0, len(prompt) - 1:-1]
+        logprobs.append(logits.log_softmax(-1))
     return torch.cat(hidden), torch.cat(logprobs)
 
 
@@ -230,8 +241,9 @@ def test_rilq_loss_equals_transformers(qwen, other):
     loss = rilq.rilq_loss(qerl.load_model(other[0], "bf16"), target, rows)
     wanted, _ = by_transformers(qwen[1])
     hidden, logprobs = by_transformers(other[1])
-    expected = 0.5 * F.mse_loss(hidden, wanted) + 0.5 * F.nll_loss(logprobs, ANSWERS)
-    assert_close(loss, expected, rtol=1e-4, atol=0)
+    mse = F.mse_loss(hidden, wanted)
+    cross_entropy = F.nll_loss(logprobs, ANSWERS)
+    assert_close(loss, 0.5 * mse + 0.5 * cross_entropy, rtol=1e-4, atol=0)
 
 
 def test_distillation_is_forward_kl(qwen, other):
@@ -240,7 +252,8 @@ def test_distillation_is_forward_kl(qwen, other):
     loss = qat.answer_loss(student, teacher, worked.rows_of(TWO, "cpu"))
     _, q = by_transformers(qwen[1])
     _, p = by_transformers(other[1])
-    assert_close(loss, (p.exp() * (p - q)).sum(-1).mean(), rtol=1e-4, atol=0)
+    divergences = (p.exp() * (p - q)).sum(-1)
+    assert_close(loss, divergences.mean(), rtol=1e-4, atol=0)
 
 
 def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
@@ -270,7 +283,8 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked):
     start = rilq.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)
     assert len(losses) == 1 + rilq.PATIENCE
-    assert all(torch.equal(start[name], p) for name, p in rilq.adapter(model).items())
+    for name, p in rilq.adapter(model).items():
+        assert torch.equal(start[name], p)
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] == min(losses) < losses[0]
 

@@ -32,10 +32,11 @@ def test_frequencies_are_the_policys(quiz, always):
     of_tokens = p.gather(-1, texts.flatten()[:, None]).view(729, 3)
     expected = 10000 * of_tokens.prod(1)
     method = speculative.Neighbour(None)
-    rollout = method.generate(
-        model, [[2]], 3, 10000, temperature=0.6, top_p=0.9, slots=10000, generator=seeded(0))
+    options = dict(temperature=0.6, top_p=0.9, slots=10000, generator=seeded(0))
+    rollout = method.generate(model, [[2]], 3, 10000, **options)
     assert 1.05 < method.measured["tokens_a_pass"] < 2.5
-    found = (rollout.tokens @ torch.tensor([81, 9, 1])).bincount(minlength=729)
+    number = rollout.tokens @ torch.tensor([81, 9, 1])
+    found = number.bincount(minlength=729)
     assert not found[expected == 0].any()
     terms = ((found - expected) ** 2 / expected)[expected > 10]
     assert terms.sum() < len(terms) + 4 * math.sqrt(2 * len(terms))
@@ -49,13 +50,15 @@ def test_greedy_completions_are_the_plain_samplers(family, monkeypatch):
     monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
     model = with_lora(family[0])
     prompts = [[i, 3, 2 * i + 1] for i in range(20)]
-    eos = set(qerl.generate(model, prompts, 24, temperature=0).tokens[:6, 3].tolist())
+    endless = qerl.generate(model, prompts, 24, temperature=0)
+    eos = set(endless.tokens[:6, 3].tolist())
     plain = qerl.generate(model, prompts, 24, 2, temperature=0, eos=eos)
     assert plain.finished.any() and not plain.finished.all()
     method = speculative.Neighbour(None)
     for slots, acceptance in ((40, 0.1), (40, 0.5), (6, 0.5)):
         method.state["acceptance"] = acceptance
-        found = method.generate(model, prompts, 24, 2, temperature=0, eos=eos, slots=slots)
+        options = dict(temperature=0, eos=eos, slots=slots)
+        found = method.generate(model, prompts, 24, 2, **options)
         for name, tensor in vars(plain).items():
             assert_close(getattr(found, name), tensor, **NEAR)
         assert method.measured["speculated"] == 1 or acceptance == 0.1
@@ -66,23 +69,27 @@ def test_right_drafts_make_several_tokens_a_pass(qwen, monkeypatch, always):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
     always(7)
     model = with_lora(qwen[0])
+    prompts = [[1, 3], [2, 3]]
     method = speculative.Neighbour(None)
+    first = method.generate(model, prompts, 21, 1, temperature=0)
+    method.generate(model, prompts, 21, 1, temperature=0)          # with the first one's as drafts
+    assert method.measured == {"acceptance": 1.0, "tokens_a_pass": 7.0, "speculated": 1.0}
+    wrong = next(token for token in range(262) if token not in first.tokens)
 
-    def measured():
-        method.rollout = method.generate(model, [[1, 3], [2, 3]], 21, 1, temperature=0)
-        return method.measured
-    measured()                                 # the drafts of the second time are the first one's
-    assert measured() == {"acceptance": 1.0, "tokens_a_pass": 7.0, "speculated": 1.0}
-    wrong = next(token for token in range(262) if token not in method.rollout.tokens)
-    monkeypatch.setattr(
-        speculative.Lookup, "draft", lambda lookup, row, column, K: torch.full((K, len(row)), wrong))
-    assert measured() == {"acceptance": 0.1, "tokens_a_pass": 1.0, "speculated": 1.0}
+    def wrong_draft(lookup, row, column, K):
+        return torch.full((K, len(row)), wrong)
+    monkeypatch.setattr(speculative.Lookup, "draft", wrong_draft)
+    method.generate(model, prompts, 21, 1, temperature=0)
+    assert method.measured == {"acceptance": 0.1, "tokens_a_pass": 1.0, "speculated": 1.0}
 
 
 def test_drafts_are_as_long_as_pays():
     """By the slots and the acceptance."""
-    assert [speculative.best_draft(slots, 0.6) for slots in (256, 128, 16)] == [0, 1, 3]
-    assert [speculative.best_draft(4, acceptance) for acceptance in (0.1, 0.9)] == [1, 7]
+    assert speculative.best_draft(256, 0.6) == 0
+    assert speculative.best_draft(128, 0.6) == 1
+    assert speculative.best_draft(16, 0.6) == 3
+    assert speculative.best_draft(4, 0.9) == 7
+    assert speculative.best_draft(16, 0.1) == 0
 
 
 def test_a_draft_is_what_followed_on_the_most_last_tokens():
@@ -93,8 +100,11 @@ def test_a_draft_is_what_followed_on_the_most_last_tokens():
         [8, 3, 4, 6, 0, 0],
         [1, 2, 3, 4, 1, 1],                            # another question's
     ])
-    lookup = speculative.Lookup(texts, torch.tensor([0, 0, 0, 1]), torch.tensor([4, 6, 4, 6]))
-    drafts = lookup.draft(torch.tensor([0, 3]), torch.tensor([4, 0]), 2)
+    question = torch.tensor([0, 0, 0, 1])
+    length = torch.tensor([4, 6, 4, 6])
+    lookup = speculative.Lookup(texts, question, length)
+    row = torch.tensor([0, 3])
+    drafts = lookup.draft(row, column=torch.tensor([4, 0]), K=2)
     assert drafts.T.tolist() == [[5, 8], [1, 2]]       # behind 1 2 3 4, not behind 3 4 alone
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -95,7 +94,15 @@ def test_pytorch_computes_all_on_an_amd_gpu():
 
 # Shared memory of an SM in kB; a program can have 1 kB less, which the system keeps for each.
 # (CUDA C++ Programming Guide, technical specifications per compute capability)
-SHARED = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+SHARED = {
+    75: 64,
+    80: 164,
+    86: 100,
+    89: 100,
+    90: 228,
+    100: 228,
+    120: 100,
+}
 
 
 @needs_triton
@@ -119,7 +126,7 @@ def test_kernels_compile_for(monkeypatch, target):
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. Quantising
+# Quantising
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,12 +142,13 @@ def test_kernel_encode(dtype, block):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Tiles
+# Weights in tiles, and their products
 
 def tiled_weight(name, out, columns):
     """(TiledWeight, its values float64) of rows of very different size, 128 of each stacked layer."""
     torch.manual_seed(0)
-    weight = torch.randn(out, columns) * 2.0 ** torch.randint(-6, 7, (out, 1))
+    size_of_row = 2.0 ** torch.randint(-6, 7, (out, 1))
+    weight = size_of_row * torch.randn(out, columns)
     weight = stacked_layer(name, weight.split(128)).weight
     packed, scale, global_scale = weight.parts
     if name == "nf4":
@@ -148,27 +156,6 @@ def tiled_weight(name, out, columns):
     dense = weight.format.dequantize(packed, scale, global_scale, torch.float64)
     return weight.format.tile(*there(packed, scale, global_scale)), dense
 
-
-def interleaved(x):
-    """x as TiledWeight.multiply takes it."""
-    return kernels.interleave(x).contiguous().to(KERNEL_DEVICE)
-
-
-@runs_kernels
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
-def test_kernel_untile(name):
-    """From a thread, too, that has no CUDA context yet, as autograd's."""
-    tiled, dense = tiled_weight(name, 192, 384)
-    with ThreadPoolExecutor(1) as new_thread:
-        weight = new_thread.submit(tiled.dequantize, torch.float32).result()
-    # On a GPU NF4's table, too, is bfloat16.
-    assert relative(weight.cpu().double(), dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)
-    in_order_of_tiles = tiled.dequantize(torch.float32, interleaved=True)
-    assert torch.equal(in_order_of_tiles, kernels.interleave(weight))
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. Linear
 
 def is_close(y, expected):
     return relative(y.cpu().double(), expected) < 5e-3
@@ -180,6 +167,9 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     Without and with bias, residual and LoRA. The counters that programs share are zero afterwards.
     """
     tiled, dense = tiled_weight(name, 3 * piece, columns)
+    decoded = tiled.dequantize(torch.float32).cpu().double()
+    # On a GPU NF4's table, too, is bfloat16.
+    assert relative(decoded, dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)
     x = torch.randn(rows, columns).bfloat16()
     bias = torch.randn(3 * piece) * 64
     residual = torch.randn(rows, 3 * piece).bfloat16() * 64
@@ -189,8 +179,9 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     each_own_A = torch.block_diag(*B.double().split(piece))
     added = 2 * x.double() @ A.double().T @ each_own_A.T
     lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
-    assert is_close(tiled.multiply(interleaved(x)), product)
-    y = tiled.multiply(interleaved(x), *there(bias, residual), lora)
+    in_tiles, *others = there(kernels.interleave(x).contiguous(), bias, residual)
+    assert is_close(tiled.multiply(in_tiles), product)
+    y = tiled.multiply(in_tiles, *others, lora)
     assert is_close(y, product + added + bias + residual)
     assert not kernels.scratch(y.device).counters.any()
 
@@ -218,14 +209,23 @@ def test_kernel_linear(monkeypatch, name, rows, columns, group):
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows,rank", [(5, 24), (5, 160), (513, 8)])
+@pytest.mark.parametrize("rows,rank", [
+    (5, 24),
+    (5, 160),
+    (513, 8),
+])
 def test_kernel_linear_of_any_rank_and_many_rows(rows, rank):
     """A rank that is no power of two is padded; LoRA above 128 and 513 rows take PyTorch's product."""
     assert_linear("nvfp4", rows, 256, rank=rank)
 
 
 @runs_kernels
-@pytest.mark.parametrize("name,rows", [("nvfp4", 5), ("mxfp4", 40), ("nvfp4", 65), ("nf4", 5)])
+@pytest.mark.parametrize("name,rows", [
+    ("nvfp4", 5),
+    ("mxfp4", 40),
+    ("nvfp4", 65),
+    ("nf4", 5),
+])
 def test_kernel_linear_without_wgmma(monkeypatch, name, rows):
     """As other GPUs than Hopper's multiply: by mma.sync; NF4 and many rows decode first."""
     if CUDA and torch.cuda.get_device_capability()[0] == 9:
@@ -241,14 +241,12 @@ def test_kernel_linear_without_wgmma(monkeypatch, name, rows):
     (4608, 3584, (3584, 4096)),
 ])
 def test_kernel_linear_plans_fit(rows, out, columns, bounds):
-    """Of Qwen2.5-7B's layers on 132 SMs: whole tiles and steps; all programs run at once."""
+    """Of Qwen2.5-7B's layers on 132 SMs: whole tiles, and all programs run at once."""
     groups = kernels.CONFIGS, kernels.CONFIGS_WITHOUT_WGMMA, kernels.CONFIGS_IN_100_KB
     for rank, configs in itertools.product((0, 16, 128), groups):
         plan = kernels.plan_linear(rows, out, columns, bounds, rank, 3 * rank, 132, configs)
         config = plan.config
         assert math.gcd(out, *bounds) % (64 * config.R) == 0
-        assert columns % (64 * config.C) == 0
-        assert 1 <= plan.programs <= plan.tiles * columns // (64 * config.C)
         assert plan.programs + plan.lora_programs <= config.programs * 132
 
 
@@ -273,7 +271,7 @@ def test_kernel_weights_merged_with_lora_unless_rounding_would_lose_it(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. In between
+# In between
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,7 +279,10 @@ def test_kernel_gradients_of_many_columns(dtype):
     """SwiGLU and log-probabilities in several blocks, and x's gradient: against PyTorch in float64."""
     torch.manual_seed(0)
     x, lm_head, tokens = there(
-        torch.randn(14, 2200), torch.randn(4500, 1100) / 8, torch.arange(0, 4500, 330))
+        torch.randn(14, 2200),
+        torch.randn(4500, 1100) / 8,
+        torch.arange(0, 4500, 330),
+    )
 
     def computed(dtype):
         gate_up = x.to(dtype).requires_grad_()
@@ -299,7 +300,7 @@ def test_kernel_gradients_of_many_columns(dtype):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Output
+# Output
 
 @runs_kernels
 def test_kernel_sample():
@@ -323,11 +324,16 @@ def test_kernel_sample():
 # All together
 
 @runs_kernels
-@pytest.mark.parametrize("name,recomputed", [("qwen2", False), ("qwen3", True), ("wide", False)])
+@pytest.mark.parametrize("name,recomputed", [
+    ("qwen2", False),
+    ("qwen3", True),
+    ("wide", False),
+])
 def test_kernels_train_as_pytorch(tmp_path, tiles, name, recomputed):
     """Log-probabilities and the gradient of LoRA and norms."""
     folder, _ = make_folder(tmp_path, name)
-    completions, length = there(torch.randint(0, 250, (3, 5)), torch.tensor([5, 2, 3]))
+    completions = torch.randint(250, (3, 5), device=KERNEL_DEVICE)
+    length = torch.tensor([5, 2, 3], device=KERNEL_DEVICE)
 
     def trained():
         model = with_lora(folder, train_norms=True, device=KERNEL_DEVICE)
@@ -396,7 +402,8 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
         rollout = algo.generate(model, prompts, 40, 1, top_p=top_p, slots=70)
     with torch.no_grad():
         logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
-    assert (logprobs - rollout.logprobs).abs()[rollout.mask].mean() < 0.03
+    errors = (logprobs - rollout.logprobs).abs()
+    assert errors[rollout.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
     assert name != "speculative" or algo.measured["tokens_a_pass"] > 1
 
@@ -408,7 +415,11 @@ def test_gpu_rollouts_with_one_seed_are_equal(tmp_path, top_p):
     model = with_lora(make_folder(tmp_path, "wide")[0], device="cuda")
     prompts = [[5 + i] for i in range(100)]
     generator = torch.Generator("cuda")
-    first, *others = (
-        qerl.generate(model, prompts, 60, 2, top_p=top_p, slots=128, generator=generator.manual_seed(0))
-        for _ in range(4))
-    assert all(torch.equal(first.logprobs, other.logprobs) for other in others)
+
+    def logprobs():
+        generator.manual_seed(0)
+        options = dict(top_p=top_p, slots=128, generator=generator)
+        return qerl.generate(model, prompts, 60, 2, **options).logprobs
+
+    first = logprobs()
+    assert all(torch.equal(first, logprobs()) for _ in range(3))
