@@ -1,8 +1,8 @@
 """What qerl.py has to do, section by section, against oracles that no one here wrote.
 
-They are transformers, compressed-tensors, bitsandbytes and TRL; where there is none, figures by hand.
+They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figures are by hand.
 
-    python -m pytest -n auto                          all tests; those marked `gpu` skip without a GPU
+    python -m pytest -n auto                          all tests; those marked `gpu` need a GPU
     python -m pytest test_qerl.py                     these alone
     TRITON_INTERPRET=1 python -m pytest -k kernel     the kernels in Triton's interpreter, on a CPU
 """
@@ -222,7 +222,7 @@ def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
     weight = weight.float() if dtype == torch.float16 else weight
     state, decompressed = compressed_tensors(weight, name.upper())
     assert torch.equal(packed, state["weight_packed"])
-    if name == "nvfp4":                                # the library's MXFP4 scale of zeros is another
+    if name == "nvfp4":                                # the library's MXFP4 has other scales of zeros
         assert torch.equal(scale.view(torch.uint8), state["weight_scale"].view(torch.uint8))
         assert torch.equal(global_scale, state["weight_global_scale"])
     decoded = qerl.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
@@ -441,7 +441,7 @@ def test_generate_names_an_argument_out_of_range(qwen, name, value):
 
 
 def test_the_cache_in_pieces_and_fewer_slots_at_the_end_change_nothing(qwen, monkeypatch):
-    """33 slots against 4 and a cache in one piece. 16 completions end first: 17 need more than half."""
+    """33 slots against 4 and a cache in one piece. 16 completions end first, 17 need over half."""
     seen = []
 
     class Uneven(qerl.Sampler):

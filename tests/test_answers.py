@@ -249,7 +249,6 @@ SYSTEM = {"role": "system", "content": "You are a bot."}
     ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
     # their like
     ({"prompt": "a", "solution": "34", "reward_model": {"ground_truth": "34"}}, "a", "34"),
-    ({"problem": "a", "ground_truth": "x+1"}, "a", "x+1"),
     ({"prompt": [SYSTEM, {"role": "user", "content": "1?"}], "solution": 34}, "1?", "34")])
 def test_questions_and_answers_are_found_in_the_columns_that_have_them(
         tmp_path, row, question, answer):

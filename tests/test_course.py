@@ -52,7 +52,8 @@ def test_course_exercise(tmp_path, number):
     policy = Path(warm_start(), "model.safetensors").read_bytes()
     same_policy = hashlib.md5(policy).hexdigest() == COURSE_POLICY
     folder = tmp_path / "copy"
-    shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "runs"))
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "runs")
+    shutil.copytree(HERE, folder, ignore=left_out)
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
         "TRITON_INTERPRET": "0", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path),
@@ -76,4 +77,5 @@ def test_course_exercise(tmp_path, number):
             if of_policy and not same_policy:
                 expected = re.sub(DECIMALS, "...", expected)
             expected = re.sub(r"\s*\.\.\.\s*", "...", expected)
-            assert _get_checker().check_output(expected, found, FLAGS), f"{found}\nis not\n{expected}"
+            agrees = _get_checker().check_output(expected, found, FLAGS)
+            assert agrees, f"the output is\n{found}\nand the course has\n{expected}"

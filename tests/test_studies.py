@@ -76,7 +76,8 @@ def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path, monkeypatch):
 
 
 def test_own_starts_make_a_policy_a_seed():
-    args = study.arguments(["--own-starts", "--seeds", "2", "1", "--arms", "bf16"], "a study", "claims")
+    flags = ["--own-starts", "--seeds", "2", "1", "--arms", "bf16"]
+    args = study.arguments(flags, "a study", "claims")
     runs = study.wanted_runs(args).values()
     commands = [" ".join(study.command_of(run, "cpu", args)) for run in runs]
     assert "--start-seed 2 " in commands[0]
