@@ -57,7 +57,9 @@ LOOP = dict(
     lora_rank=4, quantizer="rtn", micro_tokens=24,
     seed=12, save_every=3, eval_questions=5,
 )
-GRPO_LOOP = dict(beta=0.3, tis=1.1, train_norms=True, warm_up=0.5, weight_decay=0.5)
+GRPO_LOOP = dict(
+    beta=0.3, tis=1.1, temperature=0.8, top_p=0.9, train_norms=True, warm_up=0.5, weight_decay=0.5,
+)
 # Its first step gives up after four draws: a group without a signal fills the batch.
 DAPO_LOOP = dict(
     algo="dapo", prompts=6, group=2, reward="answer", gradient_clip=1.1, max_new_tokens=12,
@@ -124,16 +126,16 @@ def set_advantages(group, algo):
         row.advantage = ((row.reward - rewards.mean()) / divisor).item() if row.teaches else 0.0
 
 
-def logprobs_of(model, row):
+def logprobs_of(model, row, temperature):
     """log π of each token of a completion, without noise."""
-    logits = model(torch.tensor([row.prompt + row.tokens]))
+    logits = model(torch.tensor([row.prompt + row.tokens])) / temperature
     distributions = logits[0, len(row.prompt) - 1:-1].log_softmax(-1)
     return distributions[range(len(row.tokens)), row.tokens]
 
 
 def loss_of(model, row, settings):
     """(Eq. 3's loss, the KL) at each token of a completion."""
-    logprobs = logprobs_of(model, row)
+    logprobs = logprobs_of(model, row, settings.temperature)
     ratio = (logprobs - row.old).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
@@ -240,7 +242,8 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     trained = qerl.trainable(model)
     optimizer = adamw(trained.values(), settings)
     # The seed alone decides what is drawn.
-    again = qerl.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group,
+    drawn_how = settings.temperature, settings.top_p
+    again = qerl.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group, *drawn_how,
                           eos=[QUIZ_EOS], generator=seeded(settings.seed))
     assert again.tokens.equal(calls[2].rollout.tokens)
     noise_rng = seeded(settings.seed + 1)
@@ -248,14 +251,14 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     norms = []
     clipped = set()
     for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
-        # Sampled without top-p, by the policy of this step with one draw of noise.
+        # Sampled by the policy of this step with one draw of noise.
         draws, groups = draws_of_a_step(rollouts, settings)
         drawn = sum(groups, [])
         noise = [
             sigma * torch.randn(norm.weight.shape, generator=noise_rng) for norm in scales(model)]
         for call in draws:
             asked += call.prompts
-            assert call.drawn_with == {(1.0, 1.0)}
+            assert call.drawn_with == {drawn_how}
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
             torch.testing.assert_close(call.noise, noise)
 
@@ -266,8 +269,8 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         for group in groups:
             set_advantages(group, settings.algo)
         for row in rows:
-            row.old = logprobs_of(model, row).detach()
-            row.reference = logprobs_of(reference, row).detach()
+            row.old = logprobs_of(model, row, settings.temperature).detach()
+            row.reference = logprobs_of(reference, row, settings.temperature).detach()
 
         # One group is kept, the first with a signal.
         for row, sample in zip(next(filter(teaches, groups)), samples.get(step + 1, [])):
