@@ -36,7 +36,7 @@ from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
-from harness.run import require_finite_rollout, require_same_policy, restore, stored_settings
+from harness.run import require_finite_rollout, require_same, restore, stored_settings
 from harness.small_policy import ByteText, warm_start
 from qerl import UserError, require
 
@@ -527,8 +527,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
         texts, lengths = zip(*found)
         right = [bool(is_right(text, question["right"], anywhere=True))
                  for text, question in answers_to(questions, texts)]
-        for i, answer in enumerate(answers):
-            answer[name] = {"text": texts[i * samples], "correct": right[i * samples]}
+        for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
+            answer[name] = {"text": text, "correct": correct}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
         for k in (2 ** i for i in range(samples.bit_length())):
             chances = by_set(questions, [pass_at(k, count, samples) for count in counts])
@@ -591,7 +591,7 @@ def evaluate_only(settings):
     model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks, saved)
     if saved:
         state, tensors = saved
-        require_same_policy(state, model, settings.out)
+        require_same(state, model.fingerprints, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         restore(tensors, model)
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)

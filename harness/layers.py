@@ -16,7 +16,6 @@ harness.ranks. A rank that wants up knows without waiting that it comes, so that
 its vote and its gatherings can be one CUDA graph: NCCL's collectives can be recorded, and whether
 another rank replays a graph, too, or serves makes no difference to them.
 """
-import math
 from functools import partial
 
 import torch
@@ -108,10 +107,6 @@ def replace_packed(weight, tensors):
         weight.words, weight.scales = tensors
 
 
-def round_up(number, unit):
-    return math.ceil(number / unit) * unit
-
-
 class ShardedCheckpoint(qerl.Checkpoint):
     """Of each layer that it hands out this rank keeps its piece alone, from the start."""
 
@@ -129,8 +124,7 @@ class ShardedCheckpoint(qerl.Checkpoint):
 def padded_bytes(tensor, unit):
     """A tensor's bytes, uint8, filled up to a multiple of `unit`."""
     stored = tensor.contiguous().flatten().view(torch.uint8)
-    padding = stored.new_zeros(round_up(len(stored), unit) - len(stored))
-    return torch.cat([stored, padding])
+    return F.pad(stored, (0, -len(stored) % unit))
 
 
 def tensors_in(line, layout, unit):
@@ -139,7 +133,7 @@ def tensors_in(line, layout, unit):
     for dtype, shape in layout:
         size = shape.numel() * dtype.itemsize
         tensors.append(line[:size].view(dtype).view(shape))
-        line = line[round_up(size, unit):]
+        line = line[size + -size % unit:]
     return tensors
 
 
@@ -156,7 +150,7 @@ class SharedPasses:
         self.blocks = [
             [m for m in block.modules() if isinstance(m, qerl.QuantLinear)] for block in model.blocks
         ]
-        self.works = [[] for _ in self.blocks]         # what is being gathered of each block
+        self.works = {}                                # what is being gathered, by the block's number
         self.place_weights(ranks.count)
         model.recompute_in_backward()                  # else backward would need blocks at any time
         for i, block in enumerate(model.blocks):
@@ -217,10 +211,8 @@ class SharedPasses:
 
     def serve(self):
         """Take part in the passes of other ranks until none wants one."""
-        votes = self.vote().tolist()
-        while any(votes):
+        while any(votes := self.vote().tolist()):
             self.take_part(UP if votes[UP] else DOWN)
-            votes = self.vote().tolist()
 
     def take_part(self, direction):
         for i in self.order(direction):
@@ -236,6 +228,5 @@ class SharedPasses:
 
     def wait(self, i):
         """Let what this process does next wait for block i's weights."""
-        for work in self.works[i]:
+        for work in self.works.pop(i):
             work.wait()
-        self.works[i] = []

@@ -107,8 +107,8 @@ class Ranks:
         first = self.collect([facts])[0]
         for name, value in facts.items():
             if value != first[name]:
-                raise UserError(f"{name} {value} of rank {self.rank} is {first[name]} in rank 0; give "
-                                "all machines the same flags, data, model and checkpoint")
+                raise UserError(f"{name}: {value} in rank {self.rank} is {first[name]} in rank 0; give all "
+                                "machines the same flags, data, model and checkpoint")
 
     def agree_on_flags(self, settings):
         """Let the ranks agree on the settings of train_gsm8k, but for what may differ by machine."""

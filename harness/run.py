@@ -35,9 +35,9 @@ def read_saved(settings, must_agree=None):
     return read_checkpoint(settings.out, lasting(settings), must_agree)
 
 
-def require_same_policy(state, model, folder):
-    """Refuse to go on with another model, or other 4-bit codes, than the run in `folder` adapts."""
-    for part, ours in model.fingerprints.items():
+def require_same(state, fingerprints, folder):
+    """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
+    for part, ours in fingerprints.items():
         require(state[part] == ours,
                 f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
                 "of that time, or start a new run")
@@ -82,17 +82,10 @@ class Keeper:
         self.scaler = scaler
         self.generators = generators
         self.algo = algo
-        data = fingerprint(questions)
-        self.ranks.agree({
-            "the questions' fingerprint": data,
-            "the checkpoint's step": self.state["step"],
-            **{f"the fingerprint of the {part}": value for part, value in model.fingerprints.items()},
-        })
+        begun_with = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
+        self.ranks.agree({"checkpoint's step": self.state["step"], **begun_with})
         if self.saved:
-            require(self.state["data"] == data,
-                    f"--resume: {self.folder} was started with other questions, answers or prompts than the "
-                    "data and the model's chat template now give; bring those back or name another --out")
-            require_same_policy(self.state, model, self.folder)
+            require_same(self.state, begun_with, self.folder)
             restore(self.saved[1], model, optimizer, generators)
             scaler.load_state_dict(self.state["scaler"])
             if self.state["method"]:
@@ -106,7 +99,7 @@ class Keeper:
         else:
             if self.settings.resume:
                 print(f"{self.folder} has no checkpoint yet: starting over")
-            self.state |= {"data": data} | model.fingerprints
+            self.state |= begun_with
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
         if self.saved and self.ranks.main:
             cut_log(self.folder, self.state["step"])
@@ -124,10 +117,12 @@ class Keeper:
             yield step
 
     def save(self):
-        self.state["seconds"] = time.perf_counter() - self.started
-        self.state["steps"] = self.settings.steps
-        self.state["scaler"] = self.scaler.state_dict()
-        self.state["method"] = getattr(self.algo, "state", {})
+        self.state.update(
+            seconds=time.perf_counter() - self.started,
+            steps=self.settings.steps,
+            scaler=self.scaler.state_dict(),
+            method=getattr(self.algo, "state", {}),
+        )
         if self.ranks.main:
             save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
                             lasting(self.settings))

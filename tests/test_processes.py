@@ -216,7 +216,7 @@ def test_ranks_agree_on_flags(monkeypatch):
     ranks = as_rank(monkeypatch, 2, lambda facts: [facts[0] | theirs])
     ranks.agree_on_flags(train_gsm8k.Settings(lr=1e-3, model="/here"))
     with pytest.raises(qerl.UserError,
-                       match="--lr 0.01 of rank 2 is 0.001 in rank 0; give all machines the same"):
+                       match="--lr: 0.01 in rank 2 is 0.001 in rank 0; give all machines the same"):
         ranks.agree_on_flags(train_gsm8k.Settings(lr=1e-2))
 
 
