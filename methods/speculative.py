@@ -107,13 +107,14 @@ class SpeculativeSampler(qerl.Sampler):
 
     fewest = 4
 
-    def __init__(self, model, count, slots, max_len, *args, group, earlier, acceptance, counts):
+    def __init__(self, model, count, slots, max_len, *args, earlier, acceptance, counts):
         """earlier: of each prompt a list of texts, int32 [tokens] on the CPU; acceptance: of drafts.
 
         counts int64 [3]: passes of a sequence with a draft, tokens they gave, drafts that failed.
         """
         self.acceptance = acceptance
         self.counts = counts
+        group = count // len(earlier)
         question = [i // group for i in range(count)] + [IDLE]                   # of the spare row
         question += [i for i, texts in enumerate(earlier) for _ in texts]
         self.question = torch.tensor(question, device=model.device)
@@ -195,7 +196,7 @@ class Neighbour(Method):
         asked = list(map(tuple, prompts))
         counts = torch.zeros(3, dtype=torch.long, device=model.device)
         sampler_class = partial(
-            SpeculativeSampler, group=group_size, acceptance=self.state["acceptance"], counts=counts,
+            SpeculativeSampler, acceptance=self.state["acceptance"], counts=counts,
             earlier=[self.texts.get(prompt, []) for prompt in asked])
         rollout = qerl.generate(model, prompts, max_new_tokens, group_size,
                                 sampler_class=sampler_class, **options)

@@ -20,7 +20,7 @@ from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
 from methods import deep_grpo, qat, qurl, rilq, rollout_correction
-from methods.parts import branches, eight_bit, fp8_blocks, quantizers
+from methods.parts import eight_bit, fp8_blocks, quantizers
 from test_qerl import NEAR, PROMPTS, TWICE, gpu, make_folder, relative, scales, seeded, with_lora
 
 
@@ -293,19 +293,19 @@ def test_pooled_noise_shares_each_group_among_four_draws(qwen):
     (["amid. a", " token", ".", " x"], [3]),
 ])
 def test_sentences_end_at_tokens(pieces, ends):
-    assert branches.sentence_ends(pieces) == ends
+    assert deep_grpo.sentence_ends(pieces) == ends
 
 
 def test_pivots_are_drawn_by_success_and_depth():
     """Of many outcomes the penalty is negligible, and the fit gives their frequencies."""
     success = [(0.25, 1)] * 3 + [(0.75, 1)]
     failure = [(0.25, 0)] + [(0.75, 0)] * 3
-    line = branches.fit_success(3000 * (success + failure))
+    line = deep_grpo.fit_success(3000 * (success + failure))
     r, utility = deep_grpo.pivot_utility(3, line)
     assert r.tolist() == [0.25, 0.5, 0.75]
     expected = torch.tensor([0.75, 0.5, 0.25]) * r ** 2
     assert_close(utility, expected, atol=3e-3, rtol=0)
-    assert branches.fit_success(50 * success) == (0, 0)         # too little to fit
+    assert deep_grpo.fit_success(50 * success) == (0, 0)         # too little to fit
 
 
 def test_branches_join_the_samples_behind_their_question(qwen):
@@ -369,11 +369,12 @@ def test_a_neighbour_trains_and_resumes(
 
     Any letter ends a sentence here. RILQ's start is the reference: in the first step its KL is 0.
     """
-    monkeypatch.setattr(branches, "SENTENCE_END", re.compile(r"(?s)."))
+    monkeypatch.setattr(deep_grpo, "SENTENCE_END", re.compile(r"(?s)."))
     monkeypatch.setattr(rilq, "TEXTS", 10)
     monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8, 0))
     monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
-    monkeypatch.setattr(train_gsm8k, "reward", lambda text, question, scheme: sum(text.encode()) % 97)
+    monkeypatch.setattr(
+        train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
     kind = re.match(r"\w+", command)[0].replace("_", "-")
     quick = QUICK[:-2] if kind in quantizers.QUANTIZERS else QUICK         # without --quantizer rtn
     options = ["--model", qwen[0], "--data", data, *quick, "--steps", 3, "--stages", 3,

@@ -1,1 +1,1 @@
-"""What only the methods use: 8-bit layers, calibration, codes, branches."""
+"""What only the methods use: 8-bit layers, calibration, codes."""
