@@ -96,11 +96,9 @@ def refuse_to_overwrite(out, resume):
 def read_jsonl(path):
     """The objects of a file, one a line; a line that is none, as one torn by a kill, is left out."""
     objects = []
-    if os.path.exists(path):
-        with open(path, "rb") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    objects.append(json.loads(line))
+    for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else []:
+        with contextlib.suppress(ValueError):
+            objects.append(json.loads(line))
     return objects
 
 

@@ -79,6 +79,7 @@ def fitted(settings, model, longest, saved):
     slots = settings.slots or before.get("slots") or slots_that_fit(model, longest)
     micro_tokens = (
         settings.micro_tokens or before.get("micro_tokens") or micro_tokens_that_fit(model))
+    print(f"--slots {slots} --micro-tokens {micro_tokens}, with {free_memory(model.device) / 1e9:.1f} GB free")
     if model.recompute_blocks and not settings.shard:
         keep_activations(model, micro_tokens)
     return replace(settings, slots=slots, micro_tokens=micro_tokens)
@@ -96,13 +97,8 @@ def slots_that_fit(model, longest, most=256, share=0.7):
 
     If all grow to that length the cache takes `share` of the free memory.
     """
-    sequence = longest * cache_bytes(model)
-    free = free_memory(model.device)
-    slots = max(1, min(most, int(share * free / sequence)))
-    if slots < most:
-        print(f"--slots {slots}: so many sequences of {longest} tokens, {sequence / 1e9:.2g} GB each, "
-              f"fit into {share:.0%} of {free / 1e9:.1f} GB of free memory")
-    return slots
+    room = share * free_memory(model.device)
+    return max(1, min(most, int(room / (longest * cache_bytes(model)))))
 
 
 def room_for_updates(model, share=0.8):
@@ -131,13 +127,7 @@ def activations(config, blocks, recomputed):
 def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
     """How many tokens a pass of an update may have, `most` at most."""
     values = activations(model.config, len(model.blocks), model.recompute_blocks)
-    room = room_for_updates(model, share)
-    tokens = max(least, min(most, int(room / values)))
-    if tokens < most:
-        itemsize = model.embedding.dtype.itemsize
-        print(f"--micro-tokens {tokens}: so many tokens, {values * itemsize / 1e6:.2g} MB each, fit into "
-              f"{max(room, 0) * itemsize / 1e9:.1f} GB")
-    return tokens
+    return max(least, min(most, int(room_for_updates(model, share) / values)))
 
 
 def keep_activations(model, tokens):

@@ -49,7 +49,6 @@ def write_report(folder):
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.filters["percent"] = lambda part: "?" if part is None else f"{part:.1%}"
-    templates.filters["base64"] = lambda data: base64.b64encode(data).decode()
     page = templates.get_template("report.html.jinja").render(
         name=last_part(os.path.abspath(folder)),
         title=f"{last_part(model or 'The built-in policy')} on {last_part(data)}",
@@ -57,7 +56,7 @@ def write_report(folder):
         settings=settings,
         accuracy=accuracy,
         held_out=held_out,
-        curve=curve,
+        curve=curve and base64.b64encode(curve).decode(),
         limits=LIMITS,
         metrics=metrics,
         groups=groups(samples, metrics),

@@ -245,8 +245,6 @@ def read_checkpoint(folder, settings, must_agree=None):
     path = f"{folder}/checkpoint.safetensors"
     if not os.path.exists(path):
         return None
-    with open(path, "rb"):              # of a file that may not be read safetensors says "not there"
-        pass
     try:
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata()
