@@ -31,7 +31,8 @@ from harness.command import setting, use_device
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints, write_jsonl
+from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints
+from harness.folders import write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
@@ -155,7 +156,8 @@ def train(settings):
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    state = keeper.begin(model, optimizer, scaler, [sampling_rng, noise_rng], algo, settings, sum(data, []))
+    generators = [sampling_rng, noise_rng]
+    state = keeper.begin(model, optimizer, scaler, generators, algo, settings, sum(data, []))
     if not keeper.saved:                               # a new run
         if not settings.skip_eval_before:
             state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -252,7 +254,7 @@ def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
     require_finite_policy(model, batch.prompts[0])
     metrics = {
         "kl": sum(kls) / len(batch.minibatches),
-        # Of the last minibatch; 0 where float16 overflowed, whose step is left out and whose scale falls.
+        # Of the last minibatch; 0 where float16 overflowed: the step is left out, the scale halved.
         "gradient_norm": norm.item() if math.isfinite(norm) or scaler.get_scale() <= 1 else 0.0,
         "lr": optimizer.param_groups[0]["lr"],
     }

@@ -1,4 +1,6 @@
-"""The questions of a run, their order and their prompts: made up, GSM8K's, or mathematics in TeX from elsewhere.
+"""The questions of a run, their order and their prompts.
+
+They are made up, GSM8K's, or mathematics in TeX from elsewhere.
 
 A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
 "#### number"; that of other data is TeX, and "source" names its set.
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import transformers
 
 from harness.answers import last_box, right_answer
+from harness.command import require_flag
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
 from qerl import UserError, reason, require
@@ -29,7 +32,7 @@ GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/
 
 
 class Data(NamedTuple):
-    """Lists of questions, dicts: to train on, to choose by during training, to measure at the end."""
+    """Questions, dicts: to train on, to choose by during training, to measure at the end."""
     train: list
     validation: list
     held_out: list
@@ -42,24 +45,27 @@ def load_questions(settings):
         questions, held_out = made_up_problems()
     elif not data or data == "gsm8k" or os.path.isdir(data):
         folder = data if data and os.path.isdir(data) else made_once("openai-gsm8k", download)
-        questions, held_out = (read_questions(folder, f"{split}*.jsonl") for split in ("train", "test"))
+        questions = read_questions(folder, "train*.jsonl")
+        held_out = read_questions(folder, "test*.jsonl")
     else:
         require(settings.eval, f"--data {data}: has no held-out questions; name some by --eval")
         questions, held_out = math_questions(data), []
     if settings.eval:
         names = [os.path.basename(source) for source in settings.eval]
         require(len(set(names)) == len(names),
-                f"--eval {' '.join(names)}: two have one name, and each has a result of its own; rename one")
+                f"--eval {' '.join(names)}: two have one name, and each has its own result; rename one")
         held_out = [q for source in settings.eval for q in math_questions(source)]
     tested = {q["question"].strip() for q in held_out}
     kept = [q for q in questions if q["question"].strip() not in tested]
     require(kept, f"--data {data}: all of its questions are held out, too; give other --data or --eval")
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
-    require(cut > 0, f"--validation {settings.validation}: there are {len(kept)} training questions; lower it")
+    require_flag(cut > 0, "validation", settings.validation,
+                 f"there are {len(kept)} training questions; lower it")
     sets = by_set(held_out, held_out).values()
     limit = settings.eval_questions or None
-    return Data(kept[:cut], kept[cut:], [question for one_set in sets for question in one_set[:limit]])
+    limited = [question for one_set in sets for question in one_set[:limit]]
+    return Data(kept[:cut], kept[cut:], limited)
 
 
 def say_what_is_left_out(questions, kept, what):

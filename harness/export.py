@@ -99,10 +99,12 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    shapes, our_shapes = ({name: list(t.shape) for name, t in tensors.items()} for tensors in (stored, ours))
-    others = [name for name in sorted(stored | ours) if shapes.get(name) != our_shapes.get(name)]
-    require(not others, f"--adapter {folder}: does not fit in {others[:1]}; use an adapter of this model, on "
-                        "all of its linear layers, without --lora-rank")
+    theirs = {name: tensor.shape for name, tensor in stored.items()}
+    shapes = {name: tensor.shape for name, tensor in ours.items()}
+    others = [name for name in sorted(stored | ours) if theirs.get(name) != shapes.get(name)]
+    require(not others,
+            f"--adapter {folder}: does not fit in {others[:1]}; use an adapter of this model, on all of "
+            "its linear layers, without --lora-rank")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
@@ -198,7 +200,9 @@ def alone(tensor):
 
 
 def packer(packed):
-    """A Checkpoint that rounds linear layers to NVFP4 and keeps them on the CPU, in packed: {name: tensor}.
+    """A Checkpoint that rounds linear layers to NVFP4 and puts them, on the CPU, into `packed`.
+
+    packed: {tensor name: tensor}.
 
     The layers that QeRL stacks are those that vLLM multiplies as one: see stacked_parts.
     """
