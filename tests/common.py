@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 import qerl
 import train_gsm8k
 import harness.run
-from harness.batches import Batch
 from harness.layers import train_all_weights
-from methods import jetrl
 from studies import claims
 from test_qerl import HERE, scales
 
@@ -180,29 +178,3 @@ def all_trained(folder):
     model = qerl.load_model(folder, "bf16")
     train_all_weights(model)
     return model
-
-
-def fp8_neighbour(variant, model):
-    method = jetrl.Neighbour(types.SimpleNamespace(micro_tokens=16384), variant)
-    method.prepare(model, None, None, None)
-    return method
-
-
-def sample_step(algo, model, text, prompts, group=4, seed=0):
-    """A step's rollout without noise, and its log pi_old -> (Rollout, Batch).
-
-    group completions a prompt of at most 64 tokens; every advantage is 1.
-    """
-    sampling_rng = torch.Generator(model.device).manual_seed(seed)
-    noise_rng = torch.Generator().manual_seed(seed)
-    with algo.adaptive_quantization_noise(model, 0.0, noise_rng):
-        rollout = algo.generate(
-            model, prompts, 64, group, eos=text.eos, slots=256, generator=sampling_rng)
-    batch = Batch(
-        [p for p in prompts for _ in range(group)], rollout.tokens, rollout.length,
-        rollout.logprobs, torch.ones_like(rollout.logprobs[:, 0]), qerl.token_weights(rollout.mask),
-        torch.zeros_like(rollout.logprobs), minibatches=[list(range(len(rollout.tokens)))])
-    with torch.no_grad():
-        batch.old_logprobs = algo.token_logprobs(
-            model, batch.prompts, batch.tokens, batch.length)
-    return rollout, batch

@@ -151,6 +151,8 @@ FAULTS = [
      "tests/test_folders.py -k all_layouts"),
     ("which passes", "methods/jetrl.py", "switch_fp8(model, self.training_in_fp8)", "pass",
      "tests/test_jetrl.py -k which_passes"),
+    ("temperature of the rollout", "train_gsm8k.py", "temperature=settings.temperature, ", "",
+     "tests/test_run.py -k equations"),
     ("left out", "harness/batches.py", "rows[teaches[rows]].tolist()", "rows.tolist()",
      "tests/test_run.py -k equations"),
     ("divisors", "harness/batches.py", "algo.token_weights(mask[rows],",
