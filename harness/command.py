@@ -47,6 +47,13 @@ class Parser(argparse.ArgumentParser):
         return args, more
 
 
+KINDS = {
+    bool: {"action": "store_true"},
+    dict: {"type": json.loads, "metavar": "JSON"},
+    list: {"nargs": "+", "metavar": "NAME"},
+}
+
+
 def parse_flags(settings_class, description, presets, argv=None):
     """The flags given on the command line, as {field: value}; flags not given are left out.
 
@@ -59,19 +66,13 @@ def parse_flags(settings_class, description, presets, argv=None):
     for f in fields(settings_class):
         flag = "--" + f.name.replace("_", "-")
         remark = f.metadata["remark"]
-        if f.type is bool:
-            parser.add_argument(flag, action="store_true", help=remark)
-        elif f.type is dict:
-            parser.add_argument(flag, type=json.loads, metavar="JSON", help=remark)
-        elif f.type is list:
-            parser.add_argument(flag, nargs="+", metavar="NAME", help=remark)
+        if f.type in KINDS:
+            parser.add_argument(flag, help=remark, **KINDS[f.type])
         else:
             given = {"default": f.default, **{name: p.get(f.name) for name, p in presets.items()}}
             known = [f"{name} {value}" for name, value in given.items() if value is not None]
             remark += f" ({'; '.join(known)})" if known else ""
-            choices = f.metadata["choices"]
-            metavar = None if choices else f.type.__name__.upper()
-            parser.add_argument(flag, type=f.type, choices=choices, metavar=metavar, help=remark)
+            parser.add_argument(flag, help=remark, type=f.type, choices=f.metadata["choices"])
     return vars(parser.parse_args(argv))
 
 

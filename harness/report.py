@@ -21,7 +21,6 @@ from harness.command import Parser, one_line
 from harness.folders import atomic_write, read_jsonl
 from qerl import reason, require
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 STEPS = 7                              # of samples.jsonl, at most
 TOKENS = 30_000                        # on the page, at most: some 80 bytes each
 
@@ -47,11 +46,12 @@ def write_report(folder):
     held_out = summary.get("held_out_questions", len(before))
     curve = metrics and save_figure(f"{folder}/curve.png", learning_curve, metrics, accuracy)
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True)
     templates.filters["percent"] = lambda part: "?" if part is None else f"{part:.1%}"
     page = templates.get_template("report.html.jinja").render(
-        name=last_part(os.path.abspath(folder)),
-        title=f"{last_part(model or 'The built-in policy')} on {last_part(data)}",
+        name=Path(folder).resolve().name,
+        title=f"{Path(model or 'The built-in policy').name} on {Path(data).name}",
         summary=summary,
         settings=settings,
         accuracy=accuracy,
@@ -63,10 +63,6 @@ def write_report(folder):
         answers=compare(before, after),
     )
     atomic_write(f"{folder}/report.html", page)
-
-
-def last_part(path):
-    return os.path.basename(os.path.normpath(path))
 
 
 # --------------------------------------------------------------------------------------------------

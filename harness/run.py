@@ -187,9 +187,6 @@ class Keeper:
 # --------------------------------------------------------------------------------------------------
 # The checkpoint
 
-NEW_RUN = "start a new run in another --out, and keep this folder's adapter"
-
-
 def content_hash(metadata, tensors):
     """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
     digest = hashlib.sha256(safetensors.torch.save(tensors))
@@ -251,10 +248,10 @@ def read_checkpoint(folder, settings, must_agree=None):
             # Copies, because Windows replaces no file from which tensors are still mapped.
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
         sound = metadata["sha256"] == content_hash(metadata, tensors)
-    except Exception as e:              # whatever a damaged header may lead to
-        raise UserError(f"{path}: not a readable checkpoint ({reason(e)}); {NEW_RUN}")
-    require(sound, f"{path}: damaged or of an earlier version, its content does not match its hash; "
-                   f"{NEW_RUN}")
+    except Exception:                   # whatever a damaged header may lead to
+        sound = False
+    require(sound, f"{path}: cannot be read, is damaged or of an earlier version; start a new run in "
+                   "another --out, and keep this folder's adapter")
     then = json.loads(metadata["settings"])
     counted = set(must_agree or settings) & settings.keys() & then.keys() - {"steps"}
     for name in sorted(counted):
