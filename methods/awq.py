@@ -35,19 +35,14 @@ from methods import OtherCodes
 from methods.parts.calibration import calibrate
 
 
-def channel_scale(mean, a):
-    """s float32 [in] of the channels' mean |x| and an exponent."""
-    s = mean.pow(a).clamp_min(1e-4)
-    return s / (s.max() * s.min()).sqrt()
-
-
 def awq_scale(layer, seen):
     """s float32 [in]: what to multiply a layer's input channels by before rounding."""
     weight = layer.weight.dequantize(torch.float32)
     mean = seen.magnitude / max(seen.count, 1)
     lowest = float("inf")
     for step in range(20):
-        s = channel_scale(mean, step / 20)
+        s = mean.pow(step / 20).clamp_min(1e-4)
+        s = s / (s.max() * s.min()).sqrt()
         parts = qerl.quantize_nvfp4(weight * s)
         difference = qerl.dequantize_nvfp4(*parts, torch.float32) / s - weight
         error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)

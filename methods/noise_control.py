@@ -46,14 +46,6 @@ def clip(x, low, high):
     return max(low, min(x, high))
 
 
-def faster_rule(sigma, divergence, target):
-    """The sigma at which the divergence, proportional to sigma^2, would be at its target.
-
-    At most a factor of 1.25 is taken at once.
-    """
-    return sigma * clip(math.sqrt(target / max(divergence, 1e-12)), 0.8, 1.25)
-
-
 class Neighbour(Method):
     """QeRL with its noise steered as the variant says.
 
@@ -102,4 +94,6 @@ class Neighbour(Method):
         before = self.state["divergence"]
         self.state["divergence"] = k3 if before is None else (before + k3) / 2
         target = FIRST_DIVERGENCE * (self.scheduled / self.settings.sigma_start) ** 2
-        return faster_rule(self.sigma, self.state["divergence"] - self.state["rounding"], target)
+        divergence = max(1e-12, self.state["divergence"] - self.state["rounding"])
+        # It grows with sigma². At most a factor of 1.25 is taken at once.
+        return self.sigma * clip(math.sqrt(target / divergence), 0.8, 1.25)

@@ -49,11 +49,6 @@ from qerl import require
 UAQ_SCALE = 1.5
 
 
-def truncation(old_logprobs, rollout_logprobs, cap):
-    """r = min(1, C π_rollout / π_old), float32 [B, C]: what truncation leaves of a weight."""
-    return (cap * (rollout_logprobs - old_logprobs).exp()).clamp(max=1)
-
-
 def scale_for_updates(model, s):
     """UAQ, in place: norm scales times s, the trained weights that read them divided by s."""
     for block in model.blocks:
@@ -107,7 +102,8 @@ class Neighbour(Method):
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
                     ref_logprobs, beta, rollout_logprobs, tis, *_):
-        r = truncation(old_logprobs, rollout_logprobs, tis)
+        # min(1, C π_rollout / π_old) [B, C]: what truncation leaves of a weight
+        r = (tis * (rollout_logprobs - old_logprobs).exp()).clamp(max=1)
         self.capped.append((r < 1)[weights > 0])
         capped = torch.cat(self.capped).float()
         self.measured["capped_fraction"] = capped.mean().item() if len(capped) else 0.0

@@ -46,28 +46,23 @@ def chosen_norms(model, place):
     return [m for m in part.modules() if isinstance(m, qerl.RMSNorm)]
 
 
-@contextlib.contextmanager
-def shaped_noise(model, sigma, generator, variant):
-    """AQN in the norms of a place alone, or of another distribution."""
-    noisy = chosen_norms(model, variant)
-    with qerl.adaptive_quantization_noise(model, sigma, generator):
-        for norm in chosen_norms(model, "all"):
-            if norm not in noisy:
-                norm.noisy_weight = None
-            elif variant in UNIT_VARIANCE:
-                # u > 0: Laplace's 0 lies at minus infinity.
-                u = torch.rand(norm.weight.shape, generator=generator).clamp_min(2 ** -25)
-                z = UNIT_VARIANCE[variant].icdf(u).to(norm.weight.device)
-                norm.noisy_weight = norm.weight.detach() + sigma * z
-        yield
-
-
 class Neighbour(Method):
-    """QeRL with the noise of the variant; without a variant its own."""
+    """QeRL with the noise of the variant."""
     variants = (*PLACES, *UNIT_VARIANCE)
 
     def check(self):
         self.require_noise()
 
+    @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):
-        return shaped_noise(model, sigma, generator, self.variant)
+        noisy = chosen_norms(model, self.variant)
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
+            for norm in chosen_norms(model, "all"):
+                if norm not in noisy:
+                    norm.noisy_weight = None
+                elif self.variant in UNIT_VARIANCE:
+                    # u > 0: Laplace's 0 lies at minus infinity.
+                    u = torch.rand(norm.weight.shape, generator=generator).clamp_min(2 ** -25)
+                    z = UNIT_VARIANCE[self.variant].icdf(u).to(norm.weight.device)
+                    norm.noisy_weight = norm.weight.detach() + sigma * z
+            yield
