@@ -26,11 +26,13 @@ def test_cut_rows_by_hand():
     """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
     prompts = [[1] * 50] * 8
     for lengths, budget, pieces in (
-            ([10] * 8, 130, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-            ([10] * 8, 129, [[0, 1, 2, 3, 4, 5, 6], [7]]),
-            ([10] * 8, 30, [[0], [1], [2], [3], [4], [5], [6], [7]]),
-            ([50] + [1] * 7, 150, [[0, 1, 2, 3, 4, 5], [6, 7]])):           # six rows of 100
-        assert cut_rows(prompts, lengths, budget) == pieces
+            ([10] * 8, 130, [8]),
+            ([10] * 8, 129, [7, 1]),
+            ([10] * 8, 30, [1] * 8),
+            ([50] + [1] * 7, 150, [6, 2])):                         # six rows of 100
+        cut = cut_rows(prompts, lengths, budget)
+        assert list(map(len, cut)) == pieces
+        assert sum(cut, []) == list(range(8))
 
 
 def test_questions_come_once_a_pass_in_a_new_order_each():
@@ -58,12 +60,15 @@ LOOP = dict(
     seed=12, save_every=3, eval_questions=5,
 )
 GRPO_LOOP = dict(
-    beta=0.3, tis=1.1, temperature=0.8, top_p=0.9, train_norms=True, warm_up=0.5, weight_decay=0.5,
+    temperature=0.8, top_p=0.9,
+    beta=0.3, tis=1.1,
+    train_norms=True, warm_up=0.5, weight_decay=0.5,
 )
 # Its first step gives up after four draws: a group without a signal fills the batch.
 DAPO_LOOP = dict(
-    algo="dapo", prompts=6, group=2, reward="answer", gradient_clip=1.1, max_new_tokens=12,
-    lora_alpha=6.0, schedule="linear", seed=14,
+    algo="dapo", prompts=6, group=2, max_new_tokens=12, reward="answer",
+    gradient_clip=1.1, lora_alpha=6.0,
+    schedule="linear", seed=14,
 )
 
 
@@ -306,7 +311,8 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
-    assert next(rollouts, None) is None and len(log) == 4 and samples.keys() == {1, 3, 4}
+    assert next(rollouts, None) is None and len(log) == 4
+    assert samples.keys() == {1, 3, 4}
     assert len(set(map(tuple, asked[:10]))) == 10          # each of the questions, before any again
     # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
@@ -326,10 +332,11 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     train_all_weights(model)
     model.recompute_in_backward()
     completion = torch.tensor([[6, 7, 8]])
-    qerl.token_logprobs(model, [[1, 2, 3]], completion, torch.tensor([3])).sum().backward()
+    logprobs = qerl.token_logprobs(model, [[1, 2, 3]], completion, torch.tensor([3]))
+    logprobs.sum().backward()
     theirs = copy.deepcopy(theirs).requires_grad_(True)
-    logprobs = theirs(torch.tensor([[1, 2, 3, 6, 7, 8]])).logits[0, 2:-1].log_softmax(-1)
-    logprobs.gather(1, completion.T).sum().backward()
+    logits = theirs(torch.tensor([[1, 2, 3, 6, 7, 8]])).logits[0, 2:-1]
+    logits.log_softmax(-1).gather(1, completion.T).sum().backward()
     expected = dict(theirs.named_parameters())
     compared = {norm.weight: [f"{norm.name}.weight"] for norm in scales(model)}
     for layer in model.quantized_layers():
@@ -416,19 +423,21 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
     """
-    options = (*quick, *LEARNING, "--reward", "random", "--steps", 3, "--save-every", 1,
+    options = (*quick, "--group", 4, "--reward", "random", "--steps", 3, "--save-every", 1,
                "--lr", 1e-12, "--dtype")
     run_main(monkeypatch, *options, "float32", "--out", tmp_path / "exact")
-    for name, run in (("whole", run_main), ("stopped", lambda _, *args: stop_at(3, *args))):
-        with monkeypatch.context() as patch:
-            losses_times(patch, 1e9, 1e-5)
-            run(patch, *options, "float16", "--out", tmp_path / name)
+    with monkeypatch.context() as patch:
+        losses_times(patch, 1e9, 1e-5)
+        run_main(patch, *options, "float16", "--out", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        losses_times(patch, 1e9, 1e-5)
+        stop_at(3, *options, "float16", "--out", tmp_path / "stopped")
     run_main(monkeypatch, *options, "float16", "--out", tmp_path / "stopped", "--resume")
     overflown, *scaled = assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     assert (overflown["gradient_norm"], overflown["loss_scale"]) == (0, 32768)
     exact = read_jsonl(tmp_path / "exact/metrics.jsonl")[1:]
     for a, b, factor in zip(exact, scaled, (1e-5, 1)):
-        assert b["gradient_norm"] == pytest.approx(factor * a["gradient_norm"], rel=0.05)
+        assert 0 < b["gradient_norm"] == pytest.approx(factor * a["gradient_norm"], rel=0.05)
         assert b["loss_scale"] == 32768
 
 
@@ -446,4 +455,5 @@ def test_a_question_stays_what_it_is(tmp_path):
     row = {"question": 'a\nb\r\nc\u2028d\u2029e\x85f\x0b\x0c\x1c\x1d\x1eg\t{"step": 9}\\ "h" \x00'}
     write_jsonl(path, [row])
     append_jsonl(path, row)
-    assert read_jsonl(path) == list(map(json.loads, path.read_bytes().splitlines())) == [row, row]
+    assert read_jsonl(path) == [row, row]
+    assert list(map(json.loads, path.read_bytes().splitlines())) == [row, row]
