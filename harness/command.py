@@ -198,11 +198,11 @@ def one_line():
     except UserError as e:
         end(run, e)
     except (OSError, safetensors.SafetensorError) as e:
-        end(run, f"{e}{how_to_go_on(run.folder)}")
+        end(run, e, resumable=True)
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not is_out_of_memory(e):
             raise
-        end(run, f"out of memory; {LESS_MEMORY}{how_to_go_on(run.folder)}")
+        end(run, f"out of memory; {LESS_MEMORY}", resumable=True)
     except KeyboardInterrupt:
         ranks = Ranks()
         if not ranks.local_rank:
@@ -214,13 +214,14 @@ def one_line():
         flush_quietly()
 
 
-def end(run, message):
+def end(run, message, resumable=False):
     """End with an error's line and status 2; a new run's folder goes, if nothing but its lock is in it."""
     out = run.lock and os.path.dirname(run.lock.lock_file)
     if out and os.listdir(out) == [".lock"]:
         run.lock.release()                  # Windows removes no open file
         shutil.rmtree(out, ignore_errors=True)                # "." or a link stays
-    print(f"error: {message}", file=sys.stderr)
+    advice = how_to_go_on(run.folder) if resumable else ""
+    print(f"error: {message}{advice}", file=sys.stderr)
     flush_quietly()
     Ranks().leave(2)
 

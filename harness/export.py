@@ -174,8 +174,7 @@ def copy_companions(source, folder):
     stored = generation_config(source)
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     atomic_write(f"{folder}/generation_config.json", json.dumps(ids, indent=1))
-    with open(f"{source}/config.json", "rb") as f:
-        config = json.load(f)
+    config = json.loads(Path(source, "config.json").read_bytes())
     config["quantization_config"] = NVFP4A16
     atomic_write(f"{folder}/config.json", json.dumps(config, indent=1))
 

@@ -106,9 +106,9 @@ class Ranks:
         """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""
         first = self.collect([facts])[0]
         for name, value in facts.items():
-            if value != first[name]:
-                raise UserError(f"{name}: {value} in rank {self.rank} is {first[name]} in rank 0; give all "
-                                "machines the same flags, data, model and checkpoint")
+            require(value == first[name],
+                    f"{name}: {value} in rank {self.rank} is {first[name]} in rank 0; give all machines "
+                    "the same flags, data, model and checkpoint")
 
     def agree_on_flags(self, settings):
         """Let the ranks agree on the settings of train_gsm8k, but for what may differ by machine."""

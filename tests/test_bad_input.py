@@ -125,6 +125,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--model no-end", "has no eos_token_id"),
     ("--model far-end", "to 9999, its vocabulary has 262"),
     ("--data used", "no file matches"),
+    ("--eval none.jsonl", "No such file or directory: 'none.jsonl'"),
     ("--data no-file", "Is a directory"),
     ("--validation 64", "--validation 64: there are 64 training questions; lower it"),
     ("--dry-run --model used", "its config.json cannot be read"),
@@ -134,7 +135,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
 ])
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, monkeypatch, capsys, quick, argv, message):
-    assert message in refused(monkeypatch, capsys, *quick, *argv.split())
+    line = refused(monkeypatch, capsys, *quick, *argv.split())
+    assert message in line and "; go on with" not in line
     assert not (tmp_path / "run").exists()
 
 
