@@ -376,7 +376,7 @@ def test_nan_ends_a_run_before_it_is_stored(
     (os, "fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "No space left"),
     (torch.optim.AdamW, "step", 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
      "out of memory; lower --slots (rollout) or --micro-tokens"),
-    (qerl, "generate", 1, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    (qerl, "generate", 3, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
      "out of memory; lower --slots (rollout) or --micro-tokens"),
 ])
 def test_what_the_system_refuses_is_one_line(
