@@ -1027,7 +1027,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
             admitted = min(len(idle) // group_size, len(prompts) - entered)
             if not busy and not admitted:
                 return sampler.rollout()
-            if entered == len(prompts) and busy <= len(idle) and len(sampler.completion) >= 2 * sampler.fewest:
+            many = len(sampler.completion) >= 2 * sampler.fewest
+            if many and entered == len(prompts) and busy <= len(idle):
                 sampler.shrink()                                # `idle` is stale now: no prompt waits
             if busy:            # first, so that the GPU decodes while the host issues the prefill
                 sampler.steps(check_every)
@@ -1534,10 +1535,10 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
 
     weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU
     (float16 on one from before 2020, which cannot compute in bfloat16), float32 on a CPU unless
-    given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the
-    rank) and, with train_norms, to the norms' scales. A compressed-tensors NVFP4A16 folder is
-    read as it is with weights="nvfp4", and dequantised first for the others. Of several GPUs
-    choose one by torch.cuda.set_device first: kernels start on the current one. Raises UserError.
+    given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank) and, with train_norms,
+    to the norms' scales. A folder in NVFP4 (compressed-tensors' or ModelOpt's) is read as it is with
+    weights="nvfp4", and dequantised first for the others. Of several GPUs choose one by
+    torch.cuda.set_device first: kernels start on the current one. Raises UserError.
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
