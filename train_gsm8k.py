@@ -91,7 +91,8 @@ class Settings:
     method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
     reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 "
                                     "whatever it says; FILE.py:FUNCTION: your own, of (completion, "
-                                    "question); or a sum, such as answer+0.1*FILE.py:FUNCTION")
+                                    "question), a dict of question, answer and right; or a sum, such as "
+                                    "answer+0.1*FILE.py:FUNCTION")
     beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
     clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
     clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
@@ -158,10 +159,8 @@ def train(settings):
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
     state = keeper.begin(model, optimizer, scaler, generators, algo, settings, sum(data, []))
-    if not keeper.saved:                               # a new run
-        if not settings.skip_eval_before:
-            state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
-        keeper.save()
+    if not state["step"] and not settings.skip_eval_before:
+        state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
     clock = Clock(model.device)
 
     def complete(asked, phase="rollout", **options):
@@ -586,9 +585,8 @@ def evaluate_only(settings):
         # What the adapter belongs to, with the questions that codes are fitted to, and the reward,
         # which goes with the instruction (SYSTEM).
         policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
-                  "train_norms", "reward", "chat_template_kwargs", "data")
+                  "train_norms", "reward", "chat_template_kwargs", "data", "adapter")
         saved = read_saved(settings, must_agree=policy)
-        require(saved, f"--resume: {settings.out} has no checkpoint to evaluate")
     ranks = Ranks()
     model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks, saved)
     if saved:

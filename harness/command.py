@@ -153,7 +153,7 @@ def check_settings(settings):
         ("lora_rank", settings.lora_rank or not settings.shard,
          "trains the weights themselves, which --shard cuts; leave one of the two out"),
         ("dry_run", settings.model and not settings.shard or not settings.dry_run,
-         "knows real models that are not cut; name one with --model, leave --shard out"),
+         "knows real models alone, and no --shard; name one with --model"),
         ("method", settings.method == "qerl" or processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
     ]
@@ -228,7 +228,7 @@ def end(run, message, resumable=False):
 
 def how_to_go_on(folder):
     """What to type after a stop, if there is something to go on with."""
-    if not folder or not os.path.isdir(folder):
+    if not folder or not os.path.exists(f"{folder}/checkpoint.safetensors"):
         return ""
     return f"; go on with --resume --out {folder}"
 

@@ -48,7 +48,7 @@ def load_questions(settings):
         questions = read_questions(folder, "train*.jsonl")
         held_out = read_questions(folder, "test*.jsonl")
     else:
-        require(settings.eval, f"--data {data}: has no held-out questions; name some by --eval")
+        require(settings.eval, f"--data {data}: is no folder, and has no held-out questions; name some by --eval")
         questions, held_out = math_questions(data), []
     if settings.eval:
         names = [os.path.basename(source) for source in settings.eval]

@@ -67,9 +67,8 @@ def new_run(stem):
 
 def open_folder(out, resume):
     """Create and lock the folder of a run; returns the lock, to be kept until the process ends."""
-    require(os.path.isdir(out) or not resume,
-            f"--resume --out {out}: no such folder; name a run's or start without --resume")
-    refuse_to_overwrite(out, resume)
+    if not resume:
+        refuse_to_overwrite(out)
     os.makedirs(out, exist_ok=True)
     lock = FileLock(f"{out}/.lock")
     try:
@@ -79,18 +78,12 @@ def open_folder(out, resume):
     return lock
 
 
-def refuse_to_overwrite(out, resume):
-    """A folder's files stay: a new run needs an empty one, --resume the checkpoint of the run."""
+def refuse_to_overwrite(out):
+    """A folder's files stay: a new run needs one without any of a run's."""
     found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
-    # Before its first checkpoint a run writes these at most.
-    later = [name for name in found if name != "answers_before.jsonl"]
-    resumable = not later or "checkpoint.safetensors" in found
-    if found and not resume:
-        going_on = "add --resume to go on with it or " if resumable else ""
-        raise UserError(f"--out {out}: already holds a run ({found[0]}); {going_on}choose another folder")
-    if not resumable:
-        raise UserError(f"--resume --out {out}: has no checkpoint.safetensors, but {later[0]} is there and "
-                        "stays; start a new run in another --out")
+    going_on = "add --resume to go on with it or " if "checkpoint.safetensors" in found else ""
+    require(not found,
+            f"--out {out}: already holds a run's {', '.join(found)}; {going_on}choose another folder")
 
 
 def read_jsonl(path):

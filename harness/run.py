@@ -20,18 +20,20 @@ from qerl import UserError, reason, require
 
 
 # Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
-FREE = ("out", "resume", "eval_only", "save_every", "slots", "micro_tokens", "keep_activations",
-        "shard", "log", "preset", "save_quantized", "dry_run", "gpu")
+FREE = ("out", "resume", "eval_only", "slots", "micro_tokens", "keep_activations", "shard", "preset",
+        "save_quantized", "dry_run", "gpu")
+# Others that flags may change for the rest of a run.
+CHANGEABLE = {"steps", "save_every", "log"}
 
 
 def lasting(settings):
-    """What a checkpoint must agree with: all settings but FREE."""
+    """What --resume restores, and a checkpoint must agree with but for CHANGEABLE: all but FREE."""
     kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
     return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
 
 
 def read_saved(settings, must_agree=None):
-    """(state, tensors) of the run's last checkpoint or None; see read_checkpoint."""
+    """(state, tensors) of the run's last checkpoint; see read_checkpoint."""
     return read_checkpoint(settings.out, lasting(settings), must_agree)
 
 
@@ -96,15 +98,13 @@ class Keeper:
             if steps != planned:
                 print(f"{planned} steps become {steps}: learning rate and noise are now those of a run of "
                       f"{steps} steps, after its step {done}")
-        else:
-            if self.settings.resume:
-                print(f"{self.folder} has no checkpoint yet: starting over")
-            self.state |= begun_with
+            if self.ranks.main:
+                cut_log(self.folder, self.state["step"])
+        self.state |= begun_with
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
-        if self.saved and self.ranks.main:
-            cut_log(self.folder, self.state["step"])
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
+        self.save()                         # so that --resume knows these settings from now on
         return self.state
 
     def steps(self, clock):
@@ -224,24 +224,25 @@ def save_checkpoint(folder, model, optimizer, generators, state, settings):
 
 
 def stored_settings(folder):
-    """The settings that the run in `folder` was begun with; none without a sound checkpoint."""
+    """The settings that the run in `folder` was begun with; none if its checkpoint is not sound."""
+    path = f"{folder}/checkpoint.safetensors"
+    require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
+                                  "folder or start without --resume")
     try:
-        with safe_open(f"{folder}/checkpoint.safetensors", framework="pt") as f:
+        with safe_open(path, framework="pt") as f:
             return json.loads(f.metadata()["settings"])
     except Exception:                   # read_checkpoint will say what is wrong
         return {}
 
 
 def read_checkpoint(folder, settings, must_agree=None):
-    """(state, tensors) of the last checkpoint, or None where there is none.
+    """(state, tensors) of the last checkpoint.
 
     Refuses one that was made with other settings; must_agree: the names that count (default: all).
-    A setting that is newer than the checkpoint, or that it alone knows, does not count, nor does the
-    number of steps: a run may go on longer.
+    A setting that is newer than the checkpoint, or that it alone knows, does not count, nor do those
+    that are CHANGEABLE.
     """
     path = f"{folder}/checkpoint.safetensors"
-    if not os.path.exists(path):
-        return None
     try:
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata()
@@ -253,7 +254,7 @@ def read_checkpoint(folder, settings, must_agree=None):
     require(sound, f"{path}: cannot be read, is damaged or of an earlier version; start a new run in "
                    "another --out, and keep this folder's adapter")
     then = json.loads(metadata["settings"])
-    counted = set(must_agree or settings) & settings.keys() & then.keys() - {"steps"}
+    counted = set(must_agree or settings) & settings.keys() & then.keys() - CHANGEABLE
     for name in sorted(counted):
         require(settings[name] == then[name],
                 f"--resume: {folder} was started with {name} = {then[name]}, now it is "

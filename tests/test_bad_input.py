@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, refused, run_main
-from common import without_times
+from common import stop_at, without_times
 from harness.data import ChatText, check_tokens
 from harness.folders import cut_log, open_folder, read_jsonl
 from harness.run import read_checkpoint
@@ -45,8 +45,8 @@ from test_qerl import HERE
     ("--reward good", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
     ("--reward none.py:f", "there is no file none.py"),
     ("--reward heavy*answer", "heavy is no number"),
-    ("--dry-run", "--dry-run: knows real models that are not cut; name one with --model"),
-    ("--dry-run --model m --shard", "leave --shard out"),
+    ("--dry-run", "--dry-run: knows real models alone, and no --shard; name one with --model"),
+    ("--dry-run --model m --shard", "and no --shard"),
     ("--save-quantized out", "saves a real model; name it with --model"),
     ("--save-quantized out --model m --weights bf16", "leave --weights bf16 out"),
     ("--save-quantized out --model m --eval-only", "leave --resume and --eval-only out"),
@@ -131,7 +131,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
     ("--out used", "already holds a run"),
-    ("--resume", "run: no such folder"),
+    ("--resume", "run: no checkpoint is there"),
 ])
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, monkeypatch, capsys, quick, argv, message):
@@ -188,12 +188,9 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
     "answers_before.jsonl", "checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl",
     "summary.json", "curve.png", "report.html", "eval.json"])
 def test_no_file_of_a_run_is_overwritten(tmp_path, name):
-    """Without a checkpoint --resume begins anew, but only where nothing else is there, either."""
     (tmp_path / name).write_text("mine")
-    resumable = name in ("answers_before.jsonl", "checkpoint.safetensors")
-    for resume in [False] if resumable else [False, True]:
-        with pytest.raises(qerl.UserError, match="already holds a run|has no checkpoint"):
-            open_folder(str(tmp_path), resume)
+    with pytest.raises(qerl.UserError, match=f"already holds a run's {name}"):
+        open_folder(str(tmp_path), resume=False)
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
@@ -237,15 +234,18 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     for name in ("old", "new"):
         shutil.copytree(finished, tmp_path / "runs" / name)
     os.utime("runs/old/checkpoint.safetensors", (0, 0))
-    for flags in (("--steps", 4), ("--eval-only",)):
+    stop_at(4, "--resume", "--steps", 4)                # before the next checkpoint
+    for flags in ((), ("--eval-only",)):
         run_main(monkeypatch, "--resume", *flags)
-        assert "was started with lora_rank = 2, now it is 3" in refused(
-            monkeypatch, capsys, "--resume", "--lora-rank", 3, *flags)
+        for flag, value in (("--lora-rank", 3), ("--adapter", "runs/new/adapter")):
+            assert f"was started with {flag[2:].replace('-', '_')} = " in refused(
+                monkeypatch, capsys, "--resume", flag, value, *flags)
     log = without_times(tmp_path / "runs/new/metrics.jsonl")
     assert log[:2] == without_times(finished / "metrics.jsonl")
     expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
     assert [(m["step"], m["lr"]) for m in log[2:]] == list(zip((3, 4), expected))
-    assert json.loads((tmp_path / "runs/new/summary.json").read_text())["steps"] == 4
+    summary = json.loads((tmp_path / "runs/new/summary.json").read_text())
+    assert (summary["steps"], summary["settings"]["save_every"]) == (4, 2)
     assert "has done 4; give more" in refused(monkeypatch, capsys, "--resume", "--steps", 3)
 
 
@@ -293,7 +293,8 @@ def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     for number in range(1, renames + 1):
         out = tmp_path / str(number)
         assert killed_at(rename, number, *options, "--out", out) is None
-        killed_at(rename, 0, *options, "--out", out, "--resume")
+        begun = (out / "checkpoint.safetensors").exists()
+        killed_at(rename, 0, *options, "--out", out, *["--resume"] * begun)
         assert all(m["gradient_norm"] > 0 for m in assert_same_run(whole, out))
         assert files_below(out).keys() == files_below(whole).keys()
 
