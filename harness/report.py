@@ -183,8 +183,8 @@ PANELS = [
 ]
 
 
-def picture(draw, *data):
-    """A PNG, bytes, of the figure that draw(*data, matplotlib.pyplot) returns.
+def save_figure(path, draw, *data):
+    """Write the figure that draw(*data, matplotlib.pyplot) returns as a PNG, and return its bytes.
 
     None, with a warning, if it cannot be drawn.
     """
@@ -195,17 +195,11 @@ def picture(draw, *data):
         figure = draw(*data, plt)
         figure.savefig(png, format="png", dpi=110)
         plt.close(figure)
-        return png.getvalue()
     except Exception as e:
         print(f"warning: a picture could not be drawn ({reason(e)})", file=sys.stderr)
-
-
-def save_figure(path, draw, *data):
-    """Write such a picture, if it can be drawn, and return it."""
-    png = picture(draw, *data)
-    if png:
-        atomic_write(path, png)
-    return png
+        return None
+    atomic_write(path, png.getvalue())
+    return png.getvalue()
 
 
 def learning_curve(metrics, held_out, plt):

@@ -94,13 +94,12 @@ def pivot_utility(cuts, line):
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
 
-def limited_sampler(limits):
-    """A qerl.Sampler whose completion i has at most limits[i] tokens."""
-    class LimitedSampler(qerl.Sampler):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.limit[:-1] = torch.tensor(limits)
-    return LimitedSampler
+class CutSampler(qerl.Sampler):
+    """Cuts completion i at limits[i] tokens, int64."""
+
+    def __init__(self, limits, model, *args):
+        super().__init__(model, *args)
+        self.limit[:-1] = limits.to(self.limit.device)
 
 
 def join_samples(samples, branched, parents):
@@ -144,7 +143,7 @@ class Neighbour(Method):
         if pivots:
             limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
             branched = complete([pivot.question for pivot in pivots], "branches",
-                                sampler_class=limited_sampler(limits))
+                                sampler_class=functools.partial(CutSampler, torch.tensor(limits)))
             mended = branched.correct.amax(1)
             self.measured["branch_accuracy"] = branched.correct.mean().item()
             self.measured["mended"] = mended.mean().item()

@@ -16,6 +16,7 @@ from harness.batches import make_batch
 from harness.machine import Clock, cache_bytes, keep_activations, peak_memory_gb
 from harness.ranks import Ranks
 from methods import jetrl
+from methods.deep_grpo import CutSampler
 from studies.plots import plot_bars, plot_lines
 from studies.random_models import random_model, random_prompts
 from studies.study import grouped
@@ -64,20 +65,12 @@ def cut_lengths(longest, ranks):
     return (share * longest).long()
 
 
-class CutSampler(qerl.Sampler):
-    """Cuts completions at these lengths, as random weights never end one."""
-
-    def __init__(self, lengths, model, *args):
-        super().__init__(model, *args)
-        self.limit[:len(lengths)] = lengths.to(self.limit.device)
-
-
 def take_step(model, optimizer, scaler, settings, algo, lengths):
     """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
-    before. lengths: int64, of this process's completions. Of several processes the figures are means,
-    and the step's seconds are those of the slowest.
+    before. lengths: int64, at which this process's completions are cut, as random weights end none. Of
+    several processes the figures are means, and the step's seconds are those of the slowest.
     """
     asked = random_prompts(model.config.vocab_size, len(lengths) // settings.group,
                            prompt_tokens(settings.device))

@@ -102,11 +102,14 @@ def command_of(run, device, args):
     Of a flag that stands there twice the last counts: an arm's wins. pass@1 is the mean of four
     answers to each question. Weights round to the nearest code, unless the arm has another --quantizer.
     """
-    own = f"--lr {run['lr']} --seed {run['seed']} --quantizer rtn --eval-samples 4 --resume"
+    own = f"--lr {run['lr']} --seed {run['seed']} --quantizer rtn --eval-samples 4"
     if args.own_starts:
         own += f" --start-seed {run['seed']}"
+    folder = f"{args.out}/{run['name']}"
+    if os.path.exists(f"{folder}/checkpoint.safetensors"):
+        own += " --resume"
     return [sys.executable, train_gsm8k.__file__, *own.split(), *args.more, *FLAGS[run["arm"]].split(),
-            "--device", device, "--out", f"{args.out}/{run['name']}"]
+            "--device", device, "--out", folder]
 
 
 def row_of(run, folder):

@@ -6,7 +6,6 @@ there; meanwhile the device holds one block of the 16-bit model. In that folder 
 global scale, and so do gate and up, as vLLM wants it; of layers that are rounded to nearest while
 loading each has its own.
 """
-import functools
 import hashlib
 import importlib
 import inspect
@@ -32,15 +31,11 @@ def module_of(quantizer):
     return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
-@functools.cache
-def e2m1_tables(device):
-    """(bounds, magnitudes) of E2M1 on a device, where a CUDA graph may read them."""
-    return qerl.E2M1_BOUNDS.to(device), qerl.E2M1_MAGNITUDES.to(device)
-
-
 def round_e2m1(x):
     """x -> the nearest of E2M1's values, ties to the even code."""
-    bounds, magnitudes = e2m1_tables(x.device)
+    # Tables that stay on the device, where a CUDA graph may read them.
+    bounds = qerl.table_on(qerl.E2M1_BOUNDS, x.device)
+    magnitudes = qerl.table_on(qerl.E2M1_MAGNITUDES, x.device)
     return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
 
 
