@@ -7,26 +7,23 @@ sampler and trainer compute one policy in different arithmetic or, with AQN, wit
 Completions come from π_rollout, and the gradient takes them for π_old's.
 
 The formulas are those of the algorithm notes and the helper of the library verl (primary). With
-ρ = π_old / π_rollout and R = π / π_old at a token, l = log ρ, and the gain G(R) =
+ρ = π_old / π_rollout and R = π / π_old at a token, and the gain G(R) =
 min(R A, clip(R, 1-ε, 1+ε) A):
 
     decoupled         -E[ w G(R) ]         three policies; w is made of ρ
     bypass            -E[ G(π/π_rollout) ] π_old is π_rollout. No w: the ratio already holds the
                                            correction (verl saves π_old's pass; here the log needs it)
-    policy gradient   -E[ w log π A ]      bypass without clipping; w is made of π/π_rollout
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
     sequence-tis   w = min(Π ρ, C)           the product over a completion
     sequence-mis   w = min(Π ρ, C), but 0 unless Π ρ is in [0.5, 2]
     icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
-    geometric      w = 1, but 0 unless exp(mean l) of the completion is in [0.999, 1.001]
-    k3             w = 1, but 0 unless mean(eˡ - 1 - l) of the completion is at most 0.01
 
 A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
 TRL; verl shortens that number, too, and so takes larger steps.
 
-Variants: NAME, one of these weights, is decoupled; pg-NAME is the policy gradient; bypass has no
-weight.
+Variants: each of these weights, decoupled; and bypass, which has no weight. The notes have more: the
+mean of log ρ and the K3 of a completion as masks, and bypass without clipping.
 
 What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
 the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
@@ -46,53 +43,36 @@ from methods import Method
 from qerl import require
 
 CAPPED = ("token-tis", "sequence-tis", "sequence-mis")
-# Where the ratio, the geometric mean or the K3 must lie; elsewhere the weight is 0.
+# Where the ratio, or its product, must lie; elsewhere the weight is 0.
 KEPT = {"token-tis": (0, math.inf), "sequence-tis": (0, math.inf), "sequence-mis": (0.5, 2),
-        "icepop": (0.5, 5), "geometric": (0.999, 1.001), "k3": (0, 0.01)}
-VARIANTS = {kind: ("decoupled", kind) for kind in KEPT}            # name -> mode, kind of weight
-VARIANTS |= {"bypass": ("bypass", None)}
-VARIANTS |= {f"pg-{kind}": ("policy gradient", kind) for kind in KEPT}
+        "icepop": (0.5, 5)}
 
 
 @torch.no_grad()
 def correction(log_ratio, mask, kind, cap=2.0):
     """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
 
-    log_ratio float32 [B, C]: log of the policy to correct for over π_rollout; mask bool [B, C]. In
-    this order: clamp, exponential, mask, truncate.
+    log_ratio float32 [B, C]: log ρ; mask bool [B, C]; kind: a name in KEPT. In this order: clamp,
+    exponential, mask, truncate.
     """
     log_ratio = log_ratio.masked_fill(~mask, 0)
-    length = mask.sum(1, keepdim=True).clamp_min(1)
     if kind.startswith("sequence"):
         log_ratio = log_ratio.sum(1, keepdim=True)                                 # [B, 1]
-    if kind == "geometric":
-        log_ratio = log_ratio.sum(1, keepdim=True) / length
-    log_ratio = qerl.bounded(log_ratio)
-    value = log_ratio.exp()
-    if kind == "k3":
-        value = (value - 1 - log_ratio).sum(1, keepdim=True) / length
+    ratio = qerl.bounded(log_ratio).exp()
     low, high = KEPT[kind]
-    kept = (value >= low) & (value <= high) & mask                                 # [B, C]
+    kept = (ratio >= low) & (ratio <= high) & mask                                 # [B, C]
     if kind in CAPPED:
-        value = value.clamp(max=cap)
-    weight = torch.ones_like(value) if kind in ("geometric", "k3") else value
-    return weight * kept
+        ratio = ratio.clamp(max=cap)
+    return ratio * kept
 
 
 class Neighbour(Method):
-    variants = tuple(VARIANTS)
-
-    def __init__(self, settings, variant=None):
-        super().__init__(settings, variant)
-        self.mode, self.kind = VARIANTS[self.variant]
+    variants = (*KEPT, "bypass")
 
     def check(self):
-        name = f"--method rollout_correction:{self.variant}"
-        require(not self.settings.tis or self.mode != "bypass",
-                f"{name}: its ratio already corrects for the rollout, and --tis would count that "
-                "twice; leave out --tis")
-        require(not self.settings.tis or self.kind in CAPPED,
-                f"{name}: it has no cap that --tis could set; leave out --tis")
+        require(not self.settings.tis or self.variant in CAPPED,
+                f"--method rollout_correction:{self.variant}: it has no cap that --tis could set; leave "
+                "out --tis")
 
     def adaptive_quantization_noise(self, model, sigma, generator):
         self.seen = []                         # the weights of the step's tokens, by micro-batch
@@ -101,17 +81,14 @@ class Neighbour(Method):
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
                     ref_logprobs, beta, rollout_logprobs, tis, *_):
         advantages = advantages[:, None]
-        if self.kind:
+        if self.variant == "bypass":
+            old_logprobs = rollout_logprobs
+        else:
             mask = weights > 0
-            corrected = old_logprobs if self.mode == "decoupled" else logprobs.detach()
-            importance = correction(corrected - rollout_logprobs, mask, self.kind, tis or 2.0)
+            importance = correction(
+                old_logprobs - rollout_logprobs, mask, self.variant, tis or 2.0)
             advantages = advantages * importance
             self.measure(importance[mask])
-        if self.mode == "bypass":
-            old_logprobs = rollout_logprobs
-        if self.mode == "policy gradient":
-            # π / π has the value 1, so that nothing is clipped, and the gradient of log π.
-            old_logprobs = logprobs.detach()
         return qerl.policy_loss(
             logprobs, old_logprobs, advantages, weights, clip_low, clip_high, ref_logprobs, beta)
 
