@@ -179,6 +179,9 @@ class Keeper:
             known = (f"{name}_before", f"{name}_after")
             return " -> ".join(f"{found[k]:.1%}" for k in known if k in found)
 
+        best = self.state["best"]
+        if best:
+            print(f"best in validation: step {best['step']}, {best['accuracy']:.1%} right")
         print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
               f"look at {self.folder}/report.html")
         write_report(self.folder)

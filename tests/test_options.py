@@ -19,7 +19,7 @@ def squares(tensors):
     return sum(t.double().square().sum() for t in tensors.values()).item()
 
 
-def test_the_best_adapter_on_questions_kept_apart(quick, monkeypatch, tmp_path):
+def test_the_best_adapter_on_questions_kept_apart(quick, monkeypatch, tmp_path, capsys):
     """They are the last training questions; none of them is trained on."""
     asked = []
     accuracies = iter([0.2, 0.5, 0.3])
@@ -45,6 +45,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, monkeypatch, tmp_path):
     assert not any(prompt in kept for call in rollouts for prompt in call.prompts)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
+    assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
     best = squares(load_file(tmp_path / "adapter-best/adapter_model.safetensors"))
     four_steps, five_steps = (squares(call.policy) for call in rollouts[4:])
     assert abs(best - four_steps) < 1e-9 < 1e-6 < abs(best - five_steps)
