@@ -232,9 +232,11 @@ def own_reward(name):
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
-        value = guarded(name, lambda: float(own(completion, question)))
-        require(math.isfinite(value), f"--reward {name}: gave {value}, which is no finite number")
-        return value
+        value = guarded(name, own, completion, question)
+        number = guarded(name, float, value)           # it reads texts, too
+        require(math.isfinite(number) and not isinstance(value, str),
+                f"--reward {name}: gave {value!r}, which is no finite number")
+        return number
 
     return earned
 

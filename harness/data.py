@@ -185,6 +185,9 @@ def rows_of(source):
     if source.endswith(".jsonl"):
         return jsonl_rows(source)
     if os.path.isfile(source):
+        # The library would read others, too; of them pickles run code.
+        require(source.endswith((".json", ".parquet")),
+                f"{source}: is no .jsonl, .json or .parquet; convert it to one of these")
         names = [source.rpartition(".")[2]]
         options = {"data_files": glob.escape(source), "split": "train"}
     else:

@@ -104,7 +104,8 @@ class Keeper:
         self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
         self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
-        self.save()                         # so that --resume knows these settings from now on
+        if self.state.get("steps") != self.settings.steps:     # a new run, or one that becomes longer
+            self.save()                     # so that --resume knows these settings from now on
         return self.state
 
     def steps(self, clock):

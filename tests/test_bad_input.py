@@ -116,6 +116,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     Path("no-file/train.jsonl").mkdir(parents=True)
     Path("used").mkdir()
     Path("used/metrics.jsonl").write_text("{}\n")
+    Path("used/answers.pandas").touch()
 
 
 @pytest.mark.parametrize("argv,message", [
@@ -127,6 +128,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--data used", "no file matches"),
     ("--eval none.jsonl", "No such file or directory: 'none.jsonl'"),
     ("--data no-file", "Is a directory"),
+    ("--eval used/answers.pandas", "is no .jsonl, .json or .parquet"),      # the library unpickles it
     ("--validation 64", "--validation 64: there are 64 training questions; lower it"),
     ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
