@@ -1,12 +1,11 @@
 """One-line faults, and whether the tests that are named for them notice them.
 
     python tests/faults.py                all of them, one after the other: minutes
-    python tests/faults.py -k NAME        those whose name contains NAME
+    python tests/faults.py WORD           those in whose file, text or tests this stands
 
 The checkout is copied to a temporary folder. There each fault is put into its file, its tests run,
 and the file is put back. A fault is caught if a test fails, and missed if all pass.
 """
-import argparse
 import shlex
 import shutil
 import subprocess
@@ -14,152 +13,163 @@ import sys
 import tempfile
 from pathlib import Path
 
-# (name, file, old text, new text, arguments of pytest)
-FAULTS = [
-    ("ties", "qerl.py", "torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))", "E2M1_BOUNDS[1::2]",
-     "test_qerl.py -k bytes_equal"),
-    ("empty blocks", "qerl.py", "torch.finfo(torch.float8_e4m3fn).eps, scale)", "1.0, scale)",
-     "test_qerl.py -k bytes_equal"),
-    ("narrow gradient", "qerl.py", "torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])",
-     "grad @ weight", "test_qerl.py -k linear_and"),
-    ("wide gradient", "qerl.py", "(grad @ weight).addmm_(grad_h, A)", "grad @ weight",
-     "test_qerl.py -k linear_and"),
-    ("noise stays", "qerl.py", "            norm.noisy_weight = None", "            pass",
-     "test_qerl.py -k normal_around"),
-    ("noise", "qerl.py", "norm.weight.detach() + sigma * z",
-     "norm.weight.detach() * (1 + sigma * z)", "test_qerl.py -k normal_around"),
-    ("last stage", "qerl.py", "(stage - 1) / max(K - 1, 1)", "(stage - 1) / K",
-     "test_qerl.py -k schedules"),
-    ("nucleus", "qerl.py", "of_likelier >= top_p", "of_likelier > top_p", "test_qerl.py -k nucleus"),
-    ("odd slots", "qerl.py", "busy <= len(idle)", "busy <= len(idle) + 1",
-     "test_qerl.py -k in_pieces"),
-    ("cache piece", "qerl.py", "place = filled[rows] - i * CACHE_PIECE", "place = filled[rows] % 8",
-     "test_qerl.py -k 'training_logprobs or in_pieces'"),
-    ("signal", "qerl.py", "torch.where(has_signal(rewards)[:, None], advantages, 0)", "advantages",
-     "test_qerl.py -k group_relative"),
-    ("clip", "qerl.py", "ratio.clamp(1 - clip_low, 1 + clip_high)",
-     "ratio.clamp(1 - clip_high, 1 + clip_low)", "test_qerl.py -k equal_trl"),
-    ("bounds", "qerl.py", "return log_ratio.clamp(-20, 20)", "return log_ratio",
-     "test_qerl.py -k whatever_the_ratio"),
-    ("reference", "qerl.py", "return self.weight if self.use_adapter else self.reference_weight",
-     "return self.weight", "test_qerl.py -k reference_policy"),
-    ("token before", "qerl.py", "ends[1:][owner] - 1", "ends[1:][owner] - 2",
-     "test_qerl.py -k 'holds_each_prompt or training_logprobs'"),
-    ("chunks", "qerl.py", "zip(hidden.split(chunk), tokens.split(chunk))", "[(hidden, tokens)]",
-     "test_qerl.py -k in_chunks"),
-    ("other files", "qerl.py", "if place.get(tensor, name) == name}", "}",
-     "test_qerl.py -k index_says"),
-    ("no kernels", "qerl.py", "except ImportError:", "except ZeroDivisionError:",
-     "test_qerl.py -k works_alone"),
-    ("overwrite", "harness/folders.py", "if found and not resume:", "if False:",
-     "tests/test_bad_input.py -k overwritten"),
-    ("two runs", "harness/folders.py", "lock.acquire(blocking=False)", "pass",
-     "tests/test_bad_input.py -k in_use"),
-    ("late lines", "harness/folders.py", 'if o["step"] <= last_step]', "]",
-     "tests/test_bad_input.py -k after_its_checkpoint"),
-    ("hash", "harness/run.py", "require(sound,", "require(True,",
-     "tests/test_bad_input.py -k flipped_bit"),
-    ("mapped file", "harness/run.py", "f.get_tensor(name).clone()", "f.get_tensor(name)",
-     "tests/test_bad_input.py -k open_file"),
-    ("other answers", "harness/run.py", '(q["question"], q["answer"], q["prompt"])',
-     '(q["question"], q["prompt"])', "tests/test_bad_input.py -k does_not_go_on"),
-    ("other weights", "harness/run.py", "require(state[part] == ours", "require(True",
-     "tests/test_bad_input.py -k does_not_go_on"),
-    ("other EOS", "harness/folders.py", "f.read() + repr(sorted(eos)).encode()", "f.read()",
-     "tests/test_bad_input.py -k does_not_go_on"),
-    ("room", "harness/machine.py", "size <= share * free", "size <= free",
-     "tests/test_memory.py -k decoded"),
-    ("estimated weights", "harness/machine.py", "(9 / 16 if", "(1 / 2 if",
-     "tests/test_estimate.py -k memory"),
-    ("overflow", "train_gsm8k.py", "or scaler.get_scale() <= 1 else", "or True else",
-     "tests/test_run.py -k float16"),
-    ("NaN rollout", "harness/run.py", "require_finite({\"the policy's", "len({\"the policy's",
-     "tests/test_bad_input.py -k nan_ends"),
-    ("NaN policy", "train_gsm8k.py", "    require_finite_policy(model, batch.prompts[0])",
-     "    pass", "tests/test_bad_input.py -k nan_ends"),
-    ("equal prompts", "harness/data.py",
-     'len(prompts) >= len({q["question"].strip() for q in questions})', "True",
-     "tests/test_bad_input.py -k bad_input_is_one_line"),
-    ("date", "harness/data.py", "ONE_DAY + self", "self", "tests/test_bad_input.py -k tomorrow"),
-    ("two answers", "harness/data.py", "if len(answers[text]) == 1]", "]",
-     "tests/test_answers.py -k different_answers"),
-    ("empty box", "harness/data.py", "answer = answer if box is None else box", "pass",
-     "tests/test_answers.py -k unfit_file"),
-    ("empty value", "harness/command.py", 'require_flag("" not in values', "require_flag(True",
-     "tests/test_bad_input.py -k empty_value"),
-    ("preset", "train_gsm8k.py", "{**values, **given})", "{**given, **values})",
-     "tests/test_bad_input.py -k flags_win"),
-    ("calibrated", "train_gsm8k.py", '"chat_template_kwargs", "data")', '"chat_template_kwargs")',
-     "tests/test_bad_input.py -k codes_may_be_fitted"),
-    ("empty folder", "harness/command.py",
-     "        shutil.rmtree(out, ignore_errors=True)", "        pass",
-     "tests/test_bad_input.py -k no_empty_folder"),
-    ("error bar", "studies/study.py", "scale * spread / len(values) ** 0.5", "scale * spread",
-     "tests/test_studies.py -k claims_tables"),
-    ("other flags", "studies/study.py", "require_flag(theirs[name] == settings[name]",
-     "require_flag(True", "tests/test_studies.py -k other_flags"),
-    ("arm's flags", "studies/study.py", '*args.more, *FLAGS[run["arm"]].split(),',
-     '*FLAGS[run["arm"]].split(), *args.more,', "tests/test_studies.py -k arms_flags"),
-    ("room of a branch", "methods/deep_grpo.py", "max_new_tokens - len(begun)", "max_new_tokens",
-     "tests/test_methods.py -k branches_join"),
-    ("one scale", "harness/export.py", "named_parts(name, codes, scales, global_scale)",
-     "named_parts(name, codes, scales, 2 * global_scale)",
-     "tests/test_serving.py -k librarys_bytes"),
-    ("sampling", "harness/export.py", '("bos_token_id", "eos_token_id", "pad_token_id")',
-     '("bos_token_id", "eos_token_id", "pad_token_id", "top_k")',
-     "tests/test_serving.py -k samples_from"),
-    ("gradients", "harness/ranks.py", "dist.all_reduce(line)", "pass",
-     "tests/test_processes.py -k steps_of_one"),
-    ("piece", "harness/layers.py", "line.chunk(ranks.count)[ranks.rank]",
-     "line.chunk(ranks.count)[0]", "tests/test_processes.py -k steps_of_one"),
-    ("first wrong token", "methods/speculative.py", "right.cumprod(0).sum(0)", "right.sum(0)",
-     "tests/test_speculative.py -k 'frequencies or greedy'"),
-    ("behind the end", "methods/speculative.py", "& ~ends[:-1]", "",
-     "tests/test_speculative.py -k greedy"),
-    ("overhang", "methods/speculative.py", "max_len + 7", "max_len",
-     "tests/test_speculative.py -k greedy"),
-    ("best adapter", "methods/rilq.py", "    model.load_state_dict(best, strict=False)", "    pass",
-     "tests/test_quantizers.py -k rilq_keeps"),
-    ("AWQ", "methods/awq.py", "weight[last] /= scales[reader][:, None]", "pass",
-     "tests/test_quantizers.py -k folded"),
-    ("read anew", "methods/parts/calibration.py", "            layer.weight = weight",
-     "            pass", "tests/test_quantizers.py -k a_block_in_memory"),
-    ("scales stay", "methods/qat.py", "encode_e2m1(self.master.detach(), self.scale)",
-     "encode_e2m1(self.master.detach(), 2 * self.scale)",
-     "tests/test_quantizers.py -k ends_in_its_bytes"),
-    ("INT8 sums", "methods/parts/eight_bit.py", "(x.double() @ weight.double().T).float()",
-     "(x.float() @ weight.float().T)", "tests/test_methods.py -k int8"),
-    ("LoRA in 8 bits", "methods/parts/eight_bit.py", "weight + (B @ A).detach()", "weight",
-     "tests/test_methods.py -k eight_bit"),
-    ("LoRA beside FP8", "methods/jetrl.py", "y.addmm_(rows @ A.T, B.T)", "y",
-     "tests/test_jetrl.py -k fp8_layer"),
-    ("FP8 bias", "methods/jetrl.py", "y = y + self.bias.to(x.dtype)", "pass",
-     "tests/test_jetrl.py -k fp8_layer"),
-    ("wrong GPU", "methods/parts/fp8_blocks.py", "            return False", "            pass",
-     "tests/test_jetrl.py -k tried"),
-    ("temperature", "qerl.py", "hidden = hidden / temperature", "hidden = hidden * temperature",
-     "test_qerl.py -k equal_trl"),
-    ("best", "harness/run.py", 'accuracy > best["accuracy"]', "accuracy > 0",
-     "tests/test_options.py -k best_adapter"),
-    ("kept apart", "train_gsm8k.py", "next_questions(data.train,", "next_questions(sum(data, []),",
-     "tests/test_options.py -k best_adapter"),
-    ("start of the reference", "qerl.py", "p.data = model.reference[name]", "pass",
-     "tests/test_options.py -k starts_from"),
-    ("pass at k", "train_gsm8k.py", "math.comb(samples - correct, k)", "(samples - correct) ** k",
-     "tests/test_options.py -k pass_at_k"),
-    ("ModelOpt", "qerl.py", "global_scale = 1 / self.read", "global_scale = self.read",
-     "tests/test_folders.py -k all_layouts"),
-    ("which passes", "methods/jetrl.py", "switch_fp8(model, self.training_in_fp8)", "pass",
-     "tests/test_jetrl.py -k which_passes"),
-    ("temperature of the rollout", "train_gsm8k.py", "temperature=settings.temperature, ", "",
-     "tests/test_run.py -k equations"),
-    ("left out", "harness/batches.py", "rows[teaches[rows]].tolist()", "rows.tolist()",
-     "tests/test_run.py -k equations"),
-    ("divisors", "harness/batches.py", "algo.token_weights(mask[rows],",
-     "algo.token_weights(mask[rows] & teaches[rows][:, None],", "tests/test_run.py -k equations"),
-    ("first minibatch", "train_gsm8k.py", "if number == 0:", "if number == 1:",
-     "tests/test_run.py -k equations"),
-]
+# {file: [(old text, new text, arguments of pytest)]}
+FAULTS = {
+    "qerl.py": [
+        ("torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))", "E2M1_BOUNDS[1::2]",
+         "test_qerl.py -k bytes_equal"),
+        ("torch.finfo(torch.float8_e4m3fn).eps, scale)", "1.0, scale)",
+         "test_qerl.py -k bytes_equal"),
+        ("torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])", "grad @ weight",
+         "test_qerl.py -k linear_and"),
+        ("(grad @ weight).addmm_(grad_h, A)", "grad @ weight", "test_qerl.py -k linear_and"),
+        ("            norm.noisy_weight = None", "            pass",
+         "test_qerl.py -k normal_around"),
+        ("norm.weight.detach() + sigma * z", "norm.weight.detach() * (1 + sigma * z)",
+         "test_qerl.py -k normal_around"),
+        ("(stage - 1) / max(K - 1, 1)", "(stage - 1) / K", "test_qerl.py -k schedules"),
+        ("of_likelier >= top_p", "of_likelier > top_p", "test_qerl.py -k nucleus"),
+        ("busy <= len(idle)", "busy <= len(idle) + 1", "test_qerl.py -k in_pieces"),
+        ("place = filled[rows] - i * CACHE_PIECE", "place = filled[rows] % 8",
+         "test_qerl.py -k 'training_logprobs or in_pieces'"),
+        ("torch.where(has_signal(rewards)[:, None], advantages, 0)", "advantages",
+         "test_qerl.py -k group_relative"),
+        ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)",
+         "test_qerl.py -k equal_trl"),
+        ("return log_ratio.clamp(-20, 20)", "return log_ratio",
+         "test_qerl.py -k whatever_the_ratio"),
+        ("return self.weight if self.use_adapter else self.reference_weight", "return self.weight",
+         "test_qerl.py -k reference_policy"),
+        ("ends[1:][owner] - 1", "ends[1:][owner] - 2",
+         "test_qerl.py -k 'holds_each_prompt or training_logprobs'"),
+        ("zip(hidden.split(chunk), tokens.split(chunk))", "[(hidden, tokens)]",
+         "test_qerl.py -k in_chunks"),
+        ("if place.get(tensor, name) == name}", "}", "test_qerl.py -k index_says"),
+        ("except ImportError:", "except ZeroDivisionError:", "test_qerl.py -k works_alone"),
+        ("hidden = hidden / temperature", "hidden = hidden * temperature",
+         "test_qerl.py -k equal_trl"),
+        ("p.data = model.reference[name]", "pass", "tests/test_options.py -k starts_from"),
+        ("global_scale = 1 / self.read", "global_scale = self.read",
+         "tests/test_folders.py -k all_layouts"),
+    ],
+    "harness/folders.py": [
+        ("if found and not resume:", "if False:", "tests/test_bad_input.py -k overwritten"),
+        ("lock.acquire(blocking=False)", "pass", "tests/test_bad_input.py -k in_use"),
+        ('if o["step"] <= last_step]', "]", "tests/test_bad_input.py -k after_its_checkpoint"),
+        ("f.read() + repr(sorted(eos)).encode()", "f.read()",
+         "tests/test_bad_input.py -k does_not_go_on"),
+    ],
+    "harness/run.py": [
+        ("require(sound,", "require(True,", "tests/test_bad_input.py -k flipped_bit"),
+        ("f.get_tensor(name).clone()", "f.get_tensor(name)",
+         "tests/test_bad_input.py -k open_file"),
+        ('(q["question"], q["answer"], q["prompt"])', '(q["question"], q["prompt"])',
+         "tests/test_bad_input.py -k does_not_go_on"),
+        ("require(state[part] == ours", "require(True",
+         "tests/test_bad_input.py -k does_not_go_on"),
+        ('require_finite({"the', 'len({"the',
+         "tests/test_bad_input.py -k nan_ends"),
+        ('accuracy > best["accuracy"]', "accuracy > 0", "tests/test_options.py -k best_adapter"),
+    ],
+    "harness/machine.py": [
+        ("size <= share * free", "size <= free", "tests/test_memory.py -k decoded"),
+        ("(9 / 16 if", "(1 / 2 if", "tests/test_estimate.py -k memory"),
+    ],
+    "train_gsm8k.py": [
+        ("or scaler.get_scale() <= 1 else", "or True else", "tests/test_run.py -k float16"),
+        ("    require_finite_policy(model, batch.prompts[0])", "    pass",
+         "tests/test_bad_input.py -k nan_ends"),
+        ("{**values, **given})", "{**given, **values})", "tests/test_bad_input.py -k flags_win"),
+        ('"chat_template_kwargs", "data")', '"chat_template_kwargs")',
+         "tests/test_bad_input.py -k codes_may_be_fitted"),
+        ("next_questions(data.train,", "next_questions(sum(data, []),",
+         "tests/test_options.py -k best_adapter"),
+        ("math.comb(samples - correct, k)", "(samples - correct) ** k",
+         "tests/test_options.py -k pass_at_k"),
+        ("temperature=settings.temperature, ", "", "tests/test_run.py -k equations"),
+        ("if number == 0:", "if number == 1:", "tests/test_run.py -k equations"),
+    ],
+    "harness/data.py": [
+        ('len(prompts) >= len({q["question"].strip() for q in questions})', "True",
+         "tests/test_bad_input.py -k bad_input_is_one_line"),
+        ("ONE_DAY + self", "self", "tests/test_bad_input.py -k tomorrow"),
+        ("if len(answers[text]) == 1]", "]", "tests/test_answers.py -k different_answers"),
+        ("answer = answer if box is None else box", "pass", "tests/test_answers.py -k unfit_file"),
+    ],
+    "harness/command.py": [
+        ('require_flag("" not in values', "require_flag(True",
+         "tests/test_bad_input.py -k empty_value"),
+        ("        shutil.rmtree(out, ignore_errors=True)", "        pass",
+         "tests/test_bad_input.py -k no_empty_folder"),
+    ],
+    "studies/study.py": [
+        ("scale * spread / len(values) ** 0.5", "scale * spread",
+         "tests/test_studies.py -k claims_tables"),
+        ("require_flag(theirs[name] == settings[name]", "require_flag(True",
+         "tests/test_studies.py -k other_flags"),
+        ('*args.more, *FLAGS[run["arm"]].split(),', '*FLAGS[run["arm"]].split(), *args.more,',
+         "tests/test_studies.py -k arms_flags"),
+    ],
+    "methods/deep_grpo.py": [
+        ("max_new_tokens - len(begun)", "max_new_tokens", "tests/test_methods.py -k branches_join"),
+    ],
+    "harness/export.py": [
+        ("named_parts(name, codes, scales, global_scale)",
+         "named_parts(name, codes, scales, 2 * global_scale)",
+         "tests/test_serving.py -k librarys_bytes"),
+        ('("bos_token_id", "eos_token_id", "pad_token_id")',
+         '("bos_token_id", "eos_token_id", "pad_token_id", "top_k")',
+         "tests/test_serving.py -k samples_from"),
+    ],
+    "harness/ranks.py": [
+        ("dist.all_reduce(line)", "pass", "tests/test_processes.py -k steps_of_one"),
+    ],
+    "harness/layers.py": [
+        ("line.chunk(ranks.count)[ranks.rank]", "line.chunk(ranks.count)[0]",
+         "tests/test_processes.py -k steps_of_one"),
+    ],
+    "methods/speculative.py": [
+        ("right.cumprod(0).sum(0)", "right.sum(0)",
+         "tests/test_speculative.py -k 'frequencies or greedy'"),
+        ("& ~ends[:-1]", "", "tests/test_speculative.py -k greedy"),
+        ("max_len + 7", "max_len", "tests/test_speculative.py -k greedy"),
+    ],
+    "methods/rilq.py": [
+        ("    model.load_state_dict(best, strict=False)", "    pass",
+         "tests/test_quantizers.py -k rilq_keeps"),
+    ],
+    "methods/awq.py": [
+        ("weight[last] /= scales[reader][:, None]", "pass", "tests/test_quantizers.py -k folded"),
+    ],
+    "methods/parts/calibration.py": [
+        ("            layer.weight = weight", "            pass",
+         "tests/test_quantizers.py -k a_block_in_memory"),
+    ],
+    "methods/qat.py": [
+        ("encode_e2m1(self.master.detach(), self.scale)",
+         "encode_e2m1(self.master.detach(), 2 * self.scale)",
+         "tests/test_quantizers.py -k ends_in_its_bytes"),
+    ],
+    "methods/parts/eight_bit.py": [
+        ("(x.double() @ weight.double().T).float()", "(x.float() @ weight.float().T)",
+         "tests/test_methods.py -k int8"),
+        ("weight + (B @ A).detach()", "weight", "tests/test_methods.py -k eight_bit"),
+    ],
+    "methods/jetrl.py": [
+        ("y.addmm_(rows @ A.T, B.T)", "y", "tests/test_jetrl.py -k fp8_layer"),
+        ("y = y + self.bias.to(x.dtype)", "pass", "tests/test_jetrl.py -k fp8_layer"),
+        ("switch_fp8(model, self.training_in_fp8)", "pass", "tests/test_jetrl.py -k which_passes"),
+    ],
+    "methods/parts/fp8_blocks.py": [
+        ("            return False", "            pass", "tests/test_jetrl.py -k tried"),
+    ],
+    "harness/batches.py": [
+        ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),
+        ("algo.token_weights(mask[rows],",
+         "algo.token_weights(mask[rows] & teaches[rows][:, None],",
+         "tests/test_run.py -k equations"),
+    ],
+}
 
 
 def outcome(folder, file, old, new, tests):
@@ -167,7 +177,7 @@ def outcome(folder, file, old, new, tests):
     path = folder / file
     sound = path.read_text(encoding="utf-8")
     if sound.count(old) != 1:
-        return f"its text stands {sound.count(old)} times in {file}"
+        return f"its text stands there {sound.count(old)} times"
     path.write_text(sound.replace(old, new), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", *shlex.split(tests)]
     status = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode
@@ -176,21 +186,20 @@ def outcome(folder, file, old, new, tests):
     return said.get(status, f"pytest ended with {status}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-k", default="", help="a part of the names of the faults to be tried")
-    wanted = [fault for fault in FAULTS if parser.parse_args().k in fault[0]]
+def main(word=""):
+    faults = [(file, *fault) for file in FAULTS for fault in FAULTS[file]]
     found = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(Path(__file__).parents[1], copy,
                         ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
-        for name, *fault in wanted:
-            found.append(outcome(copy, *fault))
-            print(f"{name:24} {found[-1]}", flush=True)
+        for fault in faults:
+            if word in " ".join(fault):
+                found.append(outcome(copy, *fault))
+                print("{}: {} -> {}: ".format(*fault), found[-1], flush=True)
     print(f"{found.count('caught')} of {len(found)} caught")
     return found.count("caught") != len(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
