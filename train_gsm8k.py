@@ -26,8 +26,7 @@ import torch
 import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_size, make_batch, pick_groups
-from harness.command import check_settings, full_name, one_line, parse_flags
-from harness.command import setting, use_device
+from harness.command import check_settings, full_name, one_line, parse_flags, use_device
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -44,99 +43,112 @@ from qerl import UserError, require
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on. Each is a flag: lora_rank is --lora-rank.
+    """What a run depends on. Each is a flag: lora_rank is --lora-rank; --help says these remarks.
 
     The defaults are for a real model; the presets small and paper have others (PRESETS). Brackets
     tell where a default comes from, if it is not our own choice. T4: Table 4 of the paper (GSM8K);
     §, E (its appendix), Eq., Fig.: the paper's; code: the authors' public code; DAPO: arXiv
     2503.14476.
     """
-    model: str = setting(None, "Hugging Face name or folder; by default the small built-in policy")
-    data: str = setting(None, "folder of train*.jsonl and test*.jsonl, or a dataset's file, NAME or "
-                              "NAME:CONFIG; with --model GSM8K is fetched")
-    eval: list = setting(None, "held-out questions from elsewhere: names or files of datasets")
-    start_seed: int = setting(0, "seed that makes the small built-in policy; another makes another")
-    chat_template_kwargs: dict = setting(None, "what the chat template gets, such as "
-                                               "'{\"enable_thinking\": false}' for Qwen3")
-    preset: str = setting(None, "other defaults; without --model: small", ["small", "paper"])
+    model: str = None               # Hugging Face name or folder; by default the built-in policy
+    data: str = None                # folder of train*.jsonl and test*.jsonl, or a dataset's file,
+                                    # NAME or NAME:CONFIG; with --model GSM8K is fetched
+    eval: list = None               # held-out questions from elsewhere: names or files of datasets
+    start_seed: int = 0             # seed that makes the built-in policy; another makes another
+    chat_template_kwargs: dict = None           # what the chat template gets, such as
+                                    # '{"enable_thinking": false}' for Qwen3
+    preset: str = None              # other defaults; without --model: small
 
     # The policy: frozen weights, trained LoRA.
-    weights: str = setting("nvfp4", "format of the frozen weights", sorted(qerl.FORMATS))
-    quantizer: str = setting("gptq", "how the codes of nvfp4 are chosen: methods/gptq.py and so on, once; "
-                                     "rtn: the nearest, the default with --shard and other formats",
-                             ["rtn", "four-over-six", "awq", "gptq"])
-    adapter: str = setting(None, "folder of an adapter in PEFT's format to start from; it sets rank and "
-                                 "alpha, and is what --beta compares with")
-    lora_rank: int = setting(32, "rank of LoRA [§4.1]; 0 with bf16: all weights are trained instead")
-    lora_alpha: float = setting(None, "LoRA is scaled by this over the rank; by default the rank")
-    train_norms: bool = setting(False, "train the RMSNorm scales, too [code: on, the two of a block]")
+    weights: str = "nvfp4"          # format of the frozen weights
+    quantizer: str = "gptq"         # how the codes of nvfp4 are chosen: methods/gptq.py and so on,
+                                    # once; rtn: the nearest, the default with --shard and other
+                                    # formats
+    adapter: str = None             # folder of an adapter in PEFT's format to start from; it sets
+                                    # rank and alpha, and is what --beta compares with
+    lora_rank: int = 32             # rank of LoRA [§4.1]; 0 with bf16: all weights are trained
+    lora_alpha: float = None        # LoRA is scaled by this over the rank; by default the rank
+    train_norms: bool = False       # train the RMSNorm scales, too [code: on, the two of a block]
 
     # The rollout
-    prompts: int = setting(64, "questions a step")
-    group: int = setting(8, "completions a question [T4]")
-    max_new_tokens: int = setting(512, "tokens of a completion at most")
-    temperature: float = setting(1.0, "of the sampling, and of all log-probabilities of the training")
-    top_p: float = setting(1.0, "sample among the likeliest tokens that reach this; log-probabilities "
-                                "are of all")
-    slots: int = setting(None, "sequences decoded at once; by default 256, or what memory holds")
+    prompts: int = 64               # questions a step
+    group: int = 8                  # completions a question [T4]
+    max_new_tokens: int = 512       # tokens of a completion at most
+    temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
+    top_p: float = 1.0              # sample among the likeliest tokens that reach this;
+                                    # log-probabilities are of all
+    slots: int = None               # sequences decoded at once; by default 256, or what memory holds
 
     # Adaptive Quantization Noise
-    sigma_start: float = setting(1e-2, "noise of the first noisy stage [T4; §4.1: 5e-2]; 0 here and below: none")
-    sigma_end: float = setting(5e-4, "noise of the last stage [T4]")
-    stages: int = setting(10, "stages of the noise, the first without any [§3.3]")
-    schedule: str = setting("exponential", "noise decay [Eq. 8, Fig. 9]", sorted(qerl.SCHEDULES))
+    sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; 0 here and
+                                    # below: none
+    sigma_end: float = 5e-4         # noise of the last stage [T4]
+    stages: int = 10                # stages of the noise, the first without any [§3.3]
+    schedule: str = "exponential"   # noise decay [Eq. 8, Fig. 9]
 
     # The objective
-    algo: str = setting("grpo", "objective: qerl.OBJECTIVES", sorted(qerl.OBJECTIVES))
-    method: str = setting("qerl", "qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods")
-    reward: str = setting("answer", "1 if right; paper: 2, and 0.2 for format [code]; random: 0 or 1 "
-                                    "whatever it says; FILE.py:FUNCTION: your own, of (completion, "
-                                    "question), a dict of question, answer and right; or a sum, such as "
-                                    "answer+0.1*FILE.py:FUNCTION")
-    beta: float = setting(0.0, "weight of the KL to the reference policy [E; code: 0.04 with grpo]")
-    clip_low: float = setting(0.2, "the ratio is clipped at 1 minus this [T4]")
-    clip_high: float = setting(0.28, "the ratio is clipped at 1 plus this [T4, DAPO]")
-    tis: float = setting(0.0, "cap of truncated importance weights; FlashRL's is 2; 0: no weights")
+    algo: str = "grpo"              # objective: qerl.OBJECTIVES
+    method: str = "qerl"            # qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods
+    reward: str = "answer"          # 1 if right; paper: 2, and 0.2 for format [code]; random: 0 or
+                                    # 1 whatever it says; FILE.py:FUNCTION: your own, of
+                                    # (completion, question), a dict of question, answer and right;
+                                    # or a sum, such as answer+0.1*FILE.py:FUNCTION
+    beta: float = 0.0               # weight of the KL to the reference [E; code: 0.04 with grpo]
+    clip_low: float = 0.2           # the ratio is clipped at 1 minus this [T4]
+    clip_high: float = 0.28         # the ratio is clipped at 1 plus this [T4, DAPO]
+    tis: float = 0.0                # cap of truncated importance weights; FlashRL's is 2; 0: none
 
     # The optimiser
-    steps: int = setting(300, "rollouts, each followed by its updates")
-    updates: int = setting(4, "minibatches a rollout, an optimiser step each; a completion is in one [T4]")
-    lr: float = setting(1e-4, "learning rate; paper with --weights bf16: 5e-6")
-    warm_up: float = setting(0.1, "fraction of the steps in which the learning rate rises [code]")
-    weight_decay: float = setting(0.1, "weight decay of AdamW, for matrices alone [code]")
-    gradient_clip: float = setting(0.2, "largest norm of a gradient [code]")
-    micro_tokens: int = setting(None, "tokens in one pass of an update, in which a shared prompt counts "
-                                      "once; by default 16384, or what memory holds")
-    keep_activations: bool = setting(False, "no gradient checkpointing at all, whatever memory it "
-                                            "takes; else on a GPU as many blocks keep what backward "
-                                            "needs as fit into most of the free memory")
+    steps: int = 300                # rollouts, each followed by its updates
+    updates: int = 4                # minibatches a rollout, an optimiser step each; a completion is
+                                    # in one [T4]
+    lr: float = 1e-4                # learning rate; paper with --weights bf16: 5e-6
+    warm_up: float = 0.1            # fraction of the steps in which the learning rate rises [code]
+    weight_decay: float = 0.1       # weight decay of AdamW, for matrices alone [code]
+    gradient_clip: float = 0.2      # largest norm of a gradient [code]
+    micro_tokens: int = None        # tokens in one pass of an update, in which a shared prompt
+                                    # counts once; by default 16384, or what memory holds
+    keep_activations: bool = False  # no gradient checkpointing at all, whatever memory it takes;
+                                    # else on a GPU as many blocks keep what backward needs as fit
+                                    # into most of the free memory
 
     # The run
-    shard: bool = setting(False, "cut the frozen weights over torchrun's processes, for models that "
-                                 "one GPU cannot hold; slower")
-    seed: int = setting(0, "seeds LoRA, the order of the questions, the sampling and the noise")
-    device: str = setting("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1 or cpu")
-    dtype: str = setting("auto", "of activations; auto: bfloat16, float16 on old GPUs, float32 on a CPU",
-                         ["auto", "bfloat16", "float16", "float32"])
-    validation: int = setting(0, "so many of the training questions, the last, are kept apart")
-    eval_every: int = setting(0, "steps between evaluations on these; the best adapter is kept in "
-                                 "adapter-best; 0: none")
-    eval_questions: int = setting(0, "held-out questions of each set, 0: all")
-    eval_samples: int = setting(1, "answers to each of them, for pass@1, pass@2, pass@4 and so on")
-    eval_temperature: float = setting(0.6, "of these answers [E]")
-    eval_top_p: float = setting(0.95, "of these answers [E]")
-    skip_eval_before: bool = setting(False, "do not measure the policy before its training")
-    eval_only: bool = setting(False, "only measure accuracy; with --resume, of the run's adapter")
-    save_every: int = setting(10, "steps between checkpoints")
-    dry_run: bool = setting(False, "only say what memory and time the run will take, by config.json alone")
-    gpu: str = setting(None, "GPU of which that is said; by default the one here, or an H100", sorted(GPUS))
-    out: str = setting(None, "folder of the run; by default a new one under runs/")
-    save_quantized: str = setting(None, "only write the model in NVFP4 to this new folder, for vLLM and "
-                                        "transformers: docs/serving.md")
-    resume: bool = setting(False, "go on from --out's last checkpoint, by default the newest run's")
-    log: str = setting(None, "send the metrics to a tracker, too", ["tensorboard", "wandb"])
+    shard: bool = False             # cut the frozen weights over torchrun's processes, for models
+                                    # that one GPU cannot hold; slower
+    seed: int = 0                   # seeds LoRA, the order of the questions, sampling and noise
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
+    dtype: str = "auto"             # of activations; auto: bfloat16, float16 on old GPUs, float32
+                                    # on a CPU
+    validation: int = 0             # so many of the training questions, the last, are kept apart
+    eval_every: int = 0             # steps between evaluations on these; the best adapter is kept
+                                    # in adapter-best; 0: none
+    eval_questions: int = 0         # held-out questions of each set, 0: all
+    eval_samples: int = 1           # answers to each of them, for pass@1, pass@2, pass@4 and so on
+    eval_temperature: float = 0.6   # of these answers [E]
+    eval_top_p: float = 0.95        # of these answers [E]
+    skip_eval_before: bool = False  # do not measure the policy before its training
+    eval_only: bool = False         # only measure accuracy; with --resume, of the run's adapter
+    save_every: int = 10            # steps between checkpoints
+    dry_run: bool = False           # only say what memory and time the run will take, by
+                                    # config.json alone
+    gpu: str = None                 # GPU of which that is said; by default the one here, or an H100
+    out: str = None                 # folder of the run; by default a new one under runs/
+    save_quantized: str = None      # only write the model in NVFP4 to this new folder, for vLLM and
+                                    # transformers: docs/serving.md
+    resume: bool = False            # go on from --out's last checkpoint, by default the newest run's
+    log: str = None                 # send the metrics to a tracker, too
 
 
+CHOICES = {
+    "preset": ["small", "paper"],
+    "weights": qerl.FORMATS,
+    "quantizer": ["rtn", "four-over-six", "awq", "gptq"],
+    "schedule": qerl.SCHEDULES,
+    "algo": qerl.OBJECTIVES,
+    "dtype": ["auto", "bfloat16", "float16", "float32"],
+    "gpu": GPUS,
+    "log": ["tensorboard", "wandb"],
+}
 PRESETS = {
     # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
@@ -619,7 +631,7 @@ def read_settings(argv=None):
 
     With --resume the settings of the run that goes on come before preset and defaults.
     """
-    given = parse_flags(Settings, __doc__, PRESETS, argv)
+    given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if given.get("resume"):
         given = {"out": given.get("out") or newest_run(), **given}
         then = stored_settings(given["out"]).items()

@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import field, fields
+from dataclasses import fields
 from types import SimpleNamespace
 
 import safetensors
@@ -20,9 +20,11 @@ from harness.ranks import Ranks
 from qerl import UserError, require
 
 
-def setting(default, remark, choices=None):
-    """A dataclass field that is also a flag: --help says `remark`, `choices` limit the values."""
-    return field(default=default, metadata={"remark": remark, "choices": choices})
+def remarks(settings_class):
+    """{field: the comment behind it in the source, which may go on in the lines below}."""
+    source = inspect.getsource(settings_class)
+    found = re.findall(r"^    (\w+): [^#\n]*# (.*(?:\n +# .*)*)", source, re.MULTILINE)
+    return {name: re.sub(r"\n +# ", " ", remark) for name, remark in found}
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,25 +56,26 @@ KINDS = {
 }
 
 
-def parse_flags(settings_class, description, presets, argv=None):
+def parse_flags(settings_class, description, presets, choices, argv=None):
     """The flags given on the command line, as {field: value}; flags not given are left out.
 
-    argv: the command line, by default the process's own. --help ends with what the docstring of
+    presets: {name: {field: its default there}}; choices: {field: the values that it may have}; argv: the command line, by default the process's own. --help ends with what the docstring of
     settings_class says after its first line.
     """
     legend = inspect.getdoc(settings_class).partition("\n\n")[2]
     parser = Parser(
         description, usage="%(prog)s [flags]", epilog=legend, argument_default=argparse.SUPPRESS)
+    said = remarks(settings_class)
     for f in fields(settings_class):
         flag = "--" + f.name.replace("_", "-")
-        remark = f.metadata["remark"]
+        remark = said[f.name]
         if f.type in KINDS:
             parser.add_argument(flag, help=remark, **KINDS[f.type])
         else:
             given = {"default": f.default, **{name: p.get(f.name) for name, p in presets.items()}}
             known = [f"{name} {value}" for name, value in given.items() if value is not None]
             remark += f" ({'; '.join(known)})" if known else ""
-            parser.add_argument(flag, help=remark, type=f.type, choices=f.metadata["choices"])
+            parser.add_argument(flag, help=remark, type=f.type, choices=choices.get(f.name))
     return vars(parser.parse_args(argv))
 
 
