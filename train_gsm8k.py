@@ -136,7 +136,6 @@ class Settings:
     save_quantized: str = None      # only write the model in NVFP4 to this new folder, for vLLM and
                                     # transformers: docs/serving.md
     resume: bool = False            # go on from --out's last checkpoint, by default the newest run's
-    log: str = None                 # send the metrics to a tracker, too
 
 
 CHOICES = {
@@ -147,7 +146,6 @@ CHOICES = {
     "algo": qerl.OBJECTIVES,
     "dtype": ["auto", "bfloat16", "float16", "float32"],
     "gpu": GPUS,
-    "log": ["tensorboard", "wandb"],
 }
 PRESETS = {
     # What the built-in policy learns from within minutes.

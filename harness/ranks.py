@@ -7,7 +7,6 @@ the ranks once a minibatch, before they are clipped, so all ranks take the same 
 same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone writes and
 speaks. Without torchrun there is one rank, and everything here returns what it was given.
 """
-import atexit
 import contextlib
 import os
 import random
@@ -78,7 +77,6 @@ class Ranks:
         """
         if not self.have_met():
             sys.exit(status)
-        atexit._run_exitfuncs()                        # a tracker sends its last lines there
         if sys.stdout:
             sys.stdout.flush()
         sys.stderr.flush()
@@ -116,7 +114,7 @@ class Ranks:
                 "--shard cuts the weights over several processes, but this is one; start by torchrun "
                 "--nproc_per_node=2 or more")
         flags = {f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()}
-        for name in ("--model", "--data", "--eval", "--device", "--out", "--log"):
+        for name in ("--model", "--data", "--eval", "--device", "--out"):
             del flags[name]
         self.agree(flags)
 

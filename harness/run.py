@@ -16,14 +16,14 @@ from harness.export import save_adapter
 from harness.folders import append_jsonl, atomic_write, cut_log, new_run, open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
-from qerl import UserError, reason, require
+from qerl import require
 
 
 # Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
 FREE = ("out", "resume", "eval_only", "slots", "micro_tokens", "keep_activations", "shard", "preset",
         "save_quantized", "dry_run", "gpu")
 # Others that flags may change for the rest of a run.
-CHANGEABLE = {"steps", "save_every", "log"}
+CHANGEABLE = {"steps", "save_every"}
 
 
 def lasting(settings):
@@ -70,8 +70,6 @@ class Keeper:
         self.saved = read_saved(settings) if settings.resume else None
         new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.state = self.saved[0] if self.saved else new
-        if self.ranks.main:
-            self.track = open_tracker(settings, self.state)
 
     def begin(self, model, optimizer, scaler, generators, algo, fitted, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
@@ -129,7 +127,7 @@ class Keeper:
                             lasting(self.settings))
 
     def log(self, metrics, samples, batch, tokenizer):
-        """Add a step's figures, of all ranks, to metrics.jsonl and the tracker.
+        """Add a step's figures, of all ranks, to metrics.jsonl.
 
         Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too.
         """
@@ -149,7 +147,6 @@ class Keeper:
     def write(self, logged):
         self.bar.set_postfix_str(PROGRESS.format(**logged))
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-        self.track(logged, logged["step"])
         accuracy = logged.get("accuracy_validation")
         best = self.state["best"]
         if accuracy is not None and (best is None or accuracy > best["accuracy"]):
@@ -304,36 +301,3 @@ def require_finite_policy(model, prompt):
     logits = model(tokens)[:, -1]
     values = {f"the values of {name}": p for name, p in qerl.trainable(model).items()}
     require_finite({**values, "after this update the logits": logits})
-
-
-# --------------------------------------------------------------------------------------------------
-# Trackers
-
-def flat(metrics):
-    """{"seconds": {"rollout": 1}} -> {"seconds/rollout": 1}: numbers, as trackers want them."""
-    numbers = dict(metrics)
-    seconds = numbers.pop("seconds")
-    return numbers | {f"seconds/{phase}": value for phase, value in seconds.items()}
-
-
-def open_tracker(settings, state):
-    """A function (metrics, step) that sends a step's metrics where --log says, if it does.
-
-    state: of the run, which keeps W&B's id so that a resumed run goes on there. Raises UserError.
-    """
-    try:
-        if settings.log == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(settings.out, purge_step=state["step"] + 1)
-            return lambda metrics, step: [
-                writer.add_scalar(key, value, step) for key, value in flat(metrics).items()]
-        if settings.log == "wandb":
-            import wandb
-            run = wandb.init(project="qerl", name=os.path.basename(settings.out), dir=settings.out,
-                             config=lasting(settings), id=state.get("wandb"), resume="allow")
-            state["wandb"] = run.id
-            return lambda metrics, step: run.log(flat(metrics), step=step)
-    except Exception as e:                  # no package, no key, no connection
-        raise UserError(f"--log {settings.log}: {reason(e)}; pip install {settings.log}, log in there, "
-                        "or leave --log out")
-    return lambda metrics, step: None

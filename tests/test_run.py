@@ -1,8 +1,7 @@
-"""A run: the loop, held to the equations; full fine-tuning, trackers, float16."""
+"""A run: the loop, held to the equations; full fine-tuning, float16."""
 import copy
 import itertools
 import json
-import sys
 from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from harness.answers import is_right
 from harness.batches import cut_rows
 from harness.folders import append_jsonl, read_jsonl, write_jsonl
 from harness.layers import train_all_weights
-from harness.run import flat
 from test_qerl import relative, scales, seeded
 
 
@@ -359,51 +357,7 @@ def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# Trackers, float16, lines of JSON
-
-@pytest.mark.parametrize("name,module,begun", [
-    ("tensorboard", "torch.utils.tensorboard", [1, 3]),             # it forgets steps 3 and 4
-    ("wandb", "wandb", [None, "its id"]),
-])
-def test_a_tracker_gets_each_steps_numbers_and_goes_on_after_a_stop(
-        quick, tmp_path, monkeypatch, name, module, begun):
-    """A run that is stopped in step 4 and resumed after step 2."""
-    opened = []
-    written = {}
-
-    class Tracker:
-        id = "its id"
-
-        def __init__(self, folder=None, purge_step=None, id=None, **options):
-            opened.append(purge_step or id)
-
-        def add_scalar(self, key, value, step):
-            written.setdefault(step, {})[key] = value
-
-        def log(self, numbers, step):
-            written[step] = numbers
-
-    fake = SimpleNamespace(SummaryWriter=Tracker, init=Tracker)
-    monkeypatch.setitem(sys.modules, module, fake)
-    stop_at(4, *quick, "--log", name)
-    assert written.keys() == {1, 2, 3, 4}
-    run_main(monkeypatch, *quick, "--log", name, "--resume")
-    assert opened == begun
-    assert written == {m["step"]: flat(m) for m in read_jsonl(tmp_path / "run/metrics.jsonl")}
-    assert "seconds/rollout" in written[5]
-
-
-def test_a_tracker_that_cannot_be_used_is_one_line(quick, tmp_path, monkeypatch, capsys):
-    def no_key(**options):
-        raise RuntimeError("no API key configured\nhere")
-
-    for module, message in (
-            (None, "pip install wandb"),                            # None is an ImportError
-            (SimpleNamespace(init=no_key), "no API key configured;")):
-        monkeypatch.setitem(sys.modules, "wandb", module)
-        assert message in refused(monkeypatch, capsys, *quick, "--log", "wandb")
-    assert not (tmp_path / "run").exists()                          # nothing was measured before
-
+# float16, lines of JSON
 
 def losses_times(patch, *factors):
     """Multiply the first losses by these factors, the others by 1."""
