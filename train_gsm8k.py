@@ -35,8 +35,8 @@ from harness.folders import write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
 from harness.ranks import Ranks
-from harness.run import Keeper, lasting, open_run, read_saved, require_finite_policy
-from harness.run import require_finite_rollout, require_same, restore, stored_settings
+from harness.run import Keeper, lasting, open_run, read_checkpoint, read_saved
+from harness.run import require_finite_policy, require_finite_rollout, require_same
 from harness.small_policy import ByteText, warm_start
 from qerl import UserError, require
 
@@ -163,7 +163,7 @@ def train(settings):
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     algo = find_algo(settings)                         # the module qerl, or a neighbour
     keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
-    model, tokenizer, data, settings = load_all(settings, algo, ranks, keeper.saved)
+    model, tokenizer, data, settings = load_all(settings, algo, ranks)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
@@ -298,11 +298,8 @@ def find_algo(settings):
     return methods.find(settings.method, settings)
 
 
-def load_all(settings, algo, ranks=Ranks(), saved=None):
-    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted).
-
-    saved: of run.read_saved, where a run is resumed.
-    """
+def load_all(settings, algo, ranks=Ranks()):
+    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
     data = load_questions(settings)
     if settings.model:
         folder = qerl.model_folder(settings.model)
@@ -346,7 +343,7 @@ def load_all(settings, algo, ranks=Ranks(), saved=None):
     if algo is not qerl:
         algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
-    return model, tokenizer, data, fitted(settings, model, longest, saved)
+    return model, tokenizer, data, fitted(settings, model, longest)
 
 
 def stored_folder(settings, algo, folder, questions, tokenizer):
@@ -590,20 +587,14 @@ def describe(samples, batch, clock, algo):
 
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
-    saved = None
-    if settings.resume:
-        # What the adapter belongs to, with the questions that codes are fitted to, and the reward,
-        # which goes with the instruction (SYSTEM).
-        policy = ("model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
-                  "train_norms", "reward", "chat_template_kwargs", "data", "adapter")
-        saved = read_saved(settings, must_agree=policy)
+    saved = read_saved(settings) if settings.resume else None
     ranks = Ranks()
-    model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks, saved)
+    model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks)
     if saved:
-        state, tensors = saved
+        state = saved["state"]
         require_same(state, model.fingerprints, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
-        restore(tensors, model)
+        model.load_state_dict(saved["model"], strict=False)
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
@@ -632,7 +623,7 @@ def read_settings(argv=None):
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if given.get("resume"):
         given = {"out": given.get("out") or newest_run(), **given}
-        then = stored_settings(given["out"]).items()
+        then = read_checkpoint(given["out"])["settings"].items()
         given = {name: value for name, value in then if hasattr(Settings, name)} | given
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))

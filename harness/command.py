@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import safetensors
 import torch
 
+from harness.folders import CHECKPOINT
 from harness.machine import is_out_of_memory
 from harness.ranks import Ranks
 from qerl import UserError, require
@@ -231,7 +232,7 @@ def end(run, message, resumable=False):
 
 def how_to_go_on(folder):
     """What to type after a stop, if there is something to go on with."""
-    if not folder or not os.path.exists(f"{folder}/checkpoint.safetensors"):
+    if not folder or not os.path.exists(f"{folder}/{CHECKPOINT}"):
         return ""
     return f"; go on with --resume --out {folder}"
 

@@ -6,7 +6,7 @@ A run's has
     samples.jsonl            all completions of one question, at the first step and each checkpoint
     answers_before.jsonl     each held-out question with the policy's answers, before training
     answers_after.jsonl      and after it
-    checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
+    checkpoint.pt            what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     .lock                    held while a process runs here
@@ -32,7 +32,8 @@ from harness.ranks import Ranks
 from qerl import UserError, require
 
 
-FILES = ["checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
+CHECKPOINT = "checkpoint.pt"
+FILES = [CHECKPOINT, "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
          "summary.json", "curve.png", "report.html", "eval.json"]
 
 
@@ -51,7 +52,7 @@ def atomic_write(path, data):
 
 def newest_run():
     """The folder that --resume means without --out."""
-    found = glob.glob("runs/*/checkpoint.safetensors")
+    found = glob.glob(f"runs/*/{CHECKPOINT}")
     require(found, "--resume: no run under runs/ has a checkpoint; name its folder with --out or start "
                    "without --resume")
     return os.path.dirname(max(found, key=os.path.getmtime))
@@ -81,7 +82,7 @@ def open_folder(out, resume):
 def refuse_to_overwrite(out):
     """A folder's files stay: a new run needs one without any of a run's."""
     found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
-    going_on = "add --resume to go on with it or " if "checkpoint.safetensors" in found else ""
+    going_on = "add --resume to go on with it or " if CHECKPOINT in found else ""
     require(not found,
             f"--out {out}: already holds a run's {', '.join(found)}; {going_on}choose another folder")
 

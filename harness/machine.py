@@ -68,17 +68,15 @@ def keep_decoded(model, collect=list, share=0.5, small=1e8):
         layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
 
 
-def fitted(settings, model, longest, saved):
+def fitted(settings, model, longest):
     """The settings with the slots and micro_tokens that memory holds, where no flag gave them.
 
-    longest: tokens of a prompt and its completion. A resumed run (saved: run.read_saved, or None)
-    keeps its own: on the first number the random numbers depend, on the second the order of sums. On
-    a GPU this also chooses the blocks whose activations are kept.
+    longest: tokens of a prompt and its completion. A resumed run keeps its own: on the first number
+    the random numbers depend, on the second the order of sums. On a GPU this also chooses the blocks
+    whose activations are kept.
     """
-    before = saved[0] if saved else {}
-    slots = settings.slots or before.get("slots") or slots_that_fit(model, longest)
-    micro_tokens = (
-        settings.micro_tokens or before.get("micro_tokens") or micro_tokens_that_fit(model))
+    slots = settings.slots or slots_that_fit(model, longest)
+    micro_tokens = settings.micro_tokens or micro_tokens_that_fit(model)
     print(f"--slots {slots} --micro-tokens {micro_tokens}, with {free_memory(model.device) / 1e9:.1f} GB free")
     if model.recompute_blocks and not settings.shard:
         keep_activations(model, micro_tokens)

@@ -1,48 +1,38 @@
-"""What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
+"""What lasts of a run: checkpoint.pt, which --resume goes on from, log, samples, summary."""
 import hashlib
+import io
 import json
 import os
 import time
 from dataclasses import asdict
 
-import safetensors.torch
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 import qerl
 from harness.command import command_line, require_flag
 from harness.export import save_adapter
-from harness.folders import append_jsonl, atomic_write, cut_log, new_run, open_folder
+from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, new_run, open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
 from qerl import require
 
 
-# Settings of where a run lives and how its work is cut, which another part of it may have otherwise.
-FREE = ("out", "resume", "eval_only", "slots", "micro_tokens", "keep_activations", "shard", "preset",
-        "save_quantized", "dry_run", "gpu")
+# Settings that are a process's own: where a run lives, what is done with it.
+FREE = {"out", "resume", "eval_only", "keep_activations", "shard", "preset", "save_quantized", "dry_run",
+        "gpu"}
 # Others that flags may change for the rest of a run.
-CHANGEABLE = {"steps", "save_every"}
+CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens"}
+# What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes
+# with the instruction.
+POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha", "train_norms",
+          "reward", "chat_template_kwargs", "data", "adapter"}
 
 
 def lasting(settings):
-    """What --resume restores, and a checkpoint must agree with but for CHANGEABLE: all but FREE."""
+    """What a checkpoint stores of the settings, and --resume restores: all but FREE."""
     kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
     return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
-
-
-def read_saved(settings, must_agree=None):
-    """(state, tensors) of the run's last checkpoint; see read_checkpoint."""
-    return read_checkpoint(settings.out, lasting(settings), must_agree)
-
-
-def require_same(state, fingerprints, folder):
-    """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
-    for part, ours in fingerprints.items():
-        require(state[part] == ours,
-                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
-                "of that time, or start a new run")
 
 
 def open_run(settings):
@@ -69,14 +59,15 @@ class Keeper:
         self.folder = settings.out
         self.saved = read_saved(settings) if settings.resume else None
         new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
-        self.state = self.saved[0] if self.saved else new
+        self.state = self.saved["state"] if self.saved else new
 
-    def begin(self, model, optimizer, scaler, generators, algo, fitted, questions):
+    def begin(self, model, optimizer, scaler, generators, algo, settings, questions):
         """Take charge of these and put them where the saved checkpoint had them -> state.
 
-        generators: list of torch.Generator; fitted: settings whose slots and micro_tokens a resumed
-        run keeps; questions: all, whose content it must share.
+        generators: list of torch.Generator; settings: with what memory holds; questions: all, whose
+        content a resumed run must share.
         """
+        self.settings = settings
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
@@ -84,27 +75,36 @@ class Keeper:
         self.algo = algo
         begun_with = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
         self.ranks.agree({"checkpoint's step": self.state["step"], **begun_with})
+        planned = None
         if self.saved:
             require_same(self.state, begun_with, self.folder)
-            restore(self.saved[1], model, optimizer, generators)
-            scaler.load_state_dict(self.state["scaler"])
-            if self.state["method"]:
-                algo.state = self.state["method"]
-            done, planned, steps = self.state["step"], self.state["steps"], self.settings.steps
-            require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
-            print(f"resumed {self.folder} after step {done}")
-            if steps != planned:
-                print(f"{planned} steps become {steps}: learning rate and noise are now those of a run of "
-                      f"{steps} steps, after its step {done}")
-            if self.ranks.main:
-                cut_log(self.folder, self.state["step"])
+            planned = self.saved["settings"]["steps"]
+            self.restore(**self.saved)
         self.state |= begun_with
-        self.state.update(slots=fitted.slots, micro_tokens=fitted.micro_tokens)
-        self.ranks.differ(generators[0], self.settings.seed, self.state["step"])
+        self.ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
-        if self.state.get("steps") != self.settings.steps:     # a new run, or one that becomes longer
+        if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
         return self.state
+
+    def restore(self, settings, state, model, optimizer, scaler, generators, method):
+        """Go on from what `save` has stored."""
+        self.model.load_state_dict(model, strict=False)
+        self.optimizer.load_state_dict(optimizer)
+        self.scaler.load_state_dict(scaler)
+        for generator, stored in zip(self.generators, generators):
+            generator.set_state(stored)
+        if method:
+            self.algo.state = method
+        done = state["step"]
+        steps = self.settings.steps
+        require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
+        print(f"resumed {self.folder} after step {done}")
+        if steps != settings["steps"]:
+            print(f"{settings['steps']} steps become {steps}: learning rate and noise are now those of a "
+                  f"run of {steps} steps, after its step {done}")
+        if self.ranks.main:
+            cut_log(self.folder, done)
 
     def steps(self, clock):
         """The numbers of the steps that are left, behind a bar on stderr; each restarts the clock."""
@@ -116,15 +116,22 @@ class Keeper:
             yield step
 
     def save(self):
-        self.state.update(
-            seconds=time.perf_counter() - self.started,
-            steps=self.settings.steps,
-            scaler=self.scaler.state_dict(),
-            method=getattr(self.algo, "state", {}),
-        )
-        if self.ranks.main:
-            save_checkpoint(self.folder, self.model, self.optimizer, self.generators, self.state,
-                            lasting(self.settings))
+        """Write the adapter, if there is one, then all that the next step depends on."""
+        self.state["seconds"] = time.perf_counter() - self.started
+        if not self.ranks.main:
+            return
+        # Not before the first step: an adapter without a checkpoint is one that lost it.
+        if self.state["step"] and self.settings.lora_rank:
+            save_adapter(self.model, f"{self.folder}/adapter", self.model.name_or_path)
+        write_checkpoint(self.folder, {
+            "settings": lasting(self.settings),
+            "state": self.state,
+            "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "generators": [generator.get_state() for generator in self.generators],
+            "method": getattr(self.algo, "state", {}),
+        })
 
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
@@ -147,11 +154,11 @@ class Keeper:
     def write(self, logged):
         self.bar.set_postfix_str(PROGRESS.format(**logged))
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-        accuracy = logged.get("accuracy_validation")
-        best = self.state["best"]
-        if accuracy is not None and (best is None or accuracy > best["accuracy"]):
+        accuracy = logged.get("accuracy_validation", 0.0)
+        best = self.state["best"] or {"accuracy": 0.0}
+        if accuracy > best["accuracy"]:
             self.state["best"] = {"accuracy": accuracy, "step": logged["step"]}
-            if self.model.quantized_layers()[0].rank:
+            if self.settings.lora_rank:
                 save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
                 print("this is the best policy so far: it is kept in adapter-best")
 
@@ -188,95 +195,55 @@ class Keeper:
 # --------------------------------------------------------------------------------------------------
 # The checkpoint
 
-def content_hash(metadata, tensors):
-    """SHA-256 of all that a checkpoint holds, so that a single flipped bit is noticed."""
-    digest = hashlib.sha256(safetensors.torch.save(tensors))
-    digest.update(f"{metadata['state']} {metadata['settings']}".encode())
-    return digest.hexdigest()
-
-
 def fingerprint(questions):
     """SHA-256 of the questions, their answers and their prompts, in their order."""
     asked = [(q["question"], q["answer"], q["prompt"]) for q in questions]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def save_checkpoint(folder, model, optimizer, generators, state, settings):
-    """Write the adapter, if there is one, then all that the next step depends on, as one file.
-
-    generators: list of torch.Generator; state and settings: what JSON can hold.
-    """
-    tensors = {f"rng.{i}": generator.get_state() for i, generator in enumerate(generators)}
-    for name, p in qerl.trainable(model).items():
-        tensors[f"model.{name}"] = p.detach()
-        for key, value in optimizer.state[p].items():
-            tensors[f"optimizer.{name}.{key}"] = value
-    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
-    metadata = {
-        "state": json.dumps(state, allow_nan=False),
-        "settings": json.dumps(settings, allow_nan=False),
-    }
-    metadata["sha256"] = content_hash(metadata, tensors)
-    # Not before the first step: an adapter without a checkpoint is one that lost it.
-    if state["step"] and model.quantized_layers()[0].rank:
-        save_adapter(model, f"{folder}/adapter", model.name_or_path)
-    stored = safetensors.torch.save(tensors, metadata=metadata)
-    atomic_write(f"{folder}/checkpoint.safetensors", stored)
+def write_checkpoint(folder, content):
+    """Write a dict of tensors and plain values as one file; its last bytes are its SHA-256."""
+    stored = io.BytesIO()
+    torch.save(content, stored)
+    stored.write(hashlib.sha256(stored.getbuffer()).digest())
+    atomic_write(f"{folder}/{CHECKPOINT}", stored.getbuffer())
 
 
-def stored_settings(folder):
-    """The settings that the run in `folder` was begun with; none if its checkpoint is not sound."""
-    path = f"{folder}/checkpoint.safetensors"
+def read_checkpoint(folder):
+    """The dict that write_checkpoint has stored, on the CPU; no code in the file is run."""
+    path = f"{folder}/{CHECKPOINT}"
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
-    try:
-        with safe_open(path, framework="pt") as f:
-            return json.loads(f.metadata()["settings"])
-    except Exception:                   # read_checkpoint will say what is wrong
-        return {}
+    with open(path, "rb") as f:
+        stored = f.read()
+    content, digest = stored[:-32], stored[-32:]
+    require(hashlib.sha256(content).digest() == digest,
+            f"{path}: is damaged; start a new run in another --out, and keep this folder's adapter")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def read_checkpoint(folder, settings, must_agree=None):
-    """(state, tensors) of the last checkpoint.
+def read_saved(settings):
+    """The last checkpoint of the run that these settings go on with, or else cannot be meant.
 
-    Refuses one that was made with other settings; must_agree: the names that count (default: all).
-    A setting that is newer than the checkpoint, or that it alone knows, does not count, nor do those
-    that are CHANGEABLE.
+    A setting that is newer than the checkpoint, or that it alone knows, does not count.
     """
-    path = f"{folder}/checkpoint.safetensors"
-    try:
-        with safe_open(path, framework="pt") as f:
-            metadata = f.metadata()
-            # Copies, because Windows replaces no file from which tensors are still mapped.
-            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
-        sound = metadata["sha256"] == content_hash(metadata, tensors)
-    except Exception:                   # whatever a damaged header may lead to
-        sound = False
-    require(sound, f"{path}: cannot be read, is damaged or of an earlier version; start a new run in "
-                   "another --out, and keep this folder's adapter")
-    then = json.loads(metadata["settings"])
-    counted = set(must_agree or settings) & settings.keys() & then.keys() - CHANGEABLE
-    for name in sorted(counted):
-        require(settings[name] == then[name],
-                f"--resume: {folder} was started with {name} = {then[name]}, now it is "
-                f"{settings[name]}; give the same settings or another --out")
-    return json.loads(metadata["state"]), tensors
+    saved = read_checkpoint(settings.out)
+    then = saved["settings"]
+    now = lasting(settings)
+    fixed = POLICY if settings.eval_only else now.keys() - CHANGEABLE
+    for name in sorted(fixed & now.keys() & then.keys()):
+        require(now[name] == then[name],
+                f"--resume: {settings.out} was started with {name} = {then[name]}, now it is {now[name]}; "
+                "give the same settings or another --out")
+    return saved
 
 
-@torch.no_grad()
-def restore(tensors, model, optimizer=None, generators=()):
-    """Put a checkpoint's tensors where save_checkpoint took them from."""
-    for i, generator in enumerate(generators):
-        generator.set_state(tensors[f"rng.{i}"])
-    trained = qerl.trainable(model)
-    for name, p in trained.items():
-        p.copy_(tensors[f"model.{name}"])
-    for place, value in tensors.items():
-        kind, _, key = place.partition(".")
-        if optimizer and kind == "optimizer":
-            name, _, key = key.rpartition(".")
-            p = trained[name]               # AdamW's count of steps stays on the CPU
-            optimizer.state[p][key] = value.to(p.device) if value.dim() else value
+def require_same(state, fingerprints, folder):
+    """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
+    for part, ours in fingerprints.items():
+        require(state[part] == ours,
+                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
+                "of that time, or start a new run")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, refused, run_main
-from common import stop_at, without_times
+from common import stop_at, tensors_of_checkpoint, without_times
 from harness.data import ChatText, check_tokens
 from harness.folders import cut_log, open_folder, read_jsonl
 from harness.run import read_checkpoint
@@ -187,7 +186,7 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
 # The folder of a run
 
 @pytest.mark.parametrize("name", [
-    "answers_before.jsonl", "checkpoint.safetensors", "adapter", "metrics.jsonl", "samples.jsonl",
+    "answers_before.jsonl", "checkpoint.pt", "adapter", "metrics.jsonl", "samples.jsonl",
     "summary.json", "curve.png", "report.html", "eval.json"])
 def test_no_file_of_a_run_is_overwritten(tmp_path, name):
     (tmp_path / name).write_text("mine")
@@ -217,14 +216,14 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
     """In its header, its settings and its tensors; and a lost end."""
-    stored = (finished / "checkpoint.safetensors").read_bytes()
+    stored = (finished / "checkpoint.pt").read_bytes()
     damaged = [stored[:1000]]
     for i in (10, stored.index(b"lora_rank"), len(stored) // 2, len(stored) - 1):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
     for content in damaged:
-        (tmp_path / "checkpoint.safetensors").write_bytes(content)
-        with pytest.raises(qerl.UserError, match="checkpoint.safetensors: "):
-            read_checkpoint(str(tmp_path), {})
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+        with pytest.raises(qerl.UserError, match="checkpoint.pt: "):
+            read_checkpoint(tmp_path)
 
 
 def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, monkeypatch, capsys):
@@ -235,7 +234,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert "no run under runs/ has a checkpoint" in refused(monkeypatch, capsys, "--resume")
     for name in ("old", "new"):
         shutil.copytree(finished, tmp_path / "runs" / name)
-    os.utime("runs/old/checkpoint.safetensors", (0, 0))
+    os.utime("runs/old/checkpoint.pt", (0, 0))
     stop_at(4, "--resume", "--steps", 4)                # before the next checkpoint
     for flags in ((), ("--eval-only",)):
         run_main(monkeypatch, "--resume", *flags)
@@ -295,7 +294,7 @@ def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     for number in range(1, renames + 1):
         out = tmp_path / str(number)
         assert killed_at(rename, number, *options, "--out", out) is None
-        begun = (out / "checkpoint.safetensors").exists()
+        begun = (out / "checkpoint.pt").exists()
         killed_at(rename, 0, *options, "--out", out, *["--resume"] * begun)
         assert all(m["gradient_norm"] > 0 for m in assert_same_run(whole, out))
         assert files_below(out).keys() == files_below(whole).keys()
@@ -370,8 +369,7 @@ def test_nan_ends_a_run_before_it_is_stored(
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
     options = (*quick, *LEARNING, "--reward", "random", "--save-every", 1, *options)
     assert message in refused(monkeypatch, capsys, *options)
-    stored = load_file(tmp_path / "run/checkpoint.safetensors")
-    assert all(t.isfinite().all() for t in stored.values())
+    assert all(t.isfinite().all() for t in tensors_of_checkpoint(tmp_path / "run"))
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == steps
 
 

@@ -155,7 +155,7 @@ def test_processes_take_the_steps_of_one(
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-7), name
     answers = [(out / "answers_after.jsonl").read_text() for out in (one, several_ranks)]
     assert answers[0] == answers[1]
-    state, _ = read_checkpoint(str(several_ranks), {})
+    state = read_checkpoint(several_ranks)["state"]
     assert state["drawn"] > 8                       # for DAPO: questions were replaced
     if "cut" in names:
         assert_same_run(several_ranks, tmp_path / "cut")
