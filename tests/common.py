@@ -1,4 +1,6 @@
 """What several test files use."""
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -6,6 +8,7 @@ import signal
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -52,9 +55,10 @@ def recorded(monkeypatch):
 LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
 
 
-def run_main(monkeypatch, *args, program=train_gsm8k):
-    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, args)])
-    program.main()
+def run_main(*args, program=train_gsm8k):
+    """Run a program with this command line."""
+    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, args)]):
+        program.main()
 
 
 QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
@@ -68,11 +72,12 @@ def without_times(path):
              if name not in ("seconds", "tokens_per_s", "peak_memory_gb")} for step in steps]
 
 
-def refused(monkeypatch, capsys, *args, program=train_gsm8k):
+def refused(*args, program=train_gsm8k):
     """The one line with which a command ends, exit status 2."""
-    with pytest.raises(SystemExit, match="^2$"):
-        run_main(monkeypatch, *args, program=program)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="^2$"):
+        run_main(*args, program=program)
+    (line,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
     return line
 
 
@@ -155,7 +160,7 @@ def stop_at(step, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness.run, "write_checkpoint", stop)
         with pytest.raises(SystemExit, match="130"):
-            run_main(patch, *args)
+            run_main(*args)
 
 
 def tensors_of_checkpoint(out):

@@ -90,7 +90,7 @@ def finished(qwen, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "lasting", theirs)
-        run_main(patch, "--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out)
+        run_main("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out)
     return out
 
 

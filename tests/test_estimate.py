@@ -75,10 +75,10 @@ def test_a_dry_run_says_what_the_readme_says(config_only, monkeypatch, capsys):
     monkeypatch.setattr(train_gsm8k, "train", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     dry_run = ("--model", config_only, "--dry-run", "--device", "cpu")
-    run_main(monkeypatch, *dry_run)
+    run_main(*dry_run)
     said = capsys.readouterr().out.strip().replace(config_only, "Qwen/Qwen2.5-7B-Instruct")
     assert said in " ".join(Path(HERE, "README.md").read_text(encoding="utf-8").split())
-    run_main(monkeypatch, *dry_run, "--gpu", "RTX 4090", "--beta", 0.1)
+    run_main(*dry_run, "--gpu", "RTX 4090", "--beta", 0.1)
     said = capsys.readouterr().out
     assert "of 24 GB" in said and "on an RTX 4090" in said and "100% of the groups" in said
 
@@ -92,6 +92,6 @@ def test_a_run_on_a_gpu_says_it_before_it_loads(config_only, tmp_path, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr("harness.machine.free_memory", lambda device: 99e9)
-    run_main(monkeypatch)
+    run_main()
     assert "of 99 GB" in said[0] and "on an H200" in said[0]
     assert said[0] == forecast(replace(settings, prompts=128), 2) + "\n"

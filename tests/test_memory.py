@@ -21,9 +21,9 @@ def cache_bytes(model, slots, length):
     return sum(piece.nbytes for pieces in cache.pieces for piece in pieces)
 
 
-def test_bench_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
+def test_bench_memory_on_a_cpu(tmp_path, capsys):
     """The table and the picture of the tiny shape."""
-    run_main(monkeypatch, "memory", "--device", "cpu", "--out", tmp_path / "memory", program=bench)
+    run_main("memory", "--device", "cpu", "--out", tmp_path / "memory", program=bench)
     rollout, update = json.loads((tmp_path / "memory.json").read_text())["rows"]
     model = random_model("tiny", "nvfp4", 16, "cpu")
     lora = sum(p.nbytes for p in qerl.trainable(model).values()) / 1e9
@@ -74,10 +74,10 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, monkeypatch):
 
     monkeypatch.setattr(train_gsm8k, "load_all", watched)
     free(monkeypatch, 10 ** 6)
-    run_main(monkeypatch, *quick, "--steps", 1)
+    run_main(*quick, "--steps", 1)
     free(monkeypatch, 10 ** 9)
     for flags in (["--eval-only"], ["--steps", 2], ["--steps", 3, "--slots", 5]):
-        run_main(monkeypatch, *quick, "--resume", *flags)
+        run_main(*quick, "--resume", *flags)
     assert 1 < found[0][0] < 256
     assert found[1:] == [found[0], found[0], (5, 512)]
 

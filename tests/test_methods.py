@@ -378,9 +378,9 @@ def test_a_neighbour_trains_and_resumes(
                "--method", *command.split(), "--out"]
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
-    run_main(monkeypatch, *options, whole)
+    run_main(*options, whole)
     stop_at(2, *options, stopped)
-    run_main(monkeypatch, *options, stopped, "--resume")
+    run_main(*options, stopped, "--resume")
     log = assert_same_run(whole, stopped)
     assert all(m["gradient_norm"] > 0 for m in log)
     assert all(m[figure] > 1e-6 for m in log[1:])
@@ -417,13 +417,13 @@ def test_a_neighbour_trains_and_resumes(
     ("qat --model packed", "is in 4 bits already"),
     ("qat --weights mxfp4", "trains weights for NVFP4, not for mxfp4"),
 ])
-def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, capsys, command, message):
+def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     """packed: a folder in NVFP4."""
     monkeypatch.chdir(tmp_path)
     if "packed" in command:
         export.save_packed(qwen[0], "packed", "cpu")
     flags = ("--device", "cpu", "--data", data, "--max-new-tokens", 8, "--out", "out")
-    assert message in refused(monkeypatch, capsys, *flags, "--method", *command.split())
+    assert message in refused(*flags, "--method", *command.split())
 
 
 @pytest.mark.parametrize("name", ["flashrl:fp8", "jetrl", "qurl:acr-fp8"])

@@ -34,7 +34,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
     calls = recorded(monkeypatch)
-    run_main(monkeypatch, *quick, *LEARNING, "--steps", 6, "--reward", "random",
+    run_main(*quick, *LEARNING, "--steps", 6, "--reward", "random",
              "--validation", 8, "--eval-every", 2, "--skip-eval-before", "--out", tmp_path)
     data = quick[quick.index("--data") + 1]
     last = read_jsonl(f"{data}/train.jsonl")[-8:]
@@ -85,11 +85,11 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
     ("return 1 +", "SyntaxError"),
     ("pass\ndef short(completion): pass", "takes 1 positional argument but 2 were given"),
 ])
-def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, capsys, body, said):
+def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body, said):
     """Before anything is sampled."""
     monkeypatch.setattr(qerl, "generate", None)
     own = own_reward(tmp_path, body)
-    line = refused(monkeypatch, capsys, *quick, "--reward", own)
+    line = refused(*quick, "--reward", own)
     assert line.startswith(f"error: --reward {own}")
     assert said.format(path=own.removesuffix(":short")) in line
 
@@ -105,7 +105,7 @@ def peft_adapter(folder, out, layers="all-linear"):
     return model
 
 
-def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, monkeypatch, capsys):
+def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
     """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
     theirs = peft_adapter(qwen[0], tmp_path / "adapter")
     ours = qerl.load_model(qwen[0], "bf16", lora_rank=2, lora_alpha=8)
@@ -114,7 +114,7 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, monkeypa
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-    run_main(monkeypatch, *quick, *LEARNING, "--steps", 2, "--weights", "bf16",
+    run_main(*quick, *LEARNING, "--steps", 2, "--weights", "bf16",
              "--reward", "random", "--beta", 0.1, "--skip-eval-before",
              "--adapter", tmp_path / "adapter")
     assert "with which --beta compares" in capsys.readouterr().out
@@ -124,24 +124,24 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, monkeypa
     assert kl[0] < 1e-9 < kl[1]
 
 
-def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, monkeypatch, capsys):
+def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
     options = (*quick, "--adapter", tmp_path)
-    assert "adapter_config.json cannot be read" in refused(monkeypatch, capsys, *options)
+    assert "adapter_config.json cannot be read" in refused(*options)
     peft_adapter(qwen[0], tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
     lacking = "does not fit in ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight']"
-    assert lacking in refused(monkeypatch, capsys, *options)
+    assert lacking in refused(*options)
     assert "warning" not in capsys.readouterr().out
     adapter_settings(tmp_path, "another/Model")
     assert f"was trained on {qwen[0]}, not on another/Model" in capsys.readouterr().out
 
 
-def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, monkeypatch, capsys):
+def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, capsys):
     """Qwen3's way to switch thinking off; the first prompt is shown with its special tokens."""
     model = tmp_path / "model"
     shutil.copytree(qwen[0], model)
     (model / "chat_template.jinja").write_text(
         "{{ messages[1].content }}<eos>{% if enable_thinking is false %}<think></think>{% endif %}")
-    run_main(monkeypatch, *quick, "--model", model, "--eval-only", "--eval-samples", 4,
+    run_main(*quick, "--model", model, "--eval-only", "--eval-samples", 4,
              "--chat-template-kwargs", '{"enable_thinking": false}')
     said = capsys.readouterr().out
     assert all(f"pass@{k} now: " in said for k in (1, 2, 4)) and "pass@8" not in said

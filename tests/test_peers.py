@@ -17,8 +17,8 @@ def test_trl_makes_one_update_of_all_completions(name, prompts, group):
     assert arguments["vllm_max_model_length"] == 8 + settings.max_new_tokens
 
 
-def test_missing_packages_are_one_line(monkeypatch, capsys, tmp_path):
+def test_missing_packages_are_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "PACKAGES", ["no_such_package"])
     options = ["step", "--peers", "--device", "cpu", "--out", tmp_path]
-    line = refused(monkeypatch, capsys, *options, program=bench)
+    line = refused(*options, program=bench)
     assert "no_such_package cannot be imported; pip install" in line

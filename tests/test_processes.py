@@ -181,15 +181,14 @@ train_gsm8k.main()
 """
 
 
-def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
-        several, tmp_path, monkeypatch, capsys):
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(several, tmp_path, capsys):
     out = tmp_path / "run"
     options = (*several, "--steps", 4, "--out", out)
     status, err = run_two(script_of(tmp_path, DYING_RANK), *options)
     assert status != 0 and err.count("error: ") <= 1
     assert "go on with --resume" in err or "SIGKILL" in err
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
-    run_main(monkeypatch, *options, "--resume")
+    run_main(*options, "--resume")
     assert f"resumed {out} after step 2" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -293,12 +292,12 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
     (1, ["--shard"], "start by torchrun"),
 ])
 def test_what_processes_cannot_do_is_one_line(
-        several, tmp_path, monkeypatch, capsys, count, options, message):
+        several, tmp_path, monkeypatch, count, options, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
     for name, value in (("WORLD_SIZE", count), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
     options = (*several, "--out", tmp_path / "run", *options)
-    assert message in refused(monkeypatch, capsys, *options)
+    assert message in refused(*options)
     assert not (tmp_path / "run").exists()
 
 
@@ -318,10 +317,10 @@ def test_each_process_needs_a_held_out_question(several, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Measuring
 
-def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
+def test_bench_scaling_measures_processes(tmp_path, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
     out = tmp_path / "scaling"
-    run_main(monkeypatch, "scaling", "--device", "cpu", "--out", out, "--processes", 2,
+    run_main("scaling", "--device", "cpu", "--out", out, "--processes", 2,
              "--weights", "nvfp4", "--repeats", 1, program=bench)
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
@@ -340,6 +339,6 @@ def test_bench_scaling_measures_processes(tmp_path, monkeypatch, capsys):
     (["kernels"], "--device cpu: the kernels run on a GPU alone"),
     (["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
 ])
-def test_bench_refuses(tmp_path, monkeypatch, capsys, options, message):
+def test_bench_refuses(tmp_path, options, message):
     options = (*options, "--device", "cpu", "--out", tmp_path / "bench")
-    assert message in refused(monkeypatch, capsys, *options, program=bench)
+    assert message in refused(*options, program=bench)

@@ -347,9 +347,9 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
         torch.testing.assert_close(ours.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path, monkeypatch):
+def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):
     """From the newest weights, without noise; there is no adapter to save."""
-    run_main(monkeypatch, *quick, *LEARNING, "--reward", "random", "--lr", 1e-3, "--weights", "bf16",
+    run_main(*quick, *LEARNING, "--reward", "random", "--lr", 1e-3, "--weights", "bf16",
              "--lora-rank", 0, "--sigma-start", 0, "--sigma-end", 0)
     for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
         assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
@@ -379,14 +379,14 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
     """
     options = (*quick, "--group", 4, "--reward", "random", "--steps", 3, "--save-every", 1,
                "--lr", 1e-12, "--dtype")
-    run_main(monkeypatch, *options, "float32", "--out", tmp_path / "exact")
+    run_main(*options, "float32", "--out", tmp_path / "exact")
     with monkeypatch.context() as patch:
         losses_times(patch, 1e9, 1e-5)
-        run_main(patch, *options, "float16", "--out", tmp_path / "whole")
+        run_main(*options, "float16", "--out", tmp_path / "whole")
     with monkeypatch.context() as patch:
         losses_times(patch, 1e9, 1e-5)
         stop_at(3, *options, "float16", "--out", tmp_path / "stopped")
-    run_main(monkeypatch, *options, "float16", "--out", tmp_path / "stopped", "--resume")
+    run_main(*options, "float16", "--out", tmp_path / "stopped", "--resume")
     overflown, *scaled = assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     assert (overflown["gradient_norm"], overflown["loss_scale"]) == (0, 32768)
     exact = read_jsonl(tmp_path / "exact/metrics.jsonl")[1:]
@@ -395,12 +395,12 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
         assert b["loss_scale"] == 32768
 
 
-def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, monkeypatch, capsys):
+def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, monkeypatch):
     scaler = partial(torch.amp.GradScaler, init_scale=1.0)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     losses_times(monkeypatch, 1e9)
     options = (*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
-    assert "the values of gradient_norm are NaN" in refused(monkeypatch, capsys, *options)
+    assert "the values of gradient_norm are NaN" in refused(*options)
 
 
 def test_a_question_stays_what_it_is(tmp_path):

@@ -56,10 +56,10 @@ def global_scale(stored, leaves):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_saved_folder_has_the_librarys_bytes(tmp_path, monkeypatch, saving, name):
+def test_saved_folder_has_the_librarys_bytes(tmp_path, saving, name):
     source, theirs = make_folder(tmp_path / "source", name, max_shard_size="100KB")
     out = tmp_path / "out"
-    run_main(monkeypatch, *saving, "--model", source)
+    run_main(*saving, "--model", source)
     stored, exact = tensors_of(out), tensors_of(source)
     for leaves in FUSED:
         names = [f"model.layers.1.{leaf}.weight" for leaf in leaves]
@@ -75,10 +75,9 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, monkeypatch, saving, name
 
 
 @pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
-def test_saved_folder_is_what_a_quantizer_trains_on(
-        data, tmp_path, cache, monkeypatch, saving, quantizer):
+def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, saving, quantizer):
     options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
-    run_main(monkeypatch, *options)
+    run_main(*options)
     model, *_ = train_gsm8k.load_all(train_gsm8k.arguments(options), qerl)
     saved = tensors_of(tmp_path / "out")
     assert_close(saved, tensors_of(model.name_or_path), rtol=0, atol=0)
@@ -101,11 +100,11 @@ def test_a_kill_leaves_no_half_folder(tmp_path, saving):
     (os, "rename", PermissionError("Permission denied")),
 ])
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
-        tmp_path, monkeypatch, capsys, saving, module, name, error):
+        tmp_path, monkeypatch, saving, module, name, error):
     def fails(*_, **__):
         raise error
     monkeypatch.setattr(module, name, fails)
-    assert str(error) in refused(monkeypatch, capsys, *saving)
+    assert str(error) in refused(*saving)
     assert not list(tmp_path.iterdir())
 
 
@@ -113,14 +112,13 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     (["--model", "packed"], "is in 4 bits already"),
     (["--save-quantized", "packed"], "is not empty; choose another folder"),
 ])
-def test_what_is_not_saved_is_refused(
-        tmp_path, monkeypatch, capsys, packed, saving, options, message):
+def test_what_is_not_saved_is_refused(tmp_path, monkeypatch, packed, saving, options, message):
     monkeypatch.chdir(tmp_path)
-    assert message in refused(monkeypatch, capsys, *saving, *options)
+    assert message in refused(*saving, *options)
     assert not list(tmp_path.glob("out*"))
 
 
-def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, capsys, saving, data):
+def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, data):
     """Validation questions are apart when the codes are saved, too."""
     asked = []
 
@@ -129,8 +127,8 @@ def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, capsys, 
         raise qerl.UserError("noted")
     monkeypatch.setattr(train_gsm8k, "stored_folder", note)
     run = ("--data", data, "--quantizer", "gptq", "--validation", 3)
-    refused(monkeypatch, capsys, *saving, *run)
-    refused(monkeypatch, capsys, *saving[:4], *run)
+    refused(*saving, *run)
+    refused(*saving[:4], *run)
     assert asked[0] == asked[1] and len(asked[0]) == 61
 
 

@@ -121,7 +121,7 @@ def test_a_resumed_run_keeps_the_acceptance_and_not_the_texts(quiz, tmp_path, mo
         return generate(self, *args, **options)
     monkeypatch.setattr(speculative.Neighbour, "generate", noted)
     stop_at(2, *options)
-    run_main(monkeypatch, *options, "--resume")
+    run_main(*options, "--resume")
     texts, acceptance = zip(*known)
     assert texts == (0, 10, 0, 10)
     assert acceptance[0] == 0.5 != acceptance[1] == acceptance[2]

@@ -147,7 +147,7 @@ def test_entropy_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(entropy, "DRAWS", 1)
     options = ["--weights", "bf16", "--sigmas", "0", "0.5",
                "--device", "cpu", "--out", tmp_path / "entropy"]
-    run_main(monkeypatch, "entropy", *options, program=bench)
+    run_main("entropy", *options, program=bench)
     clean, noisy = json.loads((tmp_path / "entropy.json").read_text())["rows"]
     assert clean["mismatch_kl"] < 1e-6 < noisy["mismatch_kl"]
     assert (tmp_path / "entropy.png").exists()
