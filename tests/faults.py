@@ -150,17 +150,14 @@ FAULTS = {
          "tests/test_quantizers.py -k ends_in_its_bytes"),
     ],
     "methods/parts/eight_bit.py": [
-        ("(x.double() @ weight.double().T).float()", "(x.float() @ weight.float().T)",
+        ("codes.double() @ weight_codes.double().T", "codes.float() @ weight_codes.float().T",
          "tests/test_methods.py -k int8"),
         ("weight + (B @ A).detach()", "weight", "tests/test_methods.py -k eight_bit"),
     ],
     "methods/jetrl.py": [
         ("y.addmm_(rows @ A.T, B.T)", "y", "tests/test_jetrl.py -k fp8_layer"),
-        ("y = y + self.bias.to(x.dtype)", "pass", "tests/test_jetrl.py -k fp8_layer"),
-        ("switch_fp8(model, self.training_in_fp8)", "pass", "tests/test_jetrl.py -k which_passes"),
-    ],
-    "methods/parts/fp8_blocks.py": [
-        ("            return False", "            pass", "tests/test_jetrl.py -k tried"),
+        ("y = y + layer.bias.to(x.dtype)", "pass", "tests/test_jetrl.py -k fp8_layer"),
+        ("packing is not None", "True", "tests/test_jetrl.py -k leaves_the_rollout"),
     ],
     "harness/batches.py": [
         ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),

@@ -1,48 +1,86 @@
-"""Linear layers that multiply 8-bit codes, weights and activations, for rollouts without gradient.
+"""Linear layers that multiply 8-bit codes, of the weights and of what they read.
 
-    t_n = max_i |x_ni| / M      p = round(x / t)     a scale for each row
+    x ≈ p t,    t_n = max_i |x_ni| / M,    p = round(x / t)        a scale for each row
+    y_no = t_n s_o Σ_i p_ni q_oi                                   W ≈ q s, likewise
 
-M = 127 and integer sums ("int8"), or M = 448 and E4M3 with float sums ("fp8"); see
-methods/flashrl.py, whose formulas these are.
+M = 127 and integer sums ("int8"), or M = 448 and E4M3 with float sums ("fp8"). methods/flashrl.py
+and methods/qurl.py sample so, methods/jetrl.py trains so, too. On a GPU cuBLAS multiplies and, in
+FP8, Triton quantises.
 """
 import contextlib
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import qerl
 from harness.layers import TrainedLinear, replace_layers
 
+if qerl.kernels is not None:
+    import triton
+    import triton.language as tl
+
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
-PLAIN = qerl.PackedWeight(None)        # attention and MLP ask a layer's weight for `interleaved`
+SMALLEST_SCALE = 1e-30         # of a row of zeros, which is then not divided by 0
 
 
-def quantize_rows(x, format):
-    """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1]."""
+def quantize(x, format, whole=False):
+    """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1].
+
+    whole: one scale, [1, 1], so that the codes of the transpose are the same.
+    """
+    if format == "fp8" and not whole and qerl.use_kernels(x):
+        return quantize_rows_fused(x)
     x = x.float()
-    scale = (x.abs().amax(1, keepdim=True) / LARGEST[format]).clamp_min(1e-30)
+    largest = x.abs().amax((0, 1) if whole else 1, keepdim=True)
+    scale = (largest / LARGEST[format]).clamp_min(SMALLEST_SCALE)
     codes = (x / scale).clamp(-LARGEST[format], LARGEST[format])
     if format == "int8":
         return codes.round().to(torch.int8), scale
     return codes.to(torch.float8_e4m3fn), scale
 
 
-def multiply_codes(x, x_scale, weight, weight_scale):
-    """Codes [n, in] and [out, in] with scales [n, 1] and [out, 1] -> float32 or bfloat16 [n, out].
+def multiply(x, weight):
+    """Codes and scales of x [n, in] and of weight [out, in] -> float32 or bfloat16 [n, out].
 
-    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits. On a CPU
-    the products are float64's, in which integers up to 2^53 are exact.
+    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits, FP8 with
+    fast accumulation, which keeps fewer bits. On a CPU the products are float64's: the sums of both
+    are exact.
     """
-    if not x.is_cuda:
-        return (x.double() @ weight.double().T).float() * x_scale * weight_scale.T
-    if x.dtype == torch.float8_e4m3fn:
-        return torch._scaled_mm(x, weight.T, scale_a=x_scale, scale_b=weight_scale.T,
-                                out_dtype=torch.bfloat16)
-    padded = F.pad(x, (0, 0, 0, max(0, 32 - len(x))))          # the product takes more than 16 rows
-    return torch._int_mm(padded, weight.T)[:len(x)] * x_scale * weight_scale.T
+    codes, scale = x
+    weight_codes, weight_scale = weight
+    weight_scale = weight_scale.T                                              # [1, out] or [1, 1]
+    if not codes.is_cuda:
+        return (codes.double() @ weight_codes.double().T).float() * scale * weight_scale
+    if codes.dtype == torch.float8_e4m3fn:
+        weight_scale = weight_scale.expand(1, len(weight_codes)).contiguous()
+        return torch._scaled_mm(codes, weight_codes.T, scale, weight_scale, out_dtype=torch.bfloat16,
+                                use_fast_accum=True)
+    padded = F.pad(codes, (0, 0, 0, max(0, 32 - len(codes))))  # the product takes more than 16 rows
+    return torch._int_mm(padded, weight_codes.T)[:len(codes)] * scale * weight_scale
 
+
+class CodedWeight(qerl.PackedWeight):
+    """A weight [out, in] in "int8" or "fp8" that multiplies activations of the same format.
+
+    parts: its codes and scale, which is one if `whole`.
+    """
+
+    def __init__(self, weight, format, whole=False):
+        super().__init__(format, *quantize(weight, format, whole))
+        qerl.require(not weight.is_cuda or all(size % 16 == 0 for size in weight.shape),
+                     "a GPU's 8-bit products need features divisible by 16, and this model has a weight "
+                     f"{list(weight.shape)}; use --method qerl")
+
+    def multiply(self, x, bias=None, residual=None, lora=None):
+        y = multiply(quantize(x, self.format), self.parts).to(x.dtype)
+        for added in (bias, residual):
+            y = y if added is None else y + added.to(x.dtype)
+        return y if lora is None else y.addmm_(x @ lora[0].T, lora[1].T)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers for rollouts
 
 def current_weight(layer):
     """The weight [out, in] with which a QuantLinear trains now, LoRA merged, float32."""
@@ -53,29 +91,16 @@ def current_weight(layer):
     return weight if A is None else weight + (B @ A).detach()
 
 
-class EightBitLinear(nn.Module):
+class EightBitLinear(qerl.QuantLinear):
     """A QuantLinear's layers, quantised as they are now: x [..., in] -> [..., out], no gradient."""
-    weight = PLAIN
 
     def __init__(self, layer, format):
-        super().__init__()
-        self.sizes = layer.sizes
-        self.bias = None if layer.bias is None else layer.bias.detach().float()
-        self.format = format
-        self.codes, self.scale = quantize_rows(current_weight(layer), format)
-        whole = self.codes.shape[0] % 16 == 0 and self.codes.shape[1] % 16 == 0
-        qerl.require(whole or not self.codes.is_cuda,
-                     f"layer {layer.names[0]}: a GPU's 8-bit products need features divisible by "
-                     "16; use --method qerl with this model")
+        weight = current_weight(layer)
+        super().__init__(
+            layer.names, layer.sizes, weight.shape[1], CodedWeight(weight, format), layer.bias)
 
     def forward(self, x):
-        rows = x.flatten(0, -2)
-        y = multiply_codes(*quantize_rows(rows, self.format), self.codes, self.scale).float()
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
-
-    def decode(self, x, residual=None):
-        return self(x) if residual is None else self(x) + residual
+        return self.weight.multiply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
 
 
 @contextlib.contextmanager
@@ -96,3 +121,57 @@ def require_fp8_products(device, method, remedy):
         not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
     qerl.require(able, f"--method {method}: this GPU has no FP8 products, NVIDIA's have them from "
                        f"Ada and Hopper on; {remedy}")
+
+
+# --------------------------------------------------------------------------------------------------
+# On a GPU: one pass through memory, where PyTorch takes several
+
+def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
+    """quantize to FP8, a scale for each row; its twin are the lines there.
+
+    dtype: in float32 the codes are not rounded, which Triton's interpreter does wrongly.
+    """
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(len(x), 1, device=x.device)
+    quantize_kernel[(len(x),)](x.contiguous(), codes, scale, x.shape[1], SMALLEST=SMALLEST_SCALE,
+                               BLOCK=4096, num_warps=8)
+    return codes, scale
+
+
+def transposed(codes):
+    """codes.T, laid out anew."""
+    if not qerl.use_kernels(codes) or any(size % 128 for size in codes.shape):
+        return codes.T.contiguous()
+    rows, columns = codes.shape
+    result = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
+    transpose_kernel[(rows // 128, columns // 128)](
+        codes.view(torch.uint8), result.view(torch.uint8), rows, columns, num_warps=8)
+    return result
+
+
+if qerl.kernels is not None:
+    @triton.jit
+    def quantize_kernel(x, codes, scale, columns, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+        """Each program has a row: once through it for its scale, once, in the cache, for the codes."""
+        row = tl.program_id(0).to(tl.int64)
+        x += row * columns
+        codes += row * columns
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            v = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(v))
+        s = tl.maximum(tl.div_rn(tl.max(largest, 0), 448.0), SMALLEST)
+        tl.store(scale + row, s)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            v = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
+            v = tl.div_rn(v, tl.zeros_like(v) + s)
+            tl.store(codes + column, v.to(codes.dtype.element_ty), mask=column < columns)
+
+    @triton.jit
+    def transpose_kernel(x, y, rows, columns):
+        row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+        column = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+        tile = tl.load(x + row[:, None] * columns + column[None, :])
+        tl.store(y + column[:, None] * rows + row[None, :], tl.trans(tile))
