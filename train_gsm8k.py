@@ -30,10 +30,10 @@ from harness.command import check_settings, full_name, one_line, parse_flags, us
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, load_with_progress, newest_run, policy_fingerprints
+from harness.folders import atomic_write, newest_run, policy_fingerprints
 from harness.folders import write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
-from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, peak_memory_gb
+from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_checkpoint, read_saved
 from harness.run import require_finite_policy, require_finite_rollout, require_same
@@ -310,7 +310,7 @@ def load_all(settings, algo, ranks=Ranks()):
     device = use_device(settings.device)
     stored = stored_folder(settings, algo, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
-    model = load_with_progress(
+    model = qerl.load_model(
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
         train_norms=settings.train_norms,
@@ -581,7 +581,7 @@ def describe(samples, batch, clock, algo):
         "truncated": 1 - rollout.finished.float().mean().item(),
         "tokens_per_s": drawn_tokens / clock.seconds["rollout"],
         "seconds": clock.seconds | {"step": clock.since_restart()},
-        "peak_memory_gb": peak_memory_gb(rollout.tokens.device),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 
 

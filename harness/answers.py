@@ -233,10 +233,9 @@ def own_reward(name):
 
     def earned(completion, question):
         value = guarded(name, own, completion, question)
-        number = guarded(name, float, value)           # it reads texts, too
-        require(math.isfinite(number) and not isinstance(value, str),
-                f"--reward {name}: gave {value!r}, which is no finite number")
-        return number
+        require(guarded(name, math.isfinite, value),
+                f"--reward {name}: gave {value}, which is no finite number")
+        return float(value)
 
     return earned
 

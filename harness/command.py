@@ -21,13 +21,6 @@ from harness.ranks import Ranks
 from qerl import UserError, require
 
 
-def remarks(settings_class):
-    """{field: the comment behind it in the source, which may go on in the lines below}."""
-    source = inspect.getsource(settings_class)
-    found = re.findall(r"^    (\w+): [^#\n]*# (.*(?:\n +# .*)*)", source, re.MULTILINE)
-    return {name: re.sub(r"\n +# ", " ", remark) for name, remark in found}
-
-
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with a UserError instead of a usage text and an exit."""
 
@@ -43,11 +36,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     def parse_known_args(self, argv=None, namespace=None):
-        args, more = super().parse_known_args(argv, namespace)
-        for name, value in vars(args).items():         # an unset variable of the shell leaves it empty
-            values = value if isinstance(value, list) else [value]
-            require_flag("" not in values, name, "''", "is empty; give a value or leave the flag out")
-        return args, more
+        words = sys.argv[1:] if argv is None else argv
+        require(not any(word == "" or word.endswith("=") for word in words),
+                f"{shlex.join(words)}: a value is empty; give one or leave the flag out")
+        return super().parse_known_args(words, namespace)
 
 
 KINDS = {
@@ -60,23 +52,17 @@ KINDS = {
 def parse_flags(settings_class, description, presets, choices, argv=None):
     """The flags given on the command line, as {field: value}; flags not given are left out.
 
-    presets: {name: {field: its default there}}; choices: {field: the values that it may have}; argv: the command line, by default the process's own. --help ends with what the docstring of
-    settings_class says after its first line.
+    presets: {name: {field: its default there}}; choices: {field: the values that it may have}; argv:
+    the command line, by default the process's own. --help ends with the source of settings_class,
+    in which a comment behind each field says what it is.
     """
-    legend = inspect.getdoc(settings_class).partition("\n\n")[2]
-    parser = Parser(
-        description, usage="%(prog)s [flags]", epilog=legend, argument_default=argparse.SUPPRESS)
-    said = remarks(settings_class)
+    legend = [inspect.getsource(settings_class)]
+    legend += [f"--preset {name}: {values}" for name, values in presets.items()]
+    parser = Parser(description, usage="%(prog)s [flags]", epilog="\n".join(legend),
+                    argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
-        flag = "--" + f.name.replace("_", "-")
-        remark = said[f.name]
-        if f.type in KINDS:
-            parser.add_argument(flag, help=remark, **KINDS[f.type])
-        else:
-            given = {"default": f.default, **{name: p.get(f.name) for name, p in presets.items()}}
-            known = [f"{name} {value}" for name, value in given.items() if value is not None]
-            remark += f" ({'; '.join(known)})" if known else ""
-            parser.add_argument(flag, help=remark, type=f.type, choices=choices.get(f.name))
+        usual = {"type": f.type, "choices": choices.get(f.name)}
+        parser.add_argument("--" + f.name.replace("_", "-"), **KINDS.get(f.type, usual))
     return vars(parser.parse_args(argv))
 
 
@@ -150,28 +136,19 @@ def check_settings(settings):
          "an exponential schedule needs both sigmas positive (or both 0: no noise)"),
         ("quantizer", settings.quantizer == "rtn" or settings.weights == "nvfp4",
          "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn"),
-        ("lora_rank", settings.lora_rank or settings.weights == "bf16",
-         "trains the weights themselves, which 4 bits cannot take; use --weights bf16"),
-        ("beta", settings.lora_rank or not settings.beta,
-         "the reference policy is the one without LoRA; with --lora-rank 0 use --beta 0"),
-        ("lora_rank", settings.lora_rank or not settings.shard,
-         "trains the weights themselves, which --shard cuts; leave one of the two out"),
+        ("lora_rank", settings.lora_rank or
+         settings.weights == "bf16" and not settings.beta and not settings.shard,
+         "trains the weights themselves; use --weights bf16 and --beta 0, and leave --shard out"),
         ("dry_run", settings.model and not settings.shard or not settings.dry_run,
          "knows real models alone, and no --shard; name one with --model"),
         ("method", settings.method == "qerl" or processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
+        ("save_quantized", settings.save_quantized is None or
+         settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
+         and not settings.resume and not settings.eval_only,
+         "saves a real model as --quantizer makes it, and does nothing else; name it with --model, and "
+         "leave --weights, --method, --resume and --eval-only out"),
     ]
-    saving = [
-        (settings.model, "saves a real model; name it with --model"),
-        (settings.weights == "nvfp4",
-         f"saves NVFP4, not {settings.weights}; leave --weights {settings.weights} out"),
-        (settings.method == "qerl",
-         f"saves what --quantizer makes; leave --method {settings.method} out"),
-        (not settings.resume and not settings.eval_only,
-         "neither trains nor measures; leave --resume and --eval-only out"),
-    ]
-    if settings.save_quantized is not None:
-        together += [("save_quantized", *row) for row in saving]
     for name, ok, what in together:
         require_flag(ok, name, getattr(settings, name), what)
     check_device(settings.device)

@@ -15,8 +15,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 import qerl
-from harness.folders import atomic_write, files_fingerprint, generation_config, load_with_progress
-from harness.folders import new_folder
+from harness.folders import atomic_write, files_fingerprint, generation_config, new_folder
 from qerl import UserError, reason, require
 
 
@@ -144,7 +143,7 @@ def require_16_bit(folder, flag):
 def named_parts(name, *parts):
     """What quantize_nvfp4 returns of the layer `name`, on the CPU, under compressed-tensors' names."""
     names = [f"{name}.weight_{part}" for part in ("packed", "scale", "global_scale")]
-    return {name: part.clone().cpu() for name, part in zip(names, parts)}
+    return {name: part.cpu() for name, part in zip(names, parts)}
 
 
 def stacked_parts(names, sizes, packed, block_scale, global_scale):
@@ -187,34 +186,24 @@ def write_packed_folder(source, found, folder):
     files = qerl.open_tensors(source, "cpu")
     kept = {name: file.get_tensor(name) for name, file in files.items()
             if name not in found and f"{name}_packed" not in found}
-    tensors = {name: alone(tensor) for name, tensor in (kept | found).items()}
-    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
+    # Copies, because tensors that share a storage are not saved.
+    found = {name: tensor.cpu().clone() for name, tensor in found.items()}
+    save_torch_state_dict(kept | found, folder, max_shard_size=SHARD_BYTES)
     copy_companions(source, folder)
-
-
-def alone(tensor):
-    """The tensor on the CPU, without a storage that others share, which the library does not take."""
-    tensor = tensor.cpu()
-    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
 def packer(packed):
     """A Checkpoint that rounds linear layers to NVFP4 and puts them, on the CPU, into `packed`.
 
-    packed: {tensor name: tensor}.
-
-    The layers that QeRL stacks are those that vLLM multiplies as one: see stacked_parts.
+    packed: {tensor name: tensor}. The layers that QeRL stacks are those that vLLM multiplies as one:
+    see stacked_parts.
     """
     class Packer(qerl.Checkpoint):
-        def linear(self, prefix, leaves, sizes, in_features, bias):
-            names = [f"{prefix}.{leaf}" for leaf in leaves]
+        def stacked(self, names, sizes, in_features):
             qerl.require_blocks(names[0], in_features, "nvfp4")
-            shapes = [(size, in_features) for size in sizes]
-            weights = [self.read(f"{name}.weight", shape) for name, shape in zip(names, shapes)]
+            weights = [
+                self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
             packed.update(stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights))))
-            for name, size in zip(names, sizes):
-                if bias:
-                    self.read(f"{name}.bias", (size,))
 
     return Packer
 
@@ -233,8 +222,7 @@ def save_packed(source, out, device, calibrated=None):
             copy_companions(source, temporary)
         else:
             packed = {}
-            load_with_progress(
-                source, device=device, desc="quantising", checkpoint_class=packer(packed))
+            qerl.load_model(source, device=device, checkpoint_class=packer(packed))
             write_packed_folder(source, packed, temporary)
     size = sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
     print(f"saved {out}, {size / 1e9:.3g} GB of weights; docs/serving.md says who reads it")

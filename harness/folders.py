@@ -24,17 +24,13 @@ from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig
 
-import qerl
-from harness.ranks import Ranks
 from qerl import UserError, require
 
 
 CHECKPOINT = "checkpoint.pt"
-FILES = [CHECKPOINT, "adapter", "metrics.jsonl", "samples.jsonl", "answers_*.jsonl",
-         "summary.json", "curve.png", "report.html", "eval.json"]
+LOCK = ".lock"
 
 
 def atomic_write(path, data):
@@ -69,9 +65,9 @@ def new_run(stem):
 def open_folder(out, resume):
     """Create and lock the folder of a run; returns the lock, to be kept until the process ends."""
     if not resume:
-        refuse_to_overwrite(out)
+        require_empty(out)
     os.makedirs(out, exist_ok=True)
-    lock = FileLock(f"{out}/.lock")
+    lock = FileLock(f"{out}/{LOCK}")
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -79,12 +75,11 @@ def open_folder(out, resume):
     return lock
 
 
-def refuse_to_overwrite(out):
-    """A folder's files stay: a new run needs one without any of a run's."""
-    found = [name for pattern in FILES for name in glob.glob(pattern, root_dir=out)]
-    going_on = "add --resume to go on with it or " if CHECKPOINT in found else ""
-    require(not found,
-            f"--out {out}: already holds a run's {', '.join(found)}; {going_on}choose another folder")
+def require_empty(folder):
+    """Refuse to write into a folder with files in it, but for what a stop before the first step leaves."""
+    is_new = not os.path.lexists(folder)
+    require(is_new or os.path.isdir(folder) and set(os.listdir(folder)) <= {LOCK, f"{CHECKPOINT}.tmp"},
+            f"{folder}: is not empty; choose another folder, or go on with the run in it by --resume")
 
 
 def read_jsonl(path):
@@ -145,31 +140,16 @@ def new_folder(out):
 
     A kill leaves at most OUT.xxxxxxxx.tmp.
     """
-    empty = os.path.isdir(out) and not os.listdir(out)
-    require(empty or not os.path.lexists(out),
-            f"{out}: is a file, or is not empty; choose another folder, or remove what it holds")
+    require_empty(out)
     temporary = f"{os.path.abspath(out)}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         os.makedirs(temporary)
         yield temporary
-        if empty:                                      # Windows renames onto no folder
+        if os.path.isdir(out):                         # Windows renames onto no folder
             os.rmdir(out)
         os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def load_with_progress(folder, *settings, checkpoint_class=qerl.Checkpoint, desc="loading", **options):
-    """qerl.load_model; what takes longer than two seconds shows a bar on stderr."""
-    with tqdm(desc=desc, unit="tensor", delay=2, disable=not Ranks().main) as bar:
-
-        class CountingCheckpoint(checkpoint_class):
-            def read(self, *tensor):
-                bar.total = len(self.files)
-                bar.update()
-                return super().read(*tensor)
-
-        return qerl.load_model(folder, *settings, checkpoint_class=CountingCheckpoint, **options)
 
 
 def policy_fingerprints(folder, eos):

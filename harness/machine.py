@@ -4,24 +4,15 @@ import math
 import os
 import platform
 import re
-import sys
 import time
 from dataclasses import replace
 
+import psutil
 import torch
 import transformers
 from transformers import AutoConfig
 
 import qerl
-
-try:
-    import resource
-except ImportError:                         # Windows knows it, too, by another name
-    resource = None
-
-
-HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
-UNKNOWN = 4e9                                  # bytes taken to be free where nobody says
 
 
 def free_memory(device):
@@ -32,11 +23,7 @@ def free_memory(device):
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    if not os.path.exists(HOST):               # macOS, Windows
-        return UNKNOWN
-    with open(HOST) as f:
-        available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def is_out_of_memory(error):
@@ -258,19 +245,6 @@ class Clock:
 
     def since_restart(self):
         return time.perf_counter() - self.began
-
-
-def peak_memory_gb(device):
-    """The most memory in use so far, in 10^9 bytes: of the GPU, or of the process on a CPU.
-
-    0 on Windows, which Python does not ask.
-    """
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    if resource is None:
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def environment(device):

@@ -1,6 +1,6 @@
 """A run's report.html: its curve, completions token by token, answers before and after.
 
-    python -m harness.report FOLDER           write the page of an existing run again
+    python -c "from harness.report import write_report; write_report('runs/NAME')"       of one that stopped
 
 The page is one file and loads nothing. Its text and its looks are in report.html.jinja.
 """
@@ -17,9 +17,8 @@ from pathlib import Path
 import jinja2
 
 import qerl
-from harness.command import Parser, one_line
 from harness.folders import atomic_write, read_jsonl
-from qerl import reason, require
+from qerl import reason
 
 STEPS = 7                              # of samples.jsonl, at most
 TOKENS = 30_000                        # on the page, at most: some 80 bytes each
@@ -28,10 +27,8 @@ TOKENS = 30_000                        # on the page, at most: some 80 bytes eac
 def write_report(folder):
     """Write report.html and curve.png from the files of a run's folder.
 
-    Any of them but metrics.jsonl may be missing, as after a kill.
+    Any of them may be missing, as after a kill.
     """
-    require(os.path.exists(f"{folder}/metrics.jsonl"),
-            f"{folder}: not a run's folder (it has no metrics.jsonl)")
     names = ("metrics", "samples", "answers_before", "answers_after")
     metrics, samples, before, after = (read_jsonl(f"{folder}/{name}.jsonl") for name in names)
     path = Path(folder, "summary.json")
@@ -226,19 +223,3 @@ def learning_curve(metrics, held_out, plt):
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="validation, pass@1")
     accuracy_axis.legend(loc="upper left", frameon=False)
     return figure
-
-
-# --------------------------------------------------------------------------------------------------
-# The command
-
-def main(argv=None):
-    with one_line():
-        parser = Parser(__doc__, prog="python -m harness.report")
-        parser.add_argument("folder", help="of a run")
-        folder = parser.parse_args(argv).folder
-        write_report(folder)
-        print(f"look at {folder}/report.html")
-
-
-if __name__ == "__main__":
-    main()

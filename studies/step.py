@@ -2,7 +2,7 @@
 
 The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
 reference policy. `step_rows` gives the rows of bench.py step, `memory_rows` those of bench.py memory.
-All memory is in 10^9 bytes; on a CPU it is the process's highest so far, which says nothing.
+All memory is in 10^9 bytes; on a CPU there is none to measure.
 """
 import gc
 import math
@@ -13,7 +13,7 @@ import torch
 
 import qerl
 from harness.batches import make_batch
-from harness.machine import Clock, cache_bytes, keep_activations, peak_memory_gb
+from harness.machine import Clock, cache_bytes, keep_activations
 from harness.ranks import Ranks
 from methods import jetrl
 from methods.deep_grpo import CutSampler
@@ -28,7 +28,7 @@ PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 def take_peak(device):
     """The most memory in use since it was last asked for."""
-    peak = peak_memory_gb(device)
+    peak = torch.cuda.max_memory_allocated() / 1e9
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return peak

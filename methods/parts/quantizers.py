@@ -16,7 +16,7 @@ import torch
 
 import qerl
 from harness.export import is_packed, write_packed_folder
-from harness.folders import load_with_progress, made_once, policy_fingerprints
+from harness.folders import made_once, policy_fingerprints
 from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
@@ -77,7 +77,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
 
     def make(path):
         print(f"finding NVFP4 codes by {quantizer}, once")
-        model = load_with_progress(
+        model = qerl.load_model(
             folder, "bf16", device=device, checkpoint_class=calibration.LeftInFiles)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
