@@ -48,13 +48,14 @@ class Neighbour(Method):
         return dict(weights="bf16", sigma_start=0.0, sigma_end=0.0, tis=2.0)
 
     def check(self):
-        given = self.settings.weights
-        qerl.require(given == "bf16",
-                     f"--method flashrl: quantises 16-bit weights for the rollout, and {given} is "
-                     "smaller already; use --weights bf16")
+        settings = self.settings
+        name = settings.method
+        qerl.require(settings.weights == "bf16",
+                     f"--method {name}: quantises 16-bit weights for the rollout, and {settings.weights} "
+                     "is smaller already; use --weights bf16")
         if self.variant == "fp8":
             require_fp8_products(
-                self.settings.device, "flashrl:fp8", "use --method flashrl:int8")
+                settings.device, name, f"use --method {name.replace('fp8', 'int8')}")
 
     @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):

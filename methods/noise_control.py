@@ -15,8 +15,8 @@ that sampled, pi_old the same without noise, l = log pi_old - log mu of a sample
     plappert    sigma <- 1.01 sigma if mean(-l) <= 0.003, else sigma / 1.01: Plappert et al.
                 (arXiv 1706.01905); mean(-l) and 0.003 are PSN-RLVR's (2602.02555) [P]; sigma
                 from 1e-4 to 0.2 is ours, theirs 0.001 to 0.004                                  [I]
-    entropy     sigma <- sigma +- a 50th of its range by whether the entropy is below 0.2: the
-                rule of Skywork-OR1 for its entropy bonus [P], here for sigma                    [I]
+    entropy     sigma <- sigma +- a 50th of its range by whether the entropy, mean(-log mu), is
+                below 0.2: the rule of Skywork-OR1 for its entropy bonus [P], here for sigma     [I]
 
 What differs from QeRL: the sigma of the noise; the first stage stays without noise. PSN-RLVR
 truncates importance weights at 10: add --tis 10.
@@ -65,14 +65,9 @@ class Neighbour(Method):
     def adaptive_quantization_noise(self, model, sigma, generator):
         """sigma: of QeRL's schedule, 0 in the first stage."""
         self.scheduled = sigma
-        self.sigma = self.state["sigma"] if sigma > 0 else 0.0
-        self.measured["sigma"] = self.sigma
-        return qerl.adaptive_quantization_noise(model, self.sigma, generator)
-
-    def generate(self, model, prompts, max_new_tokens, group_size, **options):
-        rollout = qerl.generate(model, prompts, max_new_tokens, group_size, **options)
-        self.entropy = rollout.entropy[rollout.mask].mean().item()
-        return rollout
+        sigma = self.state["sigma"] if sigma > 0 else 0.0
+        self.measured["sigma"] = sigma
+        return qerl.adaptive_quantization_noise(model, sigma, generator)
 
     def mismatch(self, old_logprobs, rollout_logprobs, mask):
         """qerl.mismatch, by which sigma is steered for the next step."""
@@ -81,19 +76,21 @@ class Neighbour(Method):
             self.state["rounding"] = k3
         else:
             k1 = (rollout_logprobs - old_logprobs)[mask].mean().item()
-            self.state["sigma"] = clip(self.steer(k1, k3), SMALLEST, LARGEST)
+            entropy = -rollout_logprobs[mask].mean().item()
+            sigma = self.steer(self.state["sigma"], k1, k3, entropy)
+            self.state["sigma"] = clip(sigma, SMALLEST, LARGEST)
         return k3, largest_ratio
 
-    def steer(self, k1, k3):
-        """The next sigma by this step's mean(-l), mean(e^l - 1 - l) and entropy."""
+    def steer(self, sigma, k1, k3, entropy):
+        """The next sigma by this step's, mean(-l), mean(e^l - 1 - l) and mean(-log mu)."""
         if self.variant == "plappert":
-            return self.sigma * 1.01 if k1 <= PLAPPERT_DIVERGENCE else self.sigma / 1.01
+            return sigma * 1.01 if k1 <= PLAPPERT_DIVERGENCE else sigma / 1.01
         if self.variant == "entropy":
             step = LARGEST / 50
-            return self.sigma + (step if self.entropy < TARGET_ENTROPY else -step)
+            return sigma + (step if entropy < TARGET_ENTROPY else -step)
         before = self.state["divergence"]
         self.state["divergence"] = k3 if before is None else (before + k3) / 2
         target = FIRST_DIVERGENCE * (self.scheduled / self.settings.sigma_start) ** 2
         divergence = max(1e-12, self.state["divergence"] - self.state["rounding"])
         # It grows with sigma². At most a factor of 1.25 is taken at once.
-        return self.sigma * clip(math.sqrt(target / divergence), 0.8, 1.25)
+        return sigma * clip(math.sqrt(target / divergence), 0.8, 1.25)

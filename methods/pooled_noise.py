@@ -12,13 +12,13 @@ corrects for it: with l = log pi_old - log mu of a sampled token, a completion i
 
     w = exp(sum of l) if that is in [0.5, 2], else by 0.
 
-What differs from QeRL: the noise, `generate` and `policy_loss`.
+What differs from QeRL: the noise and `generate`; the weights are those of rollout_correction.py.
 
 The paper's results: with one draw a step its authors found no gain over GRPO on average, with
 pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours: methods/README.md.
 
 When would you use it? Where rewards within a group hardly differ. It starts the sampler four times,
-and with long completions w leaves its range, so look at kept_fraction.
+and with long completions w leaves its range, so look at masked_fraction.
 """
 import contextlib
 
@@ -26,30 +26,30 @@ import torch
 
 import qerl
 from harness.batches import join_rollouts
-from methods import Method
-from methods.rollout_correction import correction
+from methods import rollout_correction
 from qerl import require
 
 DRAWS = 4                      # in a group
 
 
-class Neighbour(Method):
-    """QeRL with pooled noise and sequence-MIS."""
+class Neighbour(rollout_correction.Neighbour):
+    """Sequence-MIS with pooled noise."""
+    variants = ()
+
+    def __init__(self, settings, variant=None):
+        super().__init__(settings, "sequence-mis")
 
     def check(self):
+        super().check()
         self.require_noise()
         require(self.settings.group % DRAWS == 0,
                 f"--method pooled_noise: {DRAWS} draws share a group of {self.settings.group} "
                 f"unequally; use a --group divisible by {DRAWS}")
-        require(self.settings.tis == 0,
-                "--method pooled_noise: weighs completions already; use --tis 0")
 
     @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):
         """No noise yet: `generate` draws it."""
-        self.sigma = sigma
-        self.generator = generator
-        self.kept = []
+        self.noise = sigma, generator
         yield
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
@@ -57,17 +57,7 @@ class Neighbour(Method):
         share = group_size // DRAWS
         rollouts = []
         for _ in range(DRAWS):
-            with qerl.adaptive_quantization_noise(model, self.sigma, self.generator):
+            with qerl.adaptive_quantization_noise(model, *self.noise):
                 rollouts.append(qerl.generate(model, prompts, max_new_tokens, share, **options))
         rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
         return join_rollouts(rollouts, rows.transpose(0, 1).flatten())
-
-    def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, *_):
-        log_ratio = old_logprobs - rollout_logprobs                # 0 at padding
-        weight = correction(log_ratio, weights > 0, "sequence-mis")[:, 0]                # [B]
-        self.kept += (weight > 0).tolist()
-        self.measured["kept_fraction"] = sum(self.kept) / len(self.kept)
-        # A weight of the gain is one of the advantage.
-        return qerl.policy_loss(logprobs, old_logprobs, advantages * weight, weights, clip_low,
-                                clip_high, ref_logprobs, beta)

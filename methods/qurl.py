@@ -2,6 +2,7 @@
 
     python train_gsm8k.py --method qurl:acr                   ACR alone, with QeRL's rollout
     python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6    both, on an INT8 rollout
+                                                              (qurl:fp8: FP8)
 
 The problem (arXiv 2602.13953, abstract; the formulas from secondary notes, two of which agree).
 FlashRL's truncated weights make long runs collapse, and steps of RL are so small that rounding
@@ -32,18 +33,13 @@ units of the weights that became smaller.
 What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
 (secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3. Ours: on
 the small policy acr never reaches its cap, and is token-tis to the last bit; accuracy:
-methods/README.md. Variants acr-int8 and acr-fp8 leave UAQ out and take LoRA.
+methods/README.md.
 
 When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps,
 and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.
 """
-import contextlib
-
-import torch
-
 import qerl
-from methods import Method, flashrl
-from methods.parts.eight_bit import eight_bit, require_fp8_products
+from methods import flashrl
 from qerl import require
 
 UAQ_SCALE = 1.5
@@ -59,55 +55,46 @@ def scale_for_updates(model, s):
             layer.master.data /= s
 
 
-class Neighbour(Method):
-    variants = ("int8", "fp8", "acr", "acr-int8", "acr-fp8")
+def kept_of_weight(old_logprobs, rollout_logprobs, cap):
+    """r = min(1, C π_rollout / π_old) [B, C], what truncation leaves of a weight."""
+    return (cap * (rollout_logprobs - old_logprobs).exp()).clamp(max=1)
 
-    def __init__(self, settings, variant=None):
-        super().__init__(settings, variant)
-        self.update_aware = not variant.startswith("acr")
-        self.format = variant.removeprefix("acr").removeprefix("-")      # "" for QeRL's own rollout
+
+class Neighbour(flashrl.Neighbour):
+    variants = ("int8", "fp8", "acr")
 
     @classmethod
     def defaults(cls, variant):
-        return dict(tis=2.0) if variant == "acr" else flashrl.Neighbour.defaults(variant)
+        return dict(tis=2.0) if variant == "acr" else super().defaults(variant)
 
     def check(self):
         settings = self.settings
-        name = f"--method qurl:{self.variant}"
-        in_16_bits = settings.weights == "bf16"
-        require(in_16_bits or not self.update_aware,
-                f"{name}: UAQ does nothing to frozen {settings.weights} weights; use --weights bf16 "
-                "--lora-rank 0 --beta 0, or --method qurl:acr")
-        require(settings.lora_rank == 0 or not self.update_aware,
-                f"{name}: UAQ is for weights that are trained; use --lora-rank 0 --beta 0 and a lower "
-                f"--lr, or with LoRA --method qurl:acr-{self.format}")
-        require(in_16_bits or not self.format,
-                f"{name}: quantises 16-bit weights for the rollout; use --weights bf16, or --method "
-                "qurl:acr")
+        name = f"--method {settings.method}"
         require(settings.tis, f"{name}: ACR undoes what truncation does to clipping; use --tis 2")
-        if self.format == "fp8":
-            remedy = f"use --method qurl:{self.variant.replace('fp8', 'int8')}"
-            require_fp8_products(settings.device, f"qurl:{self.variant}", remedy)
+        if self.variant != "acr":
+            super().check()
+            require(settings.lora_rank == 0,
+                    f"{name}: UAQ is for weights that are trained; use --lora-rank 0 --beta 0 and a lower "
+                    "--lr, or --method qurl:acr")
 
     def prepare(self, model, folder, questions, tokenizer):
-        if self.update_aware:
+        if self.variant != "acr":
             scale_for_updates(model, UAQ_SCALE)
 
-    @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):
-        self.capped = []                       # a minibatch's tokens beyond the cap, by micro-batch
-        rollout = eight_bit(model, self.format) if self.format else contextlib.nullcontext()
-        with qerl.adaptive_quantization_noise(model, sigma, generator), rollout:
-            yield
+        sampled_by = qerl if self.variant == "acr" else super()
+        return sampled_by.adaptive_quantization_noise(model, sigma, generator)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
                     ref_logprobs, beta, rollout_logprobs, tis, *_):
-        # min(1, C π_rollout / π_old) [B, C]: what truncation leaves of a weight
-        r = (tis * (rollout_logprobs - old_logprobs).exp()).clamp(max=1)
-        self.capped.append((r < 1)[weights > 0])
-        capped = torch.cat(self.capped).float()
-        self.measured["capped_fraction"] = capped.mean().item() if len(capped) else 0.0
+        r = kept_of_weight(old_logprobs, rollout_logprobs, tis)
         return qerl.policy_loss(
             logprobs, old_logprobs, advantages, weights,
-            torch.full_like(r, clip_low), (1 + clip_high) / r - 1,
+            clip_low + 0 * r, (1 + clip_high) / r - 1,
             ref_logprobs, beta, rollout_logprobs, tis)
+
+    def mismatch(self, old_logprobs, rollout_logprobs, mask):
+        """qerl.mismatch, with which the loop ends a step."""
+        r = kept_of_weight(old_logprobs, rollout_logprobs, self.settings.tis)
+        self.measured["capped_fraction"] = (r < 1)[mask].float().mean().item()
+        return qerl.mismatch(old_logprobs, rollout_logprobs, mask)

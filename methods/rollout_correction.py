@@ -16,7 +16,7 @@ min(R A, clip(R, 1-ε, 1+ε) A):
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
     sequence-tis   w = min(Π ρ, C)           the product over a completion
-    sequence-mis   w = min(Π ρ, C), but 0 unless Π ρ is in [0.5, 2]
+    sequence-mis   w = Π ρ, but 0 unless it is in [0.5, 2]
     icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
 
 A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
@@ -34,68 +34,63 @@ right about prefixes, but of long completions few effective samples are left. Th
 rollout that sometimes goes wrong altogether. bypass is for a mismatch that is small against the
 clip range.
 """
-import math
-
 import torch
 
 import qerl
 from methods import Method
 from qerl import require
 
-CAPPED = ("token-tis", "sequence-tis", "sequence-mis")
-# Where the ratio, or its product, must lie; elsewhere the weight is 0.
-KEPT = {"token-tis": (0, math.inf), "sequence-tis": (0, math.inf), "sequence-mis": (0.5, 2),
-        "icepop": (0.5, 5)}
+
+def within(ratio, low, high):
+    """The ratio, or 0 where it is not between these."""
+    return ratio * ((ratio >= low) & (ratio <= high))
+
+
+# The weights by ρ [B, C], their product over a completion [B, 1], and the cap C.
+WEIGHTS = {
+    "token-tis": lambda rho, product, cap: rho.clamp(max=cap),
+    "sequence-tis": lambda rho, product, cap: product.clamp(max=cap),
+    "sequence-mis": lambda rho, product, cap: within(product, 0.5, 2),
+    "icepop": lambda rho, product, cap: within(rho, 0.5, 5),
+}
 
 
 @torch.no_grad()
 def correction(log_ratio, mask, kind, cap=2.0):
     """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
 
-    log_ratio float32 [B, C]: log ρ; mask bool [B, C]; kind: a name in KEPT. In this order: clamp,
-    exponential, mask, truncate.
+    log_ratio float32 [B, C]: log ρ; mask bool [B, C]; kind: a name in WEIGHTS.
     """
     log_ratio = log_ratio.masked_fill(~mask, 0)
-    if kind.startswith("sequence"):
-        log_ratio = log_ratio.sum(1, keepdim=True)                                 # [B, 1]
-    ratio = qerl.bounded(log_ratio).exp()
-    low, high = KEPT[kind]
-    kept = (ratio >= low) & (ratio <= high) & mask                                 # [B, C]
-    if kind in CAPPED:
-        ratio = ratio.clamp(max=cap)
-    return ratio * kept
+    rho = qerl.bounded(log_ratio).exp()
+    product = qerl.bounded(log_ratio.sum(1, keepdim=True)).exp()
+    return WEIGHTS[kind](rho, product, cap) * mask
 
 
 class Neighbour(Method):
-    variants = (*KEPT, "bypass")
+    variants = (*WEIGHTS, "bypass")
 
     def check(self):
-        require(not self.settings.tis or self.variant in CAPPED,
-                f"--method rollout_correction:{self.variant}: it has no cap that --tis could set; leave "
-                "out --tis")
+        require(not self.settings.tis or self.variant.endswith("-tis"),
+                f"--method {self.settings.method}: it has no cap that --tis could set; leave out --tis")
 
-    def adaptive_quantization_noise(self, model, sigma, generator):
-        self.seen = []                         # the weights of the step's tokens, by micro-batch
-        return qerl.adaptive_quantization_noise(model, sigma, generator)
+    def importance(self, old_logprobs, rollout_logprobs, mask):
+        cap = self.settings.tis or 2.0
+        return correction(old_logprobs - rollout_logprobs, mask, self.variant, cap)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis, *_):
+                    ref_logprobs, beta, rollout_logprobs, *_):
         advantages = advantages[:, None]
         if self.variant == "bypass":
             old_logprobs = rollout_logprobs
         else:
-            mask = weights > 0
-            importance = correction(
-                old_logprobs - rollout_logprobs, mask, self.variant, tis or 2.0)
-            advantages = advantages * importance
-            self.measure(importance[mask])
+            advantages = advantages * self.importance(old_logprobs, rollout_logprobs, weights > 0)
         return qerl.policy_loss(
             logprobs, old_logprobs, advantages, weights, clip_low, clip_high, ref_logprobs, beta)
 
-    def measure(self, importance):
-        """The mean of the step's weights so far, and how many are 0."""
-        self.seen.append(importance)
-        importance = torch.cat(self.seen)
-        if len(importance):            # DAPO may leave out every completion
-            self.measured = {"importance_mean": importance.mean().item(),
-                             "masked_fraction": (importance == 0).float().mean().item()}
+    def mismatch(self, old_logprobs, rollout_logprobs, mask):
+        """qerl.mismatch, with which the loop ends a step."""
+        if self.variant != "bypass":
+            left_out = self.importance(old_logprobs, rollout_logprobs, mask) == 0
+            self.measured["masked_fraction"] = left_out[mask].float().mean().item()
+        return qerl.mismatch(old_logprobs, rollout_logprobs, mask)

@@ -64,7 +64,7 @@ def gains(log_rho, logprobs, old, A):
 
 
 @pytest.mark.parametrize("name", [
-    *(f"rollout_correction:{kind}" for kind in (*rollout_correction.KEPT, "bypass")),
+    *(f"rollout_correction:{kind}" for kind in (*rollout_correction.WEIGHTS, "bypass")),
     "pooled_noise",
     "qurl:acr",
     "maspo",
@@ -197,12 +197,12 @@ def test_update_aware_scaling_keeps_the_policy(qwen):
 # --------------------------------------------------------------------------------------------------
 # Noise
 
-def steered(method, scheduled, *log_ratios):
+def steered(method, scheduled, *log_ratios, entropy=1.0):
     """The next sigma after a step of which some tokens had these log π_old - log μ."""
     method.adaptive_quantization_noise(torch.nn.Module(), scheduled, None)
     log_ratios = torch.tensor(log_ratios)
-    rollout = torch.full_like(log_ratios, -1)
-    method.mismatch(rollout + log_ratios, rollout, rollout < 0)
+    rollout = torch.full_like(log_ratios, -entropy)
+    method.mismatch(rollout + log_ratios, rollout, rollout == rollout)
     return method.state["sigma"]
 
 
@@ -229,8 +229,7 @@ def test_noise_control_goes_by_steps(variant, steps, sigmas):
     method = neighbour(f"noise_control:{variant}")
     found = []
     for figure in steps:
-        method.entropy = figure
-        found.append(steered(method, 0.01, figure))
+        found.append(steered(method, 0.01, figure, entropy=abs(figure)))
     assert [*found[:2], found[-1]] == pytest.approx(sigmas)
 
 
@@ -247,17 +246,6 @@ def test_shaped_noise_goes_to_the_norms_of_a_place(qwen, place, noisy):
     with method.adaptive_quantization_noise(model, 0.01, None):
         found = [norm.noisy_weight is not None for norm in scales(model)]
     assert found == [i in noisy for i in range(5)]
-
-
-@pytest.mark.parametrize("variant,tails", [("uniform", 9 / 5), ("laplace", 6)])
-def test_shaped_noise_has_variance_1_and_other_tails(variant, tails):
-    """By its second and fourth moment."""
-    norm = qerl.RMSNorm("norm", torch.zeros(100000), 1e-6)
-    method = neighbour(f"shaped_noise:{variant}")
-    with method.adaptive_quantization_noise(norm, 0.01, seeded(0)):
-        z = norm.noisy_weight / 0.01
-    moments = z.pow(2).mean().item(), z.pow(4).mean().item()
-    assert moments == pytest.approx((1, tails), rel=0.06)
 
 
 def test_pooled_noise_shares_each_group_among_four_draws(qwen):
@@ -343,7 +331,7 @@ MADE_ONCE = ("four_over_six", "awq", "gptq", "qat:distil")          # weights of
 @pytest.mark.parametrize("command,figure", [
     ("rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3", "masked_fraction"),
     ("qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3", "capped_fraction"),
-    ("pooled_noise --group 4", "kept_fraction"),
+    ("pooled_noise --group 4 --sigma-start 0.3 --sigma-end 0.3", "masked_fraction"),
     ("shaped_noise:mlp", "sigma"),
     ("noise_control:divergence", "sigma"),
     ("maspo --updates 2", "sigma"),
@@ -393,15 +381,15 @@ def test_a_neighbour_trains_and_resumes(
     ("gptq:int3", "gptq has no variant int3; choose gptq alone"),
     ("noise_control --sigma-start 0 --sigma-end 0", "there is no noise"),
     ("pooled_noise --group 6", "use a --group divisible by 4"),
-    ("pooled_noise --tis 2", "use --tis 0"),
+    ("pooled_noise --tis 2", "leave out --tis"),
     ("fp16 --dtype bfloat16", "computes in float16, not in bfloat16"),
     ("maspo --updates 1", "with one update a rollout the ratio is 1"),
     ("deep_grpo --algo dapo", "use --algo grpo"),
     ("rollout_correction:bypass --tis 2", "leave out --tis"),
     ("rollout_correction:icepop --tis 2", "no cap"),
     ("flashrl --weights nvfp4", "use --weights bf16"),
-    ("qurl --weights nvfp4", "frozen nvfp4 weights"),
-    ("qurl", "acr-int8"),
+    ("qurl --weights nvfp4", "use --weights bf16"),
+    ("qurl", "use --lora-rank 0 --beta 0 and a lower --lr"),
     ("qurl:acr --tis 0", "use --tis 2"),
     ("jetrl --weights nvfp4", "the rollout reads 8 bits"),
     ("jetrl:training --weights bf16 --lora-rank 0 --beta 0", "use --method jetrl with --lora-rank 0"),
@@ -423,7 +411,7 @@ def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     assert message in refused(*flags, "--method", *command.split())
 
 
-@pytest.mark.parametrize("name", ["flashrl:fp8", "jetrl", "qurl:acr-fp8"])
+@pytest.mark.parametrize("name", ["flashrl:fp8", "jetrl", "qurl:fp8"])
 def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch, name):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
