@@ -317,7 +317,7 @@ def load_all(settings, algo, ranks=Ranks()):
         checkpoint_class=ShardedCheckpoint if settings.shard else qerl.Checkpoint,
     )
     if settings.shard:
-        ranks.serve = SharedPasses(model, ranks).serve
+        ranks.serve = SharedPasses(model, ranks.count).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
@@ -675,11 +675,10 @@ def main():
         if settings.save_quantized:
             return save_quantized(settings)
         settings = replace(settings, device=ranks.start(settings.device))
-        ranks.agree_on_flags(settings)
-        folder = settings.out
         if ranks.main and (settings.out or not settings.eval_only):
             folder, run.lock = open_run(settings)
-        settings = replace(settings, out=ranks.collect([folder])[0])       # rank 0 has chosen it
+            settings = replace(settings, out=folder)
+        settings = ranks.settings_of_first(settings)
         if settings.eval_only:
             evaluate_only(settings)
         else:

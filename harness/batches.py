@@ -157,14 +157,6 @@ def pick_groups(parts, order):
     )
 
 
-def move_samples(samples, device):
-    """train_gsm8k.Samples with its tensors on a device."""
-    rollout = samples.rollout
-    rollout = qerl.Rollout(*(getattr(rollout, f.name).to(device) for f in fields(rollout)))
-    return replace(samples, rollout=rollout, rewards=samples.rewards.to(device),
-                   correct=samples.correct.to(device))
-
-
 def join_rollouts(rollouts, rows):
     """These rows of rollouts that lie one below the other, padded to the longest."""
     longest = max(r.tokens.shape[1] for r in rollouts)

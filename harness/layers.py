@@ -141,17 +141,16 @@ class SharedPasses:
     """The passes of the ranks through the blocks of a model from a ShardedCheckpoint.
 
     It makes the model gather its weights. Before all else that the ranks do together each of them
-    must `serve`, which Ranks.together sees to.
+    must `serve`, which Ranks sees to.
     """
 
-    def __init__(self, model, ranks):
-        self.ranks = ranks
+    def __init__(self, model, count):
         self.device = model.device
         self.blocks = [
             [m for m in block.modules() if isinstance(m, qerl.QuantLinear)] for block in model.blocks
         ]
         self.works = {}                                # what is being gathered, by the block's number
-        self.place_weights(ranks.count)
+        self.place_weights(count)
         model.recompute_in_backward()                  # else backward would need blocks at any time
         for i, block in enumerate(model.blocks):
             block.register_forward_pre_hook(partial(self.before_forward, i))
@@ -186,12 +185,11 @@ class SharedPasses:
         """Before block i runs: have its weights here, and the next one's on their way."""
         order = self.order(direction)
         place = order.index(i)
-        with self.ranks.surviving():
-            if place == 0:
-                self.begin(direction)
-            self.wait(i)
-            if place + 1 < len(order):
-                self.gather(order[place + 1])
+        if place == 0:
+            self.begin(direction)
+        self.wait(i)
+        if place + 1 < len(order):
+            self.gather(order[place + 1])
 
     def begin(self, direction):
         """Begin a pass, for which a rank that wants down waits until none wants up."""

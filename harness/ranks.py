@@ -7,19 +7,19 @@ the ranks once a minibatch, before they are clipped, so all ranks take the same 
 same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone writes and
 speaks. Without torchrun there is one rank, and everything here returns what it was given.
 """
-import contextlib
+import io
 import os
 import random
 import sys
+from dataclasses import replace
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from harness.batches import move_samples, pick_groups
-from harness.machine import is_out_of_memory
-from qerl import UserError, reason, require
+from harness.batches import pick_groups
+from qerl import require
 
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max,
@@ -35,7 +35,9 @@ class Ranks:
             numbers = [os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
         self.count, self.rank, self.local_rank = map(int, numbers)     # the last: of this machine
         self.main = self.rank == 0
-        self.serve = lambda: None      # with --shard: harness.layers.SharedPasses.serve
+        # With --shard harness.layers.SharedPasses.serve: before all that the ranks do together each of
+        # them takes part in the passes of the others.
+        self.serve = lambda: None
 
     def start(self, device):
         """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
@@ -82,41 +84,21 @@ class Ranks:
         sys.stderr.flush()
         os._exit(status)
 
-    @contextlib.contextmanager
-    def together(self):
-        """Around what all ranks do together, once none of them needs the others otherwise."""
-        with self.surviving():
-            self.serve()
-            yield
-
-    @contextlib.contextmanager
-    def surviving(self):
-        """Around what ends if a rank is gone."""
-        try:
-            yield
-        except RuntimeError as e:
-            if is_out_of_memory(e):
-                raise
-            raise UserError(f"rank {self.rank} waited for another that has ended ({reason(e)}); go on "
-                            "with --resume")
-
     def agree(self, facts):
         """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""
         first = self.collect([facts])[0]
         for name, value in facts.items():
             require(value == first[name],
                     f"{name}: {value} in rank {self.rank} is {first[name]} in rank 0; give all machines "
-                    "the same flags, data, model and checkpoint")
+                    "the same data, model and checkpoint")
 
-    def agree_on_flags(self, settings):
-        """Let the ranks agree on the settings of train_gsm8k, but for what may differ by machine."""
+    def settings_of_first(self, settings):
+        """Rank 0's settings of train_gsm8k, with this machine's folders and device."""
         require(self.count > 1 or not settings.shard,
                 "--shard cuts the weights over several processes, but this is one; start by torchrun "
                 "--nproc_per_node=2 or more")
-        flags = {f"--{name.replace('_', '-')}": value for name, value in vars(settings).items()}
-        for name in ("--model", "--data", "--eval", "--device", "--out"):
-            del flags[name]
-        self.agree(flags)
+        own = {name: getattr(settings, name) for name in ("model", "data", "eval", "device")}
+        return replace(self.collect([settings])[0], **own)
 
     def share(self, questions, parts):
         """This rank's questions: its part of each of `parts` equal pieces of the list.
@@ -133,28 +115,32 @@ class Ranks:
         if self.count == 1:
             return items
         lists = [None] * self.count
-        with self.together():
-            dist.all_gather_object(lists, items)
+        self.serve()
+        dist.all_gather_object(lists, items)
         return [item for each in lists for item in each]
 
     def pool(self, samples, parts):
         """The train_gsm8k.Samples of all ranks as one, in the order of a single process: see share."""
         if self.count == 1:
             return samples
-        every = self.collect([move_samples(samples, "cpu")])
+        device = samples.rewards.device
+        stored = io.BytesIO()
+        torch.save(samples, stored)
+        every = [torch.load(io.BytesIO(one), device, weights_only=False)
+                 for one in self.collect([stored.getvalue()])]
         groups = len(samples.questions)
         own = groups // parts
         order = [rank * groups + piece * own + i
                  for piece in range(parts) for rank in range(self.count) for i in range(own)]
-        return move_samples(pick_groups(every, order), samples.rewards.device)
+        return pick_groups(every, order)
 
     def total(self, tensor):
         """The sum of a tensor over the ranks; on a GPU the host does not wait for it."""
         if self.count == 1:
             return tensor
         summed = tensor.clone()
-        with self.together():
-            dist.all_reduce(summed)
+        self.serve()
+        dist.all_reduce(summed)
         return summed
 
     def differ(self, generator, seed, step):
@@ -175,8 +161,8 @@ class Ranks:
             return
         gradients = [p.grad for p in parameters]
         line = parameters_to_vector(gradients)
-        with self.together():
-            dist.all_reduce(line)
+        self.serve()
+        dist.all_reduce(line)
         vector_to_parameters(line, gradients)
 
     def join(self, metrics):

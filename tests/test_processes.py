@@ -209,20 +209,15 @@ def as_rank(monkeypatch, rank, collect=None, local_rank=0):
     return ranks
 
 
-def test_ranks_agree_on_flags(monkeypatch):
-    """Machines may name their folders differently; the other flags must be the same."""
-    theirs = {"--lr": 1e-3, "--model": "/there"}
-    ranks = as_rank(monkeypatch, 2, lambda facts: [facts[0] | theirs])
-    ranks.agree_on_flags(train_gsm8k.Settings(lr=1e-3, model="/here"))
-    with pytest.raises(qerl.UserError,
-                       match="--lr: 0.01 in rank 2 is 0.001 in rank 0; give all machines the same"):
-        ranks.agree_on_flags(train_gsm8k.Settings(lr=1e-2))
-
-
-def test_a_rank_says_that_another_is_gone(monkeypatch):
-    ranks = as_rank(monkeypatch, 2)
-    with pytest.raises(qerl.UserError, match="rank 2 waited for another"), ranks.together():
-        raise RuntimeError("Connection reset by peer")
+def test_ranks_have_the_flags_of_the_first_and_the_same_content(monkeypatch):
+    """Machines may name their folders differently."""
+    first = train_gsm8k.Settings(lr=1e-3, model="/there", out="runs/1")
+    ranks = as_rank(monkeypatch, 2, lambda own: [first, *own])
+    settings = ranks.settings_of_first(train_gsm8k.Settings(lr=1e-2, model="/here"))
+    assert (settings.lr, settings.model, settings.out) == (1e-3, "/here", "runs/1")
+    ranks = as_rank(monkeypatch, 2, lambda facts: [{"weights": "a"}, *facts])
+    with pytest.raises(qerl.UserError, match="weights: b in rank 2 is a in rank 0; give all machines"):
+        ranks.agree({"weights": "b"})
 
 
 def passes_of(model, temperature):
@@ -249,7 +244,7 @@ def test_gathered_weights_compute_the_same(deep, tmp_path, device, backend, temp
         whole = with_lora(deep, device=device)
         whole.recompute_in_backward()
         cut = with_lora(deep, device=device, checkpoint_class=layers.ShardedCheckpoint)
-        passes = layers.SharedPasses(cut, Ranks())
+        passes = layers.SharedPasses(cut, 1)
         packed = [layers.packed_tensors(layer.weight)[0] for layer in cut.quantized_layers()]
         assert len({t.untyped_storage().data_ptr() for t in packed}) == 2        # for three blocks
         torch.testing.assert_close(
