@@ -61,7 +61,7 @@ FAULTS = {
     ],
     "harness/run.py": [
         ('"chat_template_kwargs", "data",', '"chat_template_kwargs",',
-         "tests/test_bad_input.py -k codes_may_be_fitted"),
+         "tests/test_bad_input.py -k goes_on_longer"),
         ("require(hashlib.sha256(content).digest() == digest,", "require(True,",
          "tests/test_bad_input.py -k flipped_bit"),
         ('(q["question"], q["answer"], q["prompt"])', '(q["question"], q["prompt"])',
