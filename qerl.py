@@ -137,11 +137,6 @@ def quantize_nvfp4(weight):
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
 
-def dequantize_nvfp4(packed, block_scale, global_scale, dtype):
-    """Eq. 6: what quantize_nvfp4 returns -> weight [out, in] in dtype."""
-    return dequantize_blocks(packed, E2M1, block_scale.float() / global_scale, dtype)
-
-
 def powers_of_two(e8m0):
     """What the bytes of the format E8M0 stand for, float32."""
     return torch.exp2(e8m0.float() - 127)
@@ -162,11 +157,6 @@ def quantize_mxfp4(weight):
     return packed, e8m0, amax.new_ones(1)
 
 
-def dequantize_mxfp4(packed, block_scale, global_scale, dtype):
-    """What quantize_mxfp4 returns -> weight [out, in] in dtype."""
-    return dequantize_blocks(packed, E2M1, powers_of_two(block_scale), dtype)
-
-
 def quantize_nf4(weight):
     """QLoRA's NF4: the nearest of 16 normal quantiles, times the largest magnitude of 64 weights.
 
@@ -181,11 +171,6 @@ def quantize_nf4(weight):
     return pack_nibbles(codes.flatten(1)), absmax, absmax.new_ones(1)
 
 
-def dequantize_nf4(packed, block_scale, global_scale, dtype):
-    """What quantize_nf4 returns -> weight [out, in] in dtype."""
-    return dequantize_blocks(packed, NF4, block_scale, dtype)
-
-
 def keep_16_bit(weight):
     """Not quantised: the weight, and two scales that nothing reads.
 
@@ -195,40 +180,37 @@ def keep_16_bit(weight):
     return weight, one, one
 
 
-def read_16_bit(weight, _block_scale, _global_scale, dtype):
-    return weight.to(dtype)
-
-
-# The codes and scales in the order in which the GPU's kernels read them (fp4_kernels.py, section 2).
-# NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
-
-def tile_nvfp4(packed, block_scale, global_scale):
-    return kernels.tile(packed, block_scale.float(), 1 / global_scale, E2M1)
-
-
-def tile_mxfp4(packed, block_scale, global_scale):
-    scale = powers_of_two(block_scale).repeat_interleave(2, 1)        # one for each 16
-    return kernels.tile(packed, scale, global_scale, E2M1)
-
-
-def tile_nf4(packed, block_scale, global_scale):
-    return kernels.tile(packed, block_scale, global_scale, NF4, nf4=True)
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Format:
     """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
-    quantize: Callable      # weight -> the three, in whatever shapes and dtypes the format needs
-    dequantize: Callable    # the three and a dtype -> weight; global_scale may be [1] or [out, 1]
-    block: int              # so many input features share a scale, and `in` is divisible by it
-    tile: Callable = None   # the three -> fp4_kernels.TiledWeight; None: there are no kernels for it
+    quantize: Callable               # weight -> the three
+    block: int                       # input features that share a scale; `in` is divisible by it
+    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
+    scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
+
+    def dequantize(self, packed, block_scale, global_scale, dtype):
+        """Eq. 6: the three -> weight [out, in] in dtype; global_scale may be [1] or [out, 1]."""
+        if self.table is None:
+            return packed.to(dtype)
+        scale = self.scale(block_scale) / global_scale
+        return dequantize_blocks(packed, self.table, scale, dtype)
+
+    def tile(self, packed, block_scale, global_scale):
+        """The three in the order in which the GPU's kernels read them (fp4_kernels.py, section 2).
+
+        NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
+        """
+        scale = self.scale(block_scale)
+        if self.block == 32:
+            scale = scale.repeat_interleave(2, 1)                     # one for each 16
+        return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.block == 64)
 
 
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, dequantize_nvfp4, 16, tile_nvfp4),
-    "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4, 32, tile_mxfp4),
-    "nf4": Format(quantize_nf4, dequantize_nf4, 64, tile_nf4),
-    "bf16": Format(keep_16_bit, read_16_bit, 1),
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two),
+    "nf4": Format(quantize_nf4, 64, NF4),
+    "bf16": Format(keep_16_bit, 1),
 }
 
 
@@ -409,16 +391,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.use_adapter = True                        # False in adapters_off: the scale as loaded
         self.noisy_weight = None
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
-        self.register_buffer("reference_weight", self.weight.detach().clone())
 
     @property
     def scale(self):
-        if self.noisy_weight is not None:
-            return self.noisy_weight
-        return self.weight if self.use_adapter else self.reference_weight
+        return self.weight if self.noisy_weight is None else self.noisy_weight
 
     def forward(self, x, interleaved=False):
         """interleaved: for a layer that reads the result so, see PackedWeight."""
@@ -523,6 +501,16 @@ def silu_mul(gate_up, interleaved=False):
     return F.silu(gate) * up
 
 
+def causal_attention(q, k, v, layer=None):
+    """q [B, T, heads, D], k and v [B, T, kv_heads, D] -> y [B, T, heads, D].
+
+    Each token attends to those up to itself in its row. KVCache.prefill, which asks for the number
+    of the layer, and packed_attention take the place of this function.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     """Put one token of each slot into a layer's cache and attend to all that are there.
 
@@ -577,22 +565,12 @@ class Attention(nn.Module):
         """q, k, v [..., heads, head_dim] of the stacked projections [..., q + k + v]."""
         return (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
 
-    def forward(self, x, rope, cache=None, into_slots=None, packing=None):
-        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim].
-
-        cache and into_slots: see Transformer.hidden. With a packing (see pack), in training, B is 1.
-        """
+    def forward(self, x, rope, attend=causal_attention):
+        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim]."""
         q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, head_dim]
         q = rotary(self.q_norm(q), *rope)
         k = rotary(self.k_norm(k), *rope)
-        if packing is not None:
-            y = packed_attention(q[0], k[0], v[0], packing)[None]
-            return self.o(y.flatten(2))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                 # [B, heads, T, head_dim]
-        if cache is not None:              # before decoding: these are prompts
-            cache.store_prompts(self.index, into_slots, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(attend(q, k, v, self.index).flatten(2))
 
     def decode(self, x, rope, cache, residual):
         """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
@@ -638,9 +616,9 @@ class Block(nn.Module):
         self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", d, eps)
         self.mlp = MLP(config, checkpoint, f"{name}.mlp")
 
-    def forward(self, x, rope, cache=None, into_slots=None, packing=None):
+    def forward(self, x, rope, attend=causal_attention):
         x, y = self.attention_norm.branch(x)
-        x, y = self.mlp_norm.branch(x, self.attention(y, rope, cache, into_slots, packing))
+        x, y = self.mlp_norm.branch(x, self.attention(y, rope, attend))
         return x + self.mlp(y)
 
     def decode(self, x, rope, cache):
@@ -662,7 +640,6 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_blocks = 0                      # so many, from the first on
-        self.reference = None                          # see adapters_off
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
         tied = config.tie_word_embeddings
@@ -672,6 +649,8 @@ class Transformer(nn.Module):
             Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
         self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.reference = {name: p.detach().clone() for name, p in trainable(self).items()
+                          if "lora" not in name}       # see adapters_off
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
         self.register_buffer("frequencies", frequencies.to(self.device))
 
@@ -683,26 +662,25 @@ class Transformer(nn.Module):
         sin = angles.sin() * self.rope_factor
         return cos.to(dtype), sin.to(dtype)
 
-    def hidden(self, tokens, cache=None, into_slots=None, packing=None):
-        """tokens int64 [B, T] -> final hidden states [B, T, d], by causal attention over each row.
+    def hidden(self, tokens, attend=causal_attention, position=None):
+        """tokens int64 [B, T] -> final hidden states [B, T, d].
 
-        With a cache and into_slots int64 [B * G] it prefills: the keys and values of row b also go to
-        the G slots of into_slots[b * G:(b + 1) * G].
-        With a packing (see pack) tokens are its line, [1, S].
+        attend: causal_attention or what takes its place. position: int64 [T]; by default 0, 1, ...
         """
         recomputing = self.recompute_blocks if torch.is_grad_enabled() else 0
         x = F.embedding(tokens, self.embedding)
         if recomputing:
             x.requires_grad_()     # reentrant recomputation gives a gradient only if its input asks
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = self.rope(positions if packing is None else packing.position, x.dtype)
+        if position is None:
+            position = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = self.rope(position, x.dtype)
         for i, block in enumerate(self.blocks):
             if i < recomputing:
                 # use_reentrant=False, today's default, hooks every tensor: twice the host's work.
-                x = recompute(block, x, rope, None, None, packing, use_reentrant=True,
-                              preserve_rng_state=False)
+                x = recompute(
+                    block, x, rope, attend, use_reentrant=True, preserve_rng_state=False)
             else:
-                x = block(x, rope, cache, into_slots, packing)
+                x = block(x, rope, attend)
         return self.norm(x)
 
     def decode(self, tokens, cache):
@@ -787,17 +765,19 @@ class KVCache:
                 pieces.append(self.filled.new_zeros(shape, dtype=self.dtype))
                 self.addresses[layer, len(pieces) - 1] = pieces[-1].data_ptr()
 
-    def store_prompts(self, layer, into_slots, k, v):
-        """k, v [P, kv_heads, T, head_dim]; those of prompt p go to into_slots[p * G:(p + 1) * G].
+    def prefill(self, q, k, v, layer, into_slots):
+        """causal_attention of P prompts; k and v of prompt p go to into_slots[p * G:(p + 1) * G].
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
-        self.reserve(k.shape[2])
+        self.reserve(k.shape[1])
         groups = into_slots.view(len(k), -1)                                     # [P, G]
-        for_each_slot = torch.stack([k, v])[:, :, None]        # [2, P, 1, kv_heads, T, head_dim]
+        kv = torch.stack([k, v]).transpose(2, 3)
+        for_each_slot = kv[:, :, None]                         # [2, P, 1, kv_heads, T, head_dim]
         for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
             # [2, P, G, kv_heads, t, head_dim] = [2, P, 1, ...]: each of the G slots gets a copy
             piece[:, groups, :, :part.shape[4]] = part
+        return causal_attention(q, k, v)
 
     def keep(self, slots):
         """Forget all slots but these, int64 [fewer]; piece by piece, so there is never a second cache."""
@@ -928,7 +908,7 @@ class Sampler:
         if longest > 1:                                # a single token needs no prefill
             at_once = max(1, PREFILL_TOKENS // longest)
             for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
-                self.model.hidden(tokens, self.cache, chosen)
+                self.model.hidden(tokens, functools.partial(self.cache.prefill, into_slots=chosen))
         first_input = padded.gather(1, last[:, None])[:, 0]
         self.token[slots] = first_input.repeat_interleave(group)
         self.cache.filled[slots] = last.repeat_interleave(group)
@@ -1060,24 +1040,25 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, the model is Eq. 3's π_ref: no LoRA, norm scales as loaded. Not to be nested in AQN.
+    """Inside, the model is Eq. 3's π_ref: what is trained has the values that it began with.
 
-    model.reference, {name: tensor}, holds the starting values if training began from an adapter.
+    They are in model.reference, {name: tensor}. LoRA is not there, and left out, because it begins as
+    zero; if training began from an adapter it is. Not to be nested in AQN.
     """
-    adapted = [module for module in model.modules() if getattr(module, "use_adapter", False)]
-    trained = trainable(model) if model.reference else {}
-    now = {name: p.data for name, p in trained.items()}
-    for name, p in trained.items():
-        p.data = model.reference[name]
-    for module in adapted:
-        module.use_adapter = bool(model.reference)
+    trained = trainable(model)
+    layers = [layer for layer in model.quantized_layers() if layer.use_adapter]
+
+    def put(values, use_adapter):
+        for name, value in values.items():
+            trained[name].data = value
+        for layer in layers:
+            layer.use_adapter = use_adapter
+    now = {name: trained[name].data for name in model.reference}
+    put(model.reference, use_adapter=trained.keys() == model.reference.keys())
     try:
         yield
     finally:
-        for name, p in trained.items():
-            p.data = now[name]
-        for module in adapted:
-            module.use_adapter = True
+        put(now, use_adapter=True)
 
 
 def has_signal(rewards):
@@ -1230,44 +1211,40 @@ def pack(prompts, length):
     """
     groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
     P = len(groups)
-    prompt_sizes, counts = torch.tensor(groups).T
-    owner = torch.arange(P).repeat_interleave(counts)
-    sizes = torch.cat([prompt_sizes, length.cpu()])
-    ends = F.pad(sizes.cumsum(0), (1, 0))                                        # [1 + P + B]
-    begins = ends[:-1]
-    first = begins[P]                                       # where the completions begin
-    line = torch.arange(ends[-1])
-    before = line[first:] - 1
-    before[begins[P:] - first] = ends[1:][owner] - 1
-    first_position = F.pad(prompt_sizes[owner], (P, 0))     # 0 in a prompt; a completion goes on
-    position = line + (first_position - begins).repeat_interleave(sizes)
-    group_ends = ends[P + F.pad(counts.cumsum(0), (1, 0))] - first
+    owner = [p for p, (_, count) in enumerate(groups) for _ in range(count)]
+    sizes = [size for size, _ in groups] + length.tolist()
+    starts = [0] * P + list(map(len, prompts))         # the position of each one's first token
+    position = torch.cat([torch.arange(n, n + size) for n, size in zip(starts, sizes)])
+    ends = torch.tensor([0, *itertools.accumulate(sizes)])
+    places = ends[P:] - ends[P]                        # where completions begin, and the last ends
+    before = torch.arange(ends[P], ends[-1]) - 1
+    before[places[:-1]] = ends[1:][owner] - 1
+    group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     position, before, ends, group_ends = (
         to_device(t, length.device) for t in (position, before, ends, group_ends))
-    return Packing(sizes.tolist(), owner.tolist(), position, before, ends.int(), group_ends.int())
+    return Packing(sizes, owner, position, before, ends.int(), group_ends.int())
 
 
-def packed_attention(q, k, v, packing):
-    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D].
+def packed_attention(q, k, v, layer, packing):
+    """q [1, S, heads, D], k and v [1, S, kv_heads, D] of a line of tokens -> y [1, S, heads, D].
 
     A prompt attends to itself, and a completion to its prompt and to itself.
     """
     if kernels is not None and kernels.flash_runs_on(q):
-        return kernels.packed_attention(q, k, v, packing)
+        return kernels.packed_attention(q[0], k[0], v[0], packing)[None]
     sizes, owner = packing.sizes, packing.owner
     P = len(sizes) - len(owner)
 
     def rows(x):
-        """The line [S, heads, D] as padded rows of prompt + completion [B, heads, T, D]."""
-        parts = x.split(sizes)
+        """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
+        parts = x[0].split(sizes)
         joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
-        return pad_sequence(joined, batch_first=True).transpose(1, 2)
+        return pad_sequence(joined, batch_first=True)
 
-    y = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True)
-    y = y.transpose(1, 2).unbind()
+    y = causal_attention(rows(q), rows(k), rows(v))
     prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
     completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
-    return torch.cat(prompts + completions)
+    return torch.cat(prompts + completions)[None]
 
 
 def token_logprob(logits, tokens, gradient=False):
@@ -1320,7 +1297,8 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     tokens = completions[mask]                             # [n], in the line's order
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
-    hidden = model.hidden(line[None], packing=packing)[0]                                   # [S, d]
+    attend = functools.partial(packed_attention, packing=packing)
+    hidden = model.hidden(line[None], attend, packing.position)[0]                          # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
@@ -1453,7 +1431,7 @@ class Checkpoint:
                     f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
                     "these are not; quantise it again")
             if weights != "nvfp4":
-                parts = format.quantize(dequantize_nvfp4(*parts, self.dtype))
+                parts = format.quantize(FORMATS["nvfp4"].dequantize(*parts, self.dtype))
         return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)
 
     def stacked(self, names, sizes, in_features):
@@ -1468,7 +1446,8 @@ class Checkpoint:
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        if format.tile and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        in_codes = format.table is not None
+        if in_codes and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 

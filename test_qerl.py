@@ -235,7 +235,8 @@ def test_nf4_equals_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
     torch.manual_seed(0)
     weight = WEIGHTS[kind]()
-    decoded = qerl.dequantize_nf4(*qerl.quantize_nf4(weight), torch.float32)
+    format = qerl.FORMATS["nf4"]
+    decoded = format.dequantize(*format.quantize(weight), torch.float32)
     assert_close(decoded, bnb.dequantize_nf4(*bnb.quantize_nf4(weight, blocksize=64)))
 
 

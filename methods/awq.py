@@ -44,7 +44,7 @@ def awq_scale(layer, seen):
         s = mean.pow(step / 20).clamp_min(1e-4)
         s = s / (s.max() * s.min()).sqrt()
         parts = qerl.quantize_nvfp4(weight * s)
-        difference = qerl.dequantize_nvfp4(*parts, torch.float32) / s - weight
+        difference = qerl.FORMATS["nvfp4"].dequantize(*parts, torch.float32) / s - weight
         error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)
         if error < lowest:
             lowest = error

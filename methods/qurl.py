@@ -51,7 +51,6 @@ def scale_for_updates(model, s):
         readers = (block.attention_norm, block.attention.qkv), (block.mlp_norm, block.mlp.gate_up)
         for norm, layer in readers:
             norm.weight.data *= s
-            norm.reference_weight *= s
             layer.master.data /= s
 
 

@@ -38,8 +38,7 @@ FAULTS = {
          "test_qerl.py -k equal_trl"),
         ("return log_ratio.clamp(-20, 20)", "return log_ratio",
          "test_qerl.py -k whatever_the_ratio"),
-        ("return self.weight if self.use_adapter else self.reference_weight", "return self.weight",
-         "test_qerl.py -k reference_policy"),
+        ('if "lora" not in name}', "if False}", "test_qerl.py -k reference_policy"),
         ("ends[1:][owner] - 1", "ends[1:][owner] - 2",
          "test_qerl.py -k 'holds_each_prompt or training_logprobs'"),
         ("zip(hidden.split(chunk), tokens.split(chunk))", "[(hidden, tokens)]",
@@ -48,7 +47,7 @@ FAULTS = {
         ("except ImportError:", "except ZeroDivisionError:", "test_qerl.py -k works_alone"),
         ("hidden = hidden / temperature", "hidden = hidden * temperature",
          "test_qerl.py -k equal_trl"),
-        ("p.data = model.reference[name]", "pass", "tests/test_options.py -k starts_from"),
+        ("trained[name].data = value", "pass", "tests/test_options.py -k starts_from"),
         ("global_scale = 1 / self.read", "global_scale = self.read",
          "tests/test_folders.py -k all_layouts"),
     ],
@@ -74,7 +73,7 @@ FAULTS = {
     ],
     "harness/machine.py": [
         ("size <= share * free", "size <= free", "tests/test_memory.py -k decoded"),
-        ("(9 / 16 if", "(1 / 2 if", "tests/test_estimate.py -k memory"),
+        ("else 9 / 16)", "else 1 / 2)", "tests/test_estimate.py -k memory"),
     ],
     "train_gsm8k.py": [
         ("or scaler.get_scale() <= 1 else", "or True else", "tests/test_run.py -k float16"),

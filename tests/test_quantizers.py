@@ -21,7 +21,7 @@ from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
 from test_qerl import WEIGHTS, make_folder, relative, stacked_layer
 
-decoded = partial(qerl.dequantize_nvfp4, dtype=torch.float32)
+decoded = partial(qerl.FORMATS["nvfp4"].dequantize, dtype=torch.float32)
 
 
 def correlated():
