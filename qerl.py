@@ -935,9 +935,12 @@ class Sampler:
         hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
         self.logits = F.linear(hidden, self.model.lm_head)                       # [slots, V]
 
+    def draw(self):
+        return sample(self.logits, self.temperature, self.top_p, self.generator)
+
     def pick(self):
         """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
-        token, logprob, entropy = sample(self.logits, self.temperature, self.top_p, self.generator)
+        token, logprob, entropy = self.draw()
         row = self.completion                          # [slots]; IDLE, -1, is the spare last row
         column = self.position                         # [slots]
         self.tokens[row, column] = token

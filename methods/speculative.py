@@ -6,8 +6,8 @@ The problem. A rollout ends with a few long completions, and a pass over a handf
 nearly as long as one over many.
 
 The formula (Leviathan et al., arXiv 2211.17192; drafts from earlier epochs: DAS, arXiv 2511.13841;
-both from secondary notes). The draft x_1 ... x_K of a sequence is what followed on its last tokens in
-another completion of the same question, of this rollout or of earlier epochs. One pass over the
+both from secondary notes). The draft x_1 ... x_K of a sequence is what followed on its last three
+tokens in another completion of the same question, of this rollout or of earlier epochs. One pass over the
 sequence's last token and the draft gives K + 1 distributions, and of each a token is drawn:
 
     y_j ~ p(· | the tokens so far, x_1 ... x_j),    j = 0 ... K
@@ -35,7 +35,8 @@ the same distribution, than one that was never stopped.
 
 The papers' results: DAS takes 30 to 50 % off the time of a rollout [secondary]. Ours: 1.07 times
 as fast for 512 completions of 1.5B in the second and third epoch (results/README.md), because most
-tokens are sampled while many sequences live.
+tokens are sampled while many sequences live. That was with drafts by the last eight, four or two
+tokens, from up to 16 earlier completions.
 
 When would you use it? On a GPU, from the second epoch on, where some completions are much longer than
 others.
@@ -45,16 +46,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 import qerl
 from methods import Method
 from qerl import IDLE
 
 ROWS = 100                     # 7B in NVFP4 on an H200: 2.6 ms a step for 1 row, 5.9 for 128
-LENGTHS = (8, 4, 2)            # so many last tokens are looked up
+CONTEXT = 3                    # so many last tokens are looked up
 PLACES = 2 ** 23               # in the table
-KEPT = 16                      # completions a question, of earlier epochs
+KEPT = 8                       # completions a question, the last of earlier epochs
 
 
 def best_draft(slots, acceptance):
@@ -65,40 +65,35 @@ def best_draft(slots, acceptance):
 
 
 class Lookup:
-    """How texts go on; texts int64 [n, T], of question int64 [n].
+    """How texts go on; texts int64 [n, T], of question int64 [n], their lengths int64 [n].
 
-    table[hash of a question and its last 8, 4 or 2 tokens] is the place of the token that followed:
-    row * T + column, the largest of several, or -1. Tokens that share a hash cost a draft, no more.
+    table[hash of a question and its last tokens] is the place of the token that followed: row * T +
+    column, the largest of several, or -1. Tokens that share a hash cost a draft, no more.
     """
 
-    def __init__(self, texts, question, sizes):
+    def __init__(self, texts, question, lengths):
         self.texts = texts
         self.question = question
         self.table = question.new_full((PLACES,), -1)
-        self.lengths = torch.tensor(LENGTHS, device=texts.device)
         rng = torch.Generator().manual_seed(0)
-        self.factors = torch.randint(2 ** 62, (max(LENGTHS) + 1,), generator=rng).to(texts.device)
-        self.learn(*qerl.length_mask(sizes, texts.shape[1]).nonzero().unbind(1))
+        self.factors = torch.randint(2 ** 62, (CONTEXT + 1,), generator=rng).to(texts.device)
+        self.learn(*qerl.length_mask(lengths, texts.shape[1]).nonzero().unbind(1))
 
     def keys(self, row, column):
-        """Where in the table the tokens before these places are looked up, [..., len(LENGTHS)]."""
-        at = column[..., None] - 1 - torch.arange(max(LENGTHS), device=column.device)
-        tokens = self.texts[row[..., None], at.clamp_min(0)].masked_fill(at < 0, -1)    # the last first
-        of_tokens = (tokens * self.factors[1:]).cumsum(-1)[..., self.lengths - 1]
-        of_question = self.question[row] * self.factors[0]
-        return (of_tokens + of_question[..., None]) % PLACES
+        """Where in the table the tokens before these places are looked up."""
+        at = column[..., None] - torch.arange(1, CONTEXT + 1, device=column.device)
+        tokens = self.texts[row[..., None], at.clamp_min(0)].masked_fill(at < 0, -1)
+        known = torch.cat([tokens, self.question[row][..., None]], -1)
+        return (known * self.factors).sum(-1) % PLACES
 
     def learn(self, row, column):
         """Enter these places, but of the row IDLE, -1, none."""
-        keys = self.keys(row, column)
-        place = (row * self.texts.shape[1] + column)[..., None].expand(keys.shape)
-        self.table.scatter_reduce_(0, keys.flatten(), place.flatten(), "amax")
+        place = row * self.texts.shape[1] + column
+        self.table.scatter_reduce_(0, self.keys(row, column).flatten(), place.flatten(), "amax")
 
     def draft(self, row, column, K):
         """K tokens to go on with from each of these places [slots] -> [K, slots]."""
-        found = self.table[self.keys(row, column)]                               # [slots, 3]
-        longest = (found >= 0).int().argmax(1, keepdim=True)
-        place = found.gather(1, longest).T + torch.arange(K, device=row.device)[:, None]
+        place = self.table[self.keys(row, column)] + torch.arange(K, device=row.device)[:, None]
         return self.texts.flatten()[place.clamp(0, self.texts.numel() - 1)]
 
 
@@ -107,30 +102,29 @@ class SpeculativeSampler(qerl.Sampler):
 
     fewest = 4
 
-    def __init__(self, model, count, slots, max_len, *args, earlier, acceptance, counts):
-        """earlier: of each prompt a list of texts, int32 [tokens] on the CPU; acceptance: of drafts.
+    def __init__(self, earlier, acceptance, counts, model, count, slots, max_len, *args):
+        """earlier: texts of each prompt, int32 [number, max_new_tokens]; acceptance: of drafts.
 
         counts int64 [3]: passes of a sequence with a draft, tokens they gave, drafts that failed.
         """
+        self.earlier = torch.cat(earlier)
         self.acceptance = acceptance
         self.counts = counts
         group = count // len(earlier)
-        question = [i // group for i in range(count)] + [IDLE]                   # of the spare row
+        question = [i for i in range(len(earlier)) for _ in range(group)] + [IDLE]    # of the spare row
         question += [i for i, texts in enumerate(earlier) for _ in texts]
         self.question = torch.tensor(question, device=model.device)
-        self.earlier = [text for texts in earlier for text in texts]
         super().__init__(model, count, slots, max_len + 7, *args)                # a draft may overhang
 
     def record(self):
         """Choose K for these slots; if it is not 0, look at all texts so far."""
         self.K = best_draft(len(self.completion), self.acceptance)
         if self.K:
-            padded = [torch.zeros(self.tokens.shape[1], dtype=torch.int32), *self.earlier]
-            earlier = pad_sequence(padded, batch_first=True)[1:].to(self.tokens)
-            texts = torch.cat([self.tokens, earlier])
+            texts = torch.cat([self.tokens, self.earlier.to(self.tokens)])
             self.tokens = texts[:len(self.tokens)]     # what is written there is seen by the lookup
-            sizes = torch.tensor([0, *map(len, self.earlier)]).to(self.tokens)
-            self.lookup = Lookup(texts, self.question, torch.cat([self.length[:-1], sizes]))
+            rest = len(texts) - len(self.length[:-1])
+            lengths = F.pad(self.length[:-1], (0, rest), value=texts.shape[1])   # nobody asks for padding
+            self.lookup = Lookup(texts, self.question, lengths)
             self.ahead = torch.arange(self.K + 1, device=texts.device)[:, None]
             self.cache.reserve(int(self.cache.filled.max()) + self.K + 1)        # for the warm-up
         super().record()
@@ -149,16 +143,19 @@ class SpeculativeSampler(qerl.Sampler):
         tokens = torch.cat([self.token, self.draft.flatten()])
         self.logits = F.linear(self.model.decode(tokens, cache), self.model.lm_head)
 
-    def pick(self):
-        """Draw, keep what was drawn behind right tokens, write it down, and go on."""
+    def draw(self):
+        """Draw, write down what was drawn behind right tokens, and hand on the last of that."""
+        drawn = super().draw()
         if not self.K:
-            return super().pick()
-        drawn = qerl.sample(self.logits, self.temperature, self.top_p, self.generator)
+            return drawn
         token, logprob, entropy = (t.view(self.K + 1, -1) for t in drawn)
-        ends = (token[..., None] == self.eos).any(-1)                            # [K + 1, slots]
-        right = (token[:-1] == self.draft) & ~ends[:-1]
+        goes_on = (token[..., None] != self.eos).all(-1)                         # [K + 1, slots]
+        right = (token[:-1] == self.draft) & goes_on[:-1]
         accepted = right.cumprod(0).sum(0)                                       # [slots]
         kept = torch.minimum(accepted + 1, self.limit[self.completion] - self.position)
+        busy = self.completion != IDLE
+        failed = busy & (accepted < kept.clamp(max=self.K))        # else the limit was reached
+        self.counts += torch.stack([busy, busy * kept, failed]).sum(1)
 
         dropped = self.ahead >= kept                   # [K + 1, slots]; they go to the spare row
         row = self.completion.expand_as(dropped).masked_fill(dropped, IDLE)
@@ -167,21 +164,10 @@ class SpeculativeSampler(qerl.Sampler):
         self.logprobs[row, column] = logprob
         self.entropy[row, column] = entropy
         self.lookup.learn(row, column)
-
-        row = self.completion                          # [slots]
-        so_far = self.position + kept
-        last = kept[None] - 1
-        ended = ends.gather(0, last)[0]
-        self.length[row] = so_far
-        self.finished[row] = ended
-        self.token.copy_(token.gather(0, last)[0])
-        busy = row != IDLE
-        stopped = ended | (so_far >= self.limit[row]) | ~busy
-        failed = ~stopped & (accepted < self.K)
-        self.counts += torch.stack([busy, busy * kept, failed]).sum(1)
-        self.position.add_(kept - 1)                   # `advance` adds the other
-        self.cache.filled.add_(kept - 1)
-        self.advance(stopped)
+        last = kept - 1
+        self.position.add_(last)                       # `pick` goes on behind the last
+        self.cache.filled.add_(last)
+        return [t.gather(0, last[None])[0] for t in (token, logprob, entropy)]
 
 
 class Neighbour(Method):
@@ -194,16 +180,15 @@ class Neighbour(Method):
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
         asked = list(map(tuple, prompts))
+        none = torch.zeros(0, max_new_tokens, dtype=torch.int32)
+        earlier = [self.texts.get(prompt, none) for prompt in asked]
         counts = torch.zeros(3, dtype=torch.long, device=model.device)
-        sampler_class = partial(
-            SpeculativeSampler, acceptance=self.state["acceptance"], counts=counts,
-            earlier=[self.texts.get(prompt, []) for prompt in asked])
-        rollout = qerl.generate(model, prompts, max_new_tokens, group_size,
-                                sampler_class=sampler_class, **options)
-        rows = rollout.tokens.int().cpu()
-        for i, (row, length) in enumerate(zip(rows, rollout.length.tolist())):
-            prompt = asked[i // group_size]
-            self.texts[prompt] = [row[:length].clone(), *self.texts.get(prompt, [])][:KEPT]
+        rollout = qerl.generate(
+            model, prompts, max_new_tokens, group_size, **options,
+            sampler_class=partial(SpeculativeSampler, earlier, self.state["acceptance"], counts))
+        tokens = F.pad(rollout.tokens, (0, max_new_tokens - rollout.tokens.shape[1])).int().cpu()
+        for prompt, before, texts in zip(asked, earlier, tokens.split(group_size)):
+            self.texts[prompt] = torch.cat([texts, before])[:KEPT]
         passes, tokens, failed = counts.tolist()
         if passes:
             accepted = tokens - passes

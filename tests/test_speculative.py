@@ -65,22 +65,24 @@ def test_greedy_completions_are_the_plain_samplers(family, monkeypatch):
     assert method.measured["tokens_a_pass"] > 1.5
 
 
-def test_right_drafts_make_several_tokens_a_pass(qwen, monkeypatch, always):
+@pytest.mark.parametrize("right,acceptance,tokens_a_pass", [(True, 1.0, 7.0), (False, 0.1, 1.0)])
+def test_right_drafts_make_several_tokens_a_pass(
+        qwen, monkeypatch, always, right, acceptance, tokens_a_pass):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
     always(7)
     model = with_lora(qwen[0])
     prompts = [[1, 3], [2, 3]]
-    method = speculative.Neighbour(None)
-    first = method.generate(model, prompts, 21, 1, temperature=0)
-    method.generate(model, prompts, 21, 1, temperature=0)          # with the first one's as drafts
-    assert method.measured == {"acceptance": 1.0, "tokens_a_pass": 7.0, "speculated": 1.0}
-    wrong = next(token for token in range(262) if token not in first.tokens)
+    plain = qerl.generate(model, prompts, 21, temperature=0)
+    wrong = next(token for token in range(262) if token not in plain.tokens)
+    tokens = F.pad(plain.tokens, (0, 7), value=wrong) if right else torch.full((2, 28), wrong)
 
-    def wrong_draft(lookup, row, column, K):
-        return torch.full((K, len(row)), wrong)
-    monkeypatch.setattr(speculative.Lookup, "draft", wrong_draft)
+    def draft(lookup, row, column, K):
+        return tokens[row, column + torch.arange(K)[:, None]]
+    monkeypatch.setattr(speculative.Lookup, "draft", draft)
+    method = speculative.Neighbour(None)
     method.generate(model, prompts, 21, 1, temperature=0)
-    assert method.measured == {"acceptance": 0.1, "tokens_a_pass": 1.0, "speculated": 1.0}
+    assert method.measured == {
+        "acceptance": acceptance, "tokens_a_pass": tokens_a_pass, "speculated": 1.0}
 
 
 def test_drafts_are_as_long_as_pays():
@@ -92,20 +94,20 @@ def test_drafts_are_as_long_as_pays():
     assert speculative.best_draft(16, 0.1) == 0
 
 
-def test_a_draft_is_what_followed_on_the_most_last_tokens():
+def test_a_draft_is_what_followed_on_the_last_three_tokens():
     """Of the same question alone; a text's beginning, too, is something that others go on from."""
     texts = torch.tensor([
         [1, 2, 3, 4, 0, 0],
         [7, 1, 2, 3, 4, 5],
-        [8, 3, 4, 6, 0, 0],
+        [8, 5, 3, 4, 6, 0],
         [1, 2, 3, 4, 1, 1],                            # another question's
     ])
     question = torch.tensor([0, 0, 0, 1])
-    length = torch.tensor([4, 6, 4, 6])
+    length = torch.tensor([4, 6, 5, 6])
     lookup = speculative.Lookup(texts, question, length)
     row = torch.tensor([0, 3])
     drafts = lookup.draft(row, column=torch.tensor([4, 0]), K=2)
-    assert drafts.T.tolist() == [[5, 8], [1, 2]]       # behind 1 2 3 4, not behind 3 4 alone
+    assert drafts.T.tolist() == [[5, 8], [1, 2]]       # behind 2 3 4, not behind 5 3 4
 
 
 def test_a_resumed_run_keeps_the_acceptance_and_not_the_texts(quiz, tmp_path, monkeypatch):
