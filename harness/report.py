@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from harness.folders import atomic_write, read_jsonl
 from qerl import reason
 
 STEPS = 7                              # of samples.jsonl, at most
-TOKENS = 30_000                        # on the page, at most: some 80 bytes each
+TOKENS = 500                           # of a completion, at most: some 80 bytes each
 
 
 def write_report(folder):
@@ -56,7 +55,8 @@ def write_report(folder):
         curve=curve and base64.b64encode(curve).decode(),
         limits=LIMITS,
         metrics=metrics,
-        groups=groups(samples, metrics),
+        groups=shown_groups(samples, metrics),
+        spans=spans,
         answers=compare(before, after),
     )
     atomic_write(f"{folder}/report.html", page)
@@ -71,35 +71,19 @@ RARE = 0.1                             # below this probability a token is under
 SIGNS = str.maketrans({"\t": "→ ", "\n": "↵\n"})
 
 
-def groups(samples, metrics):
-    """At most STEPS of the recorded steps, evenly spread; the first, middle and last are open."""
+def shown_groups(samples, metrics):
+    """At most STEPS of the recorded steps, evenly spread, each with what metrics.jsonl says of it."""
     count = min(STEPS, len(samples))
-    shown = [samples[i * (len(samples) - 1) // max(count - 1, 1)] for i in range(count)]
-    limit = TOKENS // max(sum(len(sample["completions"]) for sample in shown), 1)
     logged = {m["step"]: m for m in metrics}
-    found = []
-    for i, sample in enumerate(shown):
-        completions = sorted(sample["completions"], key=lambda c: -c["reward"])
-        found.append({
-            **sample,
-            "open": i in (0, count // 2, count - 1),
-            "logged": logged.get(sample["step"], {}),
-            "mean": statistics.fmean(c["reward"] for c in completions),
-            "teaches": any(c["advantage"] for c in completions),
-            "cards": [card(c, limit) for c in completions],
-        })
-    return found
+    shown = [samples[i * (len(samples) - 1) // max(count - 1, 1)] for i in range(count)]
+    return [{**sample, "logged": logged.get(sample["step"], {})} for sample in shown]
 
 
-def card(completion, limit):
-    """A completion as the page shows it: its last `limit` tokens."""
+def spans(completion):
+    """The last TOKENS tokens of a completion."""
     columns = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
     tokens = list(zip(*(completion[name] for name in columns)))
-    return {
-        **completion,
-        "length": len(tokens),
-        "spans": [token_span(*token) for token in tokens[-limit:]],
-    }
+    return [token_span(*token) for token in tokens[-TOKENS:]]
 
 
 def token_span(token, entropy, rollout_logprob, training_logprob):

@@ -79,8 +79,8 @@ def test_report_of_what_is_there(tmp_path):
 
 
 def test_report_of_long_completions_stays_small(tmp_path, monkeypatch):
-    """Of 14 completions of ten tokens the last seven of each."""
-    monkeypatch.setattr(report, "TOKENS", 100)
+    """Of 14 completions of ten tokens each, here seven."""
+    monkeypatch.setattr(report, "TOKENS", 7)
     made_up_run(tmp_path)
     page = report_of(tmp_path)
     assert page.count("data-s=") == 7 * 14
