@@ -50,11 +50,8 @@ class Batch:
 
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
-        kept = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor):
-                kept[f.name] = value[chosen]
+        kept = {name: value[chosen] for name, value in vars(self).items()
+                if isinstance(value, torch.Tensor)}
         prompts = [self.prompts[i] for i in chosen]
         return replace(self, prompts=prompts, index=chosen, minibatches=None, **kept)
 

@@ -74,11 +74,10 @@ def require_flag(ok, name, value, what):
 
 def check_device(name):
     """Refuse a --device that is neither the CPU nor a GPU of this machine."""
-    known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name, re.ASCII)
-    require_flag(known, "device", name, "is none of cuda, cuda:1 and so on, and cpu (Apple's GPUs have no "
-                                        "float8, in which NVFP4 keeps its scales)")
-    require_flag(name == "cpu" or int(known[1] or 0) < torch.cuda.device_count(), "device", name,
-                 "no such CUDA GPU here; use --device cpu")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    known = ["cpu", *["cuda"] * bool(gpus), *gpus]
+    require_flag(name in known, "device", name, f"is none of {', '.join(known)} (Apple's GPUs have no "
+                                                "float8, in which NVFP4 keeps its scales)")
 
 
 def use_device(name):
@@ -115,13 +114,11 @@ def check_settings(settings):
         for name in names:
             value = getattr(settings, name)
             require_flag(value is None or ok(value), name, value, what)
+    each(vars(settings), lambda x: not isinstance(x, (int, float)) or 0 <= x < math.inf,
+         "must not be negative or infinite")
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
-          "save_every", "eval_samples"], lambda n: n >= 1, "must be at least 1")
-    each(["lora_rank", "beta", "tis", "sigma_start", "sigma_end", "eval_questions", "seed", "warm_up",
-          "start_seed", "weight_decay", "clip_low", "clip_high", "eval_temperature", "validation",
-          "eval_every"], lambda x: 0 <= x < math.inf, "must not be negative or infinite")
-    each(["lr", "gradient_clip", "temperature", "lora_alpha"], lambda x: 0 < x < math.inf,
-         "must be positive and finite")
+          "save_every", "eval_samples", "lr", "gradient_clip", "temperature", "lora_alpha"],
+         lambda x: x > 0, "must be positive")
     each(["top_p", "eval_top_p"], lambda x: 0 < x <= 1, "must be above 0 and at most 1")
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     updates = settings.updates
@@ -185,26 +182,22 @@ def one_line():
             raise
         end(run, f"out of memory; {LESS_MEMORY}", resumable=True)
     except KeyboardInterrupt:
-        ranks = Ranks()
-        if not ranks.local_rank:
-            print(f"\nstopped{how_to_go_on(run.folder)}", file=sys.stderr)
-        ranks.leave(130)
+        end(run, "stopped", resumable=True, status=130)
     finally:
         if run.lock:
             run.lock.release()
         flush_quietly()
 
 
-def end(run, message, resumable=False):
-    """End with an error's line and status 2; a new run's folder goes, if nothing but its lock is in it."""
+def end(run, message, resumable=False, status=2):
+    """End with an error's line and this status; a new run's folder goes, if nothing but its lock is in it."""
     out = run.lock and os.path.dirname(run.lock.lock_file)
     if out and os.listdir(out) == [".lock"]:
         run.lock.release()                  # Windows removes no open file
         shutil.rmtree(out, ignore_errors=True)                # "." or a link stays
     advice = how_to_go_on(run.folder) if resumable else ""
     print(f"error: {message}{advice}", file=sys.stderr)
-    flush_quietly()
-    Ranks().leave(2)
+    Ranks().leave(status)
 
 
 def how_to_go_on(folder):

@@ -90,26 +90,26 @@ def read_questions(folder, pattern):
     paths = [path for path in matching if "socratic" not in os.path.basename(path)]
     require(paths, f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
                    "as GSM8K's repository has them")
-    rows = ((f"{path}:{number}", row)
-            for path in paths for number, row in enumerate(jsonl_rows(path), 1))
-    return questions_of(rows, f"{folder}/{pattern}")
+    return questions_of(paths)
 
 
-def questions_of(rows, source):
-    """The questions of (place, row) pairs, each once, without those that have different answers.
+def questions_of(sources):
+    """The questions of files and datasets, each once, without those that have different answers.
 
     DAPO-Math-17k has each a hundred times.
     """
     first = {}
     answers = {}
-    for place, row in rows:
-        question = question_of(row, place)
-        text = question["question"]
-        first.setdefault(text, question)
-        answers.setdefault(text, set()).add(right_answer(question))
+    for source in sources:
+        for number, row in enumerate(rows_of(source), 1):
+            question = question_of(row, f"{source}:{number}")
+            text = question["question"]
+            first.setdefault(text, question)
+            answers.setdefault(text, set()).add(right_answer(question))
     kept = [question for text, question in first.items() if len(answers[text]) == 1]
-    require(kept, f"{source}: holds no question with one answer; give another file or dataset")
-    say_what_is_left_out(first, kept, f"questions of {source} stand there with different answers")
+    names = ", ".join(sources)
+    require(kept, f"{names}: holds no question with one answer; give another file or dataset")
+    say_what_is_left_out(first, kept, f"questions of {names} stand there with different answers")
     return kept
 
 
@@ -159,18 +159,14 @@ DEMANDS = re.compile(r"""
 
 def math_questions(source):
     """The questions of a dataset or a file, with its name as their "source"."""
-    rows = ((f"{source}:{number}", row) for number, row in enumerate(rows_of(source), 1))
     name = os.path.basename(source).removesuffix(".jsonl")
-    return [{**question, "source": name} for question in questions_of(rows, source)]
+    return [{**question, "source": name} for question in questions_of([source])]
 
 
 def question_of(row, place):
     """{"question", "answer"} of a row: worked steps and "#### number", or TeX."""
     question = bare(first_column(row, QUESTION))
     answer = answer_of(row)
-    if is_text(answer):
-        box = last_box(answer)                         # of a whole solution what it ends with
-        answer = answer if box is None else box
     require(is_text(question) and is_text(answer),
             f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
             f"one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or remove it")
@@ -222,16 +218,18 @@ def first_column(row, names):
 
 
 def answer_of(row):
-    """A row's answer as text; numbers become text, what is neither is None."""
+    """A row's answer, a text or what is none: of a solution its last box, else prose is none."""
     checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
     if isinstance(checked, dict):
         row = {**row, **checked}
     answer = first_column(row, ANSWER)
-    if answer == row.get("solution") and isinstance(answer, str) and " " in answer.strip():
-        answer = last_box(answer)                          # without one it is prose
     if isinstance(answer, (int, float)) and math.isfinite(answer):
-        return str(answer)
-    return answer
+        answer = str(answer)
+    if not is_text(answer):
+        return None
+    box = last_box(answer)
+    prose = answer == row.get("solution") and " " in answer.strip()
+    return answer if box is None and not prose else box
 
 
 def is_text(value):

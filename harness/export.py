@@ -98,12 +98,10 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    theirs = {name: tensor.shape for name, tensor in stored.items()}
-    shapes = {name: tensor.shape for name, tensor in ours.items()}
-    others = [name for name in sorted(stored | ours) if theirs.get(name) != shapes.get(name)]
-    require(not others,
-            f"--adapter {folder}: does not fit in {others[:1]}; use an adapter of this model, on all of "
-            "its linear layers, without --lora-rank")
+    theirs, shapes = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (stored, ours))
+    require(theirs == shapes,
+            f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear layers, "
+            "without --lora-rank")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}

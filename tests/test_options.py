@@ -127,8 +127,7 @@ def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
     options = (*quick, "--adapter", tmp_path)
     assert "adapter_config.json cannot be read" in refused(*options)
     peft_adapter(qwen[0], tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
-    lacking = "does not fit in ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight']"
-    assert lacking in refused(*options)
+    assert "does not fit; use an adapter of this model" in refused(*options)
     assert "warning" not in capsys.readouterr().out
     adapter_settings(tmp_path, "another/Model")
     assert f"was trained on {qwen[0]}, not on another/Model" in capsys.readouterr().out
