@@ -1,12 +1,13 @@
-"""What lasts of a run: checkpoint.pt, which --resume goes on from, log, samples, summary."""
+"""What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
 import hashlib
-import io
 import json
 import os
 import time
 from dataclasses import asdict
 
+import safetensors.torch
 import torch
+from safetensors import safe_open
 from tqdm import tqdm
 
 import qerl
@@ -201,25 +202,44 @@ def fingerprint(questions):
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
+def seal(tensors):
+    return hashlib.sha256(safetensors.torch.save(tensors)).hexdigest()
+
+
 def write_checkpoint(folder, content):
-    """Write a dict of tensors and plain values as one file; its last bytes are its SHA-256."""
-    stored = io.BytesIO()
-    torch.save(content, stored)
-    stored.write(hashlib.sha256(stored.getbuffer()).digest())
-    atomic_write(f"{folder}/{CHECKPOINT}", stored.getbuffer())
+    """Write a nested dict of tensors and plain values as one safetensors file with its SHA-256."""
+    tensors = {}
+
+    def number(tensor):
+        tensors[str(len(tensors))] = tensor.cpu().contiguous()
+        return {"tensor": str(len(tensors) - 1)}
+
+    text = json.dumps(content, default=number, allow_nan=False)
+    tensors["content"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    atomic_write(f"{folder}/{CHECKPOINT}", safetensors.torch.save(tensors, {"sha256": seal(tensors)}))
 
 
 def read_checkpoint(folder):
-    """The dict that write_checkpoint has stored, on the CPU; no code in the file is run."""
+    """The dict that write_checkpoint has stored, on the CPU."""
     path = f"{folder}/{CHECKPOINT}"
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
-    with open(path, "rb") as f:
-        stored = f.read()
-    content, digest = stored[:-32], stored[-32:]
-    require(hashlib.sha256(content).digest() == digest,
-            f"{path}: is damaged; start a new run in another --out, and keep this folder's adapter")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        with safe_open(path, "pt") as f:
+            # Copies, because Windows replaces no file from which tensors are still mapped.
+            tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
+            sound = f.metadata()["sha256"] == seal(tensors)
+    except Exception:                   # whatever a damaged header may lead to
+        sound = False
+    require(sound, f"{path}: is damaged; start a new run in another --out, and keep this folder's adapter")
+
+    def place(found):
+        if "tensor" in found:
+            return tensors[found["tensor"]]
+        # JSON made texts of the optimiser's numbers.
+        return {int(key) if key.isdigit() else key: value for key, value in found.items()}
+
+    return json.loads(bytes(tensors["content"].tolist()), object_hook=place)
 
 
 def read_saved(settings):

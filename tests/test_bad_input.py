@@ -189,7 +189,7 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
 
 def test_no_file_is_overwritten(tmp_path):
     """What a run leaves that was killed before its first step is none."""
-    for name in (".lock", "checkpoint.pt.tmp"):
+    for name in (".lock", "checkpoint.safetensors.tmp"):
         (tmp_path / name).touch()
     open_folder(str(tmp_path), resume=False).release()
     (tmp_path / "eval.json").write_text("mine")
@@ -219,13 +219,13 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
     """In its header, its settings and its tensors; and a lost end."""
-    stored = (finished / "checkpoint.pt").read_bytes()
+    stored = (finished / "checkpoint.safetensors").read_bytes()
     damaged = [stored[:1000]]
     for i in (10, stored.index(b"lora_rank"), len(stored) // 2, len(stored) - 1):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
     for content in damaged:
-        (tmp_path / "checkpoint.pt").write_bytes(content)
-        with pytest.raises(qerl.UserError, match="checkpoint.pt: "):
+        (tmp_path / "checkpoint.safetensors").write_bytes(content)
+        with pytest.raises(qerl.UserError, match="checkpoint.safetensors: "):
             read_checkpoint(tmp_path)
 
 
@@ -237,7 +237,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert "no run under runs/ has a checkpoint" in refused("--resume")
     for name in ("old", "new"):
         shutil.copytree(finished, tmp_path / "runs" / name)
-    os.utime("runs/old/checkpoint.pt", (0, 0))
+    os.utime("runs/old/checkpoint.safetensors", (0, 0))
     stop_at(4, "--resume", "--steps", 4)                # before the next checkpoint
     for flags in ((), ("--eval-only",)):
         run_main("--resume", *flags)
@@ -289,7 +289,7 @@ def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     for number in range(1, renames + 1):
         out = tmp_path / str(number)
         assert killed_at(rename, number, *options, "--out", out) is None
-        begun = (out / "checkpoint.pt").exists()
+        begun = (out / "checkpoint.safetensors").exists()
         killed_at(rename, 0, *options, "--out", out, *["--resume"] * begun)
         assert all(m["gradient_norm"] > 0 for m in assert_same_run(whole, out))
         assert files_below(out).keys() == files_below(whole).keys()

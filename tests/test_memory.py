@@ -1,8 +1,6 @@
 """What memory holds, as a run finds it out and keeps it; and bench.py memory."""
 import json
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -108,9 +106,11 @@ def test_blocks_keep_their_activations_where_memory_allows(qwen, monkeypatch):
         assert model.recompute_blocks > recomputed or recomputed == 40
 
 
-def test_free_memory_is_shared_by_processes_of_a_machine(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3000))
+def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    assert machine.free_memory(cpu) == 3000
+    monkeypatch.setattr(machine, "HOST", str(tmp_path / "meminfo"))
+    assert machine.free_memory(cpu) == machine.UNKNOWN              # there is no such file
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
+    assert machine.free_memory(cpu) == 3000 * 1024
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert machine.free_memory(cpu) == 1000
+    assert machine.free_memory(cpu) == 1000 * 1024
