@@ -5,8 +5,7 @@ The loop of train_gsm8k.py calls the functions of `algo`. For QeRL that is the m
 other attributes are qerl's. `python -m methods` (__main__.py) compares a step of each.
 """
 import importlib
-import os
-import re
+import pkgutil
 
 import qerl
 from qerl import require
@@ -76,21 +75,16 @@ class OtherCodes(Method):
         return dict(quantizer=cls.quantizer)
 
     def check(self):
-        given = self.settings.quantizer
-        name = f"--method {self.settings.method}"
-        weights = self.settings.weights
-        require(weights == "nvfp4",
-                f"{name}: its codes are NVFP4's, not {weights}'s; use --weights nvfp4")
-        require(given == self.quantizer,
-                f"{name}: chooses the codes as --quantizer {self.quantizer} does; use --quantizer "
-                f"{given} alone")
+        settings = self.settings
+        require(settings.quantizer == self.quantizer,
+                f"--method {settings.method}: is QeRL with --weights nvfp4 --quantizer {self.quantizer}, "
+                f"not with --weights {settings.weights} --quantizer {settings.quantizer}; leave these out")
 
 
 def names():
     """What --method takes, without its ":VARIANT": "qerl" and each FILE."""
-    here = os.path.dirname(__file__)
-    files = sorted(f[:-3] for f in os.listdir(here) if re.fullmatch(r"[a-z]\w*\.py", f))
-    return ["qerl", *files]
+    modules = pkgutil.iter_modules(__path__)
+    return ["qerl", *(m.name for m in modules if not m.ispkg and m.name != "__main__")]
 
 
 def look_up(name):

@@ -86,8 +86,7 @@ def choose_codes(model, sequences):
     A block reads what the 16-bit blocks before it give.
     """
     found = {}
-
-    def visit(block, inputs):
+    for block, inputs in calibrate(model, sequences):
         scaled = dict(inputs)
         if block.attention.qkv.sizes[0] != block.attention.qkv.sizes[2]:
             del scaled[block.attention.o]          # several heads of o read one head of v
@@ -98,8 +97,6 @@ def choose_codes(model, sequences):
             parts = qerl.quantize_nvfp4(torch.cat(weights))
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
         found.update(folded)                       # norms and biases
-
-    calibrate(model, sequences, visit)
     return found
 
 

@@ -35,7 +35,7 @@ failed completion costs G more (logged: seconds of "branches").
 import functools
 import itertools
 import re
-from collections import namedtuple
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +47,6 @@ from methods import Method
 REMEMBERED = 10_000            # outcomes of pivots
 # The end of a line, or a full stop and the like before a space.
 SENTENCE_END = re.compile(r"\n+|[.!?](?=[ \t])")
-
-# Where branches begin: the number of the question, r, that question with the pivot in its prompt,
-# and how many tokens are left.
-Pivot = namedtuple("Pivot", "parent r question room")
 
 
 def sentence_ends(pieces):
@@ -102,20 +98,6 @@ class CutSampler(qerl.Sampler):
         self.limit[:-1] = limits.to(self.limit.device)
 
 
-def join_samples(samples, branched, parents):
-    """(train_gsm8k.Samples of both, of each of their groups whether it is one of branches).
-
-    A group of branches stands behind its question's other groups. parents: of each group of `branched`
-    the number of the question it belongs to. What was drawn (`draws`) stays what `samples` says.
-    """
-    count = len(samples.questions)
-    belongs_to = [*range(count), *parents]
-    order = sorted(range(len(belongs_to)), key=lambda k: belongs_to[k])      # equals keep their order
-    joined = pick_groups([samples, branched], order)
-    joined.draws = samples.draws or [samples]
-    return joined, [k >= count for k in order]
-
-
 class Neighbour(Method):
     """QeRL with branches. state: "outcomes", the last (r, was a branch right), oldest first."""
 
@@ -130,34 +112,41 @@ class Neighbour(Method):
 
     def prepare(self, model, folder, questions, tokenizer):
         self.tokenizer = tokenizer
-        self.piece = functools.lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+        self.piece = functools.cache(lambda token: tokenizer.decode([token]))
 
     def sampling(self, draw, complete, generator):
         return lambda: self.explore(draw(), complete, generator)
 
     def explore(self, samples, complete, generator):
         """Add a group of branches behind the group of each failed completion that has a pivot."""
-        pivots = self.pivots(samples, generator)
+        pivots = list(self.pivots(samples, generator))
+        count = len(samples.questions)
+        self.is_branch = [False] * count                               # of each group
         self.measured = {"branches": len(pivots)}
-        self.is_branch = [False] * len(samples.questions)              # of each group
-        if pivots:
-            limits = [pivot.room for pivot in pivots for _ in range(samples.rewards.shape[1])]
-            branched = complete([pivot.question for pivot in pivots], "branches",
-                                sampler_class=functools.partial(CutSampler, torch.tensor(limits)))
-            mended = branched.correct.amax(1)
-            self.measured["branch_accuracy"] = branched.correct.mean().item()
-            self.measured["mended"] = mended.mean().item()
-            self.state["outcomes"] += zip([pivot.r for pivot in pivots], mended.tolist())
-            del self.state["outcomes"][:-REMEMBERED]
-            samples, self.is_branch = join_samples(
-                samples, branched, [pivot.parent for pivot in pivots])
-        return samples
+        if not pivots:
+            return samples
+        parents, depths, questions, room = zip(*pivots)
+        limits = torch.tensor(room).repeat_interleave(samples.rewards.shape[1])
+        branched = complete(
+            questions, "branches", sampler_class=functools.partial(CutSampler, limits))
+        mended = branched.correct.amax(1)
+        self.measured["branch_accuracy"] = branched.correct.mean().item()
+        self.measured["mended"] = mended.mean().item()
+        self.state["outcomes"] += zip(depths, mended.tolist())
+        del self.state["outcomes"][:-REMEMBERED]
+        belongs_to = [*range(count), *parents]
+        order = sorted(range(len(belongs_to)), key=lambda k: belongs_to[k])      # equals keep their order
+        self.is_branch = [k >= count for k in order]
+        return replace(pick_groups([samples, branched], order), draws=[samples])
 
     def pivots(self, samples, generator):
-        """A Pivot for each failed completion of several sentences."""
+        """For each failed completion of several sentences where its branches begin.
+
+        That is the number of its question, r, that question with the pivot in its prompt, and how many
+        tokens are left.
+        """
         line = fit_success(self.state["outcomes"])
         group = samples.rewards.shape[1]
-        pivots = []
         for i in (samples.correct.flatten() == 0).nonzero()[:, 0].tolist():
             tokens = samples.rollout.tokens[i, :samples.rollout.length[i]].tolist()
             cuts = sentence_ends([self.piece(token) for token in tokens])
@@ -169,9 +158,7 @@ class Neighbour(Method):
             question = dict(samples.questions[i // group])
             question["prompt"] = question["prompt"] + begun
             question["begun"] = question.get("begun", "") + self.tokenizer.decode(begun)
-            room = self.settings.max_new_tokens - len(begun)
-            pivots.append(Pivot(i // group, r[chosen].item(), question, room))
-        return pivots
+            yield i // group, r[chosen].item(), question, self.settings.max_new_tokens - len(begun)
 
     def group_advantages(self, rewards, algorithm):
         """Those of branches without the division; each stream's divided by its share of the groups."""

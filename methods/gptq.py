@@ -104,15 +104,12 @@ def choose_codes(model, sequences):
     A block reads what the quantised blocks before it give.
     """
     found = {}
-
-    def visit(block, inputs):
+    for _, inputs in calibrate(model, sequences):
         for layer, seen in inputs.items():
             parts = quantize_gptq(layer.weight.dequantize(torch.float32), seen.gram)
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
             kept = qerl.keep_16_bit(qerl.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype))
             layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *kept)
-
-    calibrate(model, sequences, visit)
     column_rounder.cache_clear()
     return found
 

@@ -37,8 +37,6 @@ Result of the paper: the claims above; its figures were not read. Ours: methods/
 When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
 machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
 """
-import random
-
 import torch
 import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
@@ -48,7 +46,7 @@ from harness.export import named_parts, require_16_bit, write_packed_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.quantizers import cached_folder, round_e2m1
-from methods.parts.worked import answer_logits, rows_of, worked_sequences
+from methods.parts.worked import answer_logits, fit, worked_sequences
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
 RECIPE = dict(lr=1e-5, steps=500, batch=16)
@@ -56,25 +54,27 @@ SMALL_RECIPE = dict(lr=3e-5, steps=60, batch=16)       # for the built-in policy
 
 
 class WithScales(qerl.Checkpoint):
-    """Hands out 16-bit weights with an attribute nvfp4: each layer's weight in NVFP4, or its own."""
+    """Hands out 16-bit weights with an attribute nvfp4: the parts of the same weight in NVFP4."""
 
     def stacked(self, names, sizes, in_features):
         weight = super().stacked(names, sizes, in_features)
-        weight.nvfp4 = [self.quantized(name, size, in_features, "nvfp4")
-                        for name, size in zip(names, sizes)]
+        layers = [self.quantized(name, size, in_features, "nvfp4") for name, size in zip(names, sizes)]
+        weight.nvfp4 = [torch.cat(part) for part in zip(*layers)]
         return weight
 
 
 class FakeQuantLinear(TrainedLinear):
     """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass.
 
-    block_scales, global_scales: of each layer; both stay. scale: float32 [out, in/16], of all.
+    scales: block_scale [out, in/16] and global_scale [out, 1], which stay; scale: what they make,
+    float32 [out, in/16].
     """
 
     def __init__(self, layer):
         super().__init__(layer)
-        _, self.block_scales, self.global_scales = zip(*layer.weight.nvfp4)
-        self.scale = torch.cat([b.float() / g for _, b, g in layer.weight.nvfp4])
+        _, *self.scales = layer.weight.nvfp4
+        block_scale, global_scale = self.scales
+        self.scale = block_scale.float() / global_scale
 
     def cast(self, dtype):
         _, bias = super().cast(dtype)
@@ -85,10 +85,10 @@ class FakeQuantLinear(TrainedLinear):
 
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
-        packed = qerl.encode_e2m1(self.master.detach(), self.scale).split(self.sizes)
+        packed = qerl.encode_e2m1(self.master.detach(), self.scale)
         found = {}
-        for name, *parts, one in zip(self.names, packed, self.block_scales, self.global_scales):
-            found |= named_parts(name, *parts, one[:1, 0])
+        for name, *parts, one in zip(self.names, *(t.split(self.sizes) for t in (packed, *self.scales))):
+            found |= named_parts(name, *parts, one[0])
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)
             found |= {f"{name}.bias": bias for name, bias in zip(self.names, biases)}
@@ -118,20 +118,16 @@ def answer_loss(student, teacher, rows):
     return F.kl_div(logits.log_softmax(-1), target, log_target=True, reduction="batchmean")
 
 
-def cold_start(student, teacher, sequences, lr, steps, batch, seed=0):
+def cold_start(student, teacher, sequences, lr, steps, batch):
     """Train the student's weights; returns the losses. teacher None: supervised fine-tuning."""
     optimizer = torch.optim.AdamW(qerl.trainable(student).values(), lr, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, round(0.05 * steps), steps)
-    rng = random.Random(seed)
     losses = []
-    for _ in range(steps):
-        rows = rows_of(rng.sample(sequences, min(batch, len(sequences))), student.device)
-        loss = answer_loss(student, teacher, rows)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    training_steps = fit(
+        optimizer, lambda rows: answer_loss(student, teacher, rows), sequences, batch, student.device)
+    for _, loss in zip(range(steps), training_steps):
+        losses.append(loss)
         schedule.step()
-        losses.append(loss.item())
     return losses
 
 

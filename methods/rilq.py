@@ -31,15 +31,13 @@ not [from the abstract and from notes; its figures were not checked]. Ours: meth
 When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
 and 7B there is little to undo, and RL would train the same LoRA anyway.
 """
-import random
-
 import torch
 import torch.nn.functional as F
 
 import qerl
 from harness.export import require_16_bit
 from methods import Method
-from methods.parts.worked import Worked, answer_logits, batches_of, rows_of, worked_sequences
+from methods.parts.worked import Worked, answer_logits, batches_of, fit, worked_sequences
 from qerl import require
 
 TEXTS = 320
@@ -72,7 +70,6 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     held_out = batches_of(sequences[:count], BATCH, device)
     training = sequences[count:] or sequences
     optimizer = torch.optim.Adam(qerl.trainable(model).values(), lr)
-    rng = random.Random(seed)
 
     def loss_of(rows):
         with torch.no_grad():
@@ -85,11 +82,8 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
 
     losses = [validate()]
     best = adapter(model)
-    for step in range(1, steps + 1):
-        rows = rows_of(rng.sample(training, min(BATCH, len(training))), device)
-        loss_of(rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    training_steps = fit(optimizer, loss_of, training, BATCH, device, seed)
+    for step, _ in zip(range(1, steps + 1), training_steps):
         if step % EVERY == 0:
             losses.append(validate())
             waited = len(losses) - 1 - losses.index(min(losses))   # never a NaN

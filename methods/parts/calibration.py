@@ -80,11 +80,12 @@ def inputs_of(layers, block, batches, hidden, ropes):
 
 
 @torch.no_grad()
-def calibrate(model, sequences, visit, batch=8):
-    """Call visit(block, {layer: Inputs}) for each block in turn.
+def calibrate(model, sequences, batch=8):
+    """Yield (block, {layer: Inputs}) of each block in turn.
 
     model: of LeftInFiles; sequences: of methods.parts.worked. A block reads what the blocks before
-    it give as `visit` left them. What takes longer than two seconds shows a bar on stderr.
+    it give, with the weights that the caller left them. What takes longer than two seconds shows a
+    bar on stderr.
     """
     batches = batches_of(sequences, batch, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
@@ -94,7 +95,7 @@ def calibrate(model, sequences, visit, batch=8):
         unread = [layer.weight for layer in layers]
         for layer in layers:
             layer.weight = layer.weight.read()
-        visit(block, inputs_of(layers, block, batches, hidden, ropes))
+        yield block, inputs_of(layers, block, batches, hidden, ropes)
         for i, rope in enumerate(ropes):               # in place: there is never a second copy
             hidden[i] = block(hidden[i], rope)
         for layer, weight in zip(layers, unread):

@@ -62,3 +62,15 @@ def answer_logits(model, rows, hidden=None):
         hidden = model.hidden(rows.tokens)
     logits = F.linear(hidden[rows.answered], model.lm_head)
     return logits.float(), rows.tokens.roll(-1, 1)[rows.answered]
+
+
+def fit(optimizer, loss_of, sequences, batch, device, seed=0):
+    """Yield the losses, loss_of(Rows), of one optimiser step after the other, each on a few sequences."""
+    rng = random.Random(seed)
+    while True:
+        rows = rows_of(rng.sample(sequences, min(batch, len(sequences))), device)
+        loss = loss_of(rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
