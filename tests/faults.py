@@ -61,7 +61,7 @@ FAULTS = {
     "harness/run.py": [
         ('"chat_template_kwargs", "data",', '"chat_template_kwargs",',
          "tests/test_bad_input.py -k goes_on_longer"),
-        ("require(hashlib.sha256(content).digest() == digest,", "require(True,",
+        ('sound = f.metadata()["sha256"] == seal(tensors)', "sound = True",
          "tests/test_bad_input.py -k flipped_bit"),
         ('(q["question"], q["answer"], q["prompt"])', '(q["question"], q["prompt"])',
          "tests/test_bad_input.py -k does_not_go_on"),
