@@ -5,19 +5,19 @@ import json
 from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import qerl
 import train_gsm8k
-from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, assert_same_run, recorded, refused, run_main
-from common import stop_at
+from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, all_trained, assert_same_run, recorded
+from common import refused, run_main, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows
 from harness.folders import append_jsonl, read_jsonl, write_jsonl
-from harness.layers import train_all_weights
-from test_qerl import relative, scales, seeded
+from test_qerl import TOKENS, relative, scales, seeded
 
 
 def test_cut_rows_by_hand():
@@ -96,7 +96,7 @@ def groups_of(call, settings):
             reward=train_gsm8k.reward(text, {"right": right}, settings.reward),
             correct=is_right(text, right),
             finished=tokens[-1] == QUIZ_EOS,
-            sampled=call.rollout.logprobs[i, :length],
+            rollout_logprobs=call.rollout.logprobs[i, :length],
             entropy=call.rollout.entropy[i, :length],
         ))
     return [rows[i:i + settings.group] for i in range(0, len(rows), settings.group)]
@@ -139,12 +139,12 @@ def logprobs_of(model, row, temperature):
 def loss_of(model, row, settings):
     """(Eq. 3's loss, the KL) at each token of a completion."""
     logprobs = logprobs_of(model, row, settings.temperature)
-    ratio = (logprobs - row.old).exp()
+    ratio = (logprobs - row.training_logprobs).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
     row.clipped = (gain < ratio * row.advantage).any().item()
     if settings.tis:
-        gain = gain * (row.old - row.sampled).exp().clamp(max=settings.tis)
+        gain = gain * (row.training_logprobs - row.rollout_logprobs).exp().clamp(max=settings.tis)
     log_ratio = row.reference - logprobs
     kl = log_ratio.exp() - 1 - log_ratio
     return settings.beta * kl - gain, kl.detach()
@@ -180,12 +180,10 @@ def adamw(parameters, settings):
 def assert_kept(sample, row):
     """What samples.jsonl says of a completion."""
     tokens = [quiz_text([token]) for token in row.tokens]
-    assert (sample["text"], sample["tokens"]) == ("".join(tokens), tokens)
-    for name in ("reward", "correct", "advantage"):
-        assert sample[name] == pytest.approx(getattr(row, name), abs=1e-3)
-    for name, values in (("entropy", row.entropy), ("rollout_logprobs", row.sampled),
-                         ("training_logprobs", row.old)):
-        assert sample[name] == pytest.approx(values.tolist(), abs=1e-3)
+    assert (sample.pop("text"), sample.pop("tokens")) == ("".join(tokens), tokens)
+    for name, value in sample.items():
+        expected = torch.as_tensor(getattr(row, name)).tolist()
+        assert value == pytest.approx(expected, abs=1e-3), name
 
 
 def logged_of(rows, drawn, settings):
@@ -194,7 +192,7 @@ def logged_of(rows, drawn, settings):
     Without a KL term the mismatch is of the groups with a signal: the others are not scored.
     """
     scored = [row for row in rows if row.teaches or settings.beta]
-    x = torch.cat([row.old - row.sampled for row in scored])
+    x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
@@ -272,7 +270,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         for group in groups:
             set_advantages(group, settings.algo)
         for row in rows:
-            row.old = logprobs_of(model, row, settings.temperature).detach()
+            row.training_logprobs = logprobs_of(model, row, settings.temperature).detach()
             row.reference = logprobs_of(reference, row, settings.temperature).detach()
 
         # One group is kept, the first with a signal.
@@ -326,25 +324,20 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
 def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
     """All linear layers, their biases and the norms, through Eq. 2's product without LoRA."""
     folder, theirs = qwen
-    model = qerl.load_model(folder, "bf16", train_norms=True)
-    train_all_weights(model)
+    model = all_trained(folder)
     model.recompute_in_backward()
-    completion = torch.tensor([[6, 7, 8]])
-    logprobs = qerl.token_logprobs(model, [[1, 2, 3]], completion, torch.tensor([3]))
-    logprobs.sum().backward()
+    model(TOKENS).square().sum().backward()
     theirs = copy.deepcopy(theirs).requires_grad_(True)
-    logits = theirs(torch.tensor([[1, 2, 3, 6, 7, 8]])).logits[0, 2:-1]
-    logits.log_softmax(-1).gather(1, completion.T).sum().backward()
-    expected = dict(theirs.named_parameters())
-    compared = {norm.weight: [f"{norm.name}.weight"] for norm in scales(model)}
+    theirs(TOKENS).logits.square().sum().backward()
+    names = {norm.weight: [f"{norm.name}.weight"] for norm in scales(model)}
     for layer in model.quantized_layers():
-        for kind, p in (("weight", layer.master), ("bias", layer.bias)):
-            compared[p] = [f"{name}.{kind}" for name in layer.names]
-    compared.pop(None)
-    assert compared.keys() == set(qerl.trainable(model).values())
-    for ours, names in compared.items():
-        gradient = torch.cat([expected[name].grad for name in names])
-        torch.testing.assert_close(ours.grad, gradient, rtol=1e-4, atol=1e-5)
+        names[layer.master] = [f"{name}.weight" for name in layer.names]
+        names[layer.bias] = [f"{name}.bias" for name in layer.names]
+    names.pop(None)                                    # of layers without a bias
+    assert names.keys() == set(qerl.trainable(model).values())
+    for ours, parts in names.items():
+        gradient = torch.cat([theirs.get_parameter(part).grad for part in parts])
+        assert relative(ours.grad, gradient) < 1e-4, parts
 
 
 def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):
@@ -359,8 +352,8 @@ def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # float16, lines of JSON
 
-def losses_times(patch, *factors):
-    """Multiply the first losses by these factors, the others by 1."""
+def losses_times(*factors):
+    """A patch that multiplies the first losses by these factors, the others by 1."""
     policy_loss = qerl.policy_loss
     factors = itertools.chain(factors, itertools.repeat(1))
 
@@ -368,11 +361,10 @@ def losses_times(patch, *factors):
         loss, kl = policy_loss(*args)
         return loss * next(factors), kl
 
-    patch.setattr(qerl, "policy_loss", multiplied)
+    return mock.patch.object(qerl, "policy_loss", multiplied)
 
 
-def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
-        quick, tmp_path, monkeypatch):
+def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(quick, tmp_path):
     """An overflow costs its step alone; float16 could not hold the gradients of the second loss.
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
@@ -380,11 +372,9 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
     options = (*quick, "--group", 4, "--reward", "random", "--steps", 3, "--save-every", 1,
                "--lr", 1e-12, "--dtype")
     run_main(*options, "float32", "--out", tmp_path / "exact")
-    with monkeypatch.context() as patch:
-        losses_times(patch, 1e9, 1e-5)
+    with losses_times(1e9, 1e-5):
         run_main(*options, "float16", "--out", tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        losses_times(patch, 1e9, 1e-5)
+    with losses_times(1e9, 1e-5):
         stop_at(3, *options, "float16", "--out", tmp_path / "stopped")
     run_main(*options, "float16", "--out", tmp_path / "stopped", "--resume")
     overflown, *scaled = assert_same_run(tmp_path / "whole", tmp_path / "stopped")
@@ -398,9 +388,9 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(
 def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, monkeypatch):
     scaler = partial(torch.amp.GradScaler, init_scale=1.0)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    losses_times(monkeypatch, 1e9)
-    options = (*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
-    assert "the values of gradient_norm are NaN" in refused(*options)
+    with losses_times(1e9):
+        line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
+    assert "the values of gradient_norm are NaN" in line
 
 
 def test_a_question_stays_what_it_is(tmp_path):
