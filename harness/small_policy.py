@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
@@ -116,7 +115,7 @@ def imitation_loss(model, text, problems):
     labels = [torch.tensor([-100] * len(question) + answer) for question, answer in pairs]
     tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    return F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return model(tokens, labels=labels).loss
 
 
 def train_policy(seed=0, steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
