@@ -21,7 +21,8 @@ the bfloat16 numbers, where rounding keeps B A on average.
 
 Ours (no paper's), measured on an H100 with random weights: 256 tokens of 512 sequences of 1.5B take
 1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead of 1.41 s; 7B takes 2.30 s instead of 3.19 s
-with 160 sequences, and 2.68 s instead of 2.86 s with 256. No run was trained with it.
+with 160 sequences, and 2.68 s instead of 2.86 s with 256. Runs that were trained with it are in
+results/speedrun.md.
 
 When would you use it? On a GPU, with more than 128 sequences at once and memory for 16-bit weights,
 if the log's mismatch_kl stays small beside that of the noise.
