@@ -86,6 +86,12 @@ def files_below(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def run_python(*args, cwd=HERE, **environment):
+    """A finished process of python with these arguments."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, **environment})
+
+
 def compiled_for(target, *program):
     """What a Python program prints that compiles kernels for an absent GPU: (name, number, ...) each."""
     from triton.backends.nvidia import compiler
@@ -93,9 +99,7 @@ def compiled_for(target, *program):
         compiler.get_ptxas(target)
     except RuntimeError as e:
         pytest.skip(f"needs NVIDIA's assembler: {e}")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *program], cwd=HERE, capture_output=True, text=True,
-                          env=environment)
+    done = run_python(*program, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     return [(name, *map(int, numbers)) for name, *numbers in lines]

@@ -2,13 +2,11 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from common import QUICK
+from common import QUICK, run_python
 from test_qerl import HERE
 
 # From the lowest to the highest. (What is lower may import what is higher inside a function alone,
@@ -34,8 +32,7 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, real):
         shutil.copy(Path(HERE, name), tmp_path)
     shutil.copytree(Path(HERE, "harness"), tmp_path / "harness")
     options = ["--model", qwen[0], "--data", data] if real else []
-    command = [sys.executable, "train_gsm8k.py", *options, *map(str, QUICK), "--steps", "1",
-               "--eval-questions", "2", "--skip-eval-before", "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_python("train_gsm8k.py", *options, *QUICK, "--steps", 1, "--eval-questions", 2,
+                      "--skip-eval-before", "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["step"] == 1

@@ -2,10 +2,6 @@
 import contextlib
 import itertools
 import math
-import os
-import subprocess
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -13,10 +9,10 @@ import torch
 from torch.testing import assert_close
 
 import qerl
-from common import compiled_for, neighbour
+from common import compiled_for, neighbour, run_python
 from methods import merged, speculative
 from qerl import kernels
-from test_qerl import CUDA, HERE, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
+from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
 
 needs_triton = pytest.mark.skipif(kernels is None, reason="needs Triton")
@@ -24,11 +20,6 @@ NEW_NUMPY = np.lib.NumpyVersion(np.__version__) >= "2.4.0"
 needs_interpreter = pytest.mark.skipif(
     kernels is None or (NEW_NUMPY and kernels.triton.__version__.startswith("3.6.")),
     reason="Triton 3.6's interpreter fails with numpy from 2.4 on: pip install 'numpy<2.4'")
-
-
-def run_python(*args, **environment):
-    return subprocess.run([sys.executable, *args], cwd=HERE, capture_output=True, text=True,
-                          env={**os.environ, **environment})
 
 
 @needs_interpreter
@@ -166,18 +157,19 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
 
     Without and with bias, residual and LoRA. The counters that programs share are zero afterwards.
     """
-    tiled, dense = tiled_weight(name, 3 * piece, columns)
+    out = 3 * piece
+    tiled, dense = tiled_weight(name, out, columns)
     decoded = tiled.dequantize(torch.float32).cpu().double()
     # On a GPU NF4's table, too, is bfloat16.
     assert relative(decoded, dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)
     x = torch.randn(rows, columns).bfloat16()
-    bias = torch.randn(3 * piece) * 64
-    residual = torch.randn(rows, 3 * piece).bfloat16() * 64
+    bias = torch.randn(out) * 64
+    residual = torch.randn(rows, out).bfloat16() * 64
     A = torch.randn(3 * rank, columns) / 16
-    B = torch.randn(3 * piece, rank) * 8
+    B = torch.randn(out, rank) * 8
     product = x.double() @ dense.T
-    each_own_A = torch.block_diag(*B.double().split(piece))
-    added = 2 * x.double() @ A.double().T @ each_own_A.T
+    delta = torch.block_diag(*B.split(piece)) @ A
+    added = 2 * x.double() @ delta.double().T
     lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
     in_tiles, *others = there(kernels.interleave(x).contiguous(), bias, residual)
     assert is_close(tiled.multiply(in_tiles), product)
@@ -190,10 +182,10 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
 @pytest.mark.parametrize("name,rows,columns,group", [
     ("nvfp4", 1, 512, 0),
     ("nvfp4", 21, 256, 1),
-    ("nvfp4", 70, 512, 2),
+    ("nvfp4", 70, 256, 2),
     ("nvfp4", 130, 256, 3),
     ("nvfp4", 300, 256, 4),
-    ("mxfp4", 21, 256, 0),
+    ("mxfp4", 5, 256, 0),
     ("nf4", 21, 256, 3),
 ])
 def test_kernel_linear(monkeypatch, name, rows, columns, group):
@@ -201,11 +193,10 @@ def test_kernel_linear(monkeypatch, name, rows, columns, group):
     groups = kernels.configs_on(torch.device(KERNEL_DEVICE))
     if group >= len(groups):
         pytest.skip("only Hopper has room for tiles of more than 64 rows")
-    piece = 64 * max(config.R for config in groups[group])
     one_program = groups[group][0]._replace(C=1, programs=1)
     for config in (*groups[group], one_program):
         monkeypatch.setattr(kernels, "config_for", lambda *_: config)
-        assert_linear(name, rows, columns, piece)
+        assert_linear(name, rows, columns, piece=max(128, 64 * config.R))
 
 
 @runs_kernels
@@ -248,26 +239,6 @@ def test_kernel_linear_plans_fit(rows, out, columns, bounds):
         config = plan.config
         assert math.gcd(out, *bounds) % (64 * config.R) == 0
         assert plan.programs + plan.lora_programs <= config.programs * 132
-
-
-@runs_kernels
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_kernel_weights_merged_with_lora_unless_rounding_would_lose_it(name):
-    """methods/merged.py for the time of a rollout; MXFP4's values are bfloat16 numbers."""
-    tiled, dense = tiled_weight(name, 384, 256)
-    layer = qerl.QuantLinear(["a", "b", "c"], [128] * 3, 256, tiled, None, 4, lora_alpha=8)
-    layer.lora_B.data.normal_()
-    lora = 2 * torch.block_diag(*layer.lora_B.split(128)) @ layer.lora_A
-    layer = layer.to(KERNEL_DEVICE)
-    sampler = types.SimpleNamespace(model=types.SimpleNamespace(
-        embedding=torch.empty(0, dtype=torch.bfloat16), quantized_layers=lambda: [layer]))
-    merged.MergingSampler.merge(sampler, [layer])
-    assert layer.use_adapter == (layer.weight is tiled) == (name == "mxfp4")
-    if name == "nvfp4":
-        assert is_close(layer.weight.dequantize(torch.float32), dense + lora)
-    merged.MergingSampler.restore(sampler)
-    assert layer.weight is tiled
-    assert layer.use_adapter
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,6 +294,13 @@ def test_kernel_sample():
 # --------------------------------------------------------------------------------------------------
 # All together
 
+def one_block(tmp_path, name, **options):
+    """The embedding, first block and output layer of a model: two blocks take twice the time."""
+    model = with_lora(make_folder(tmp_path, name)[0], device=KERNEL_DEVICE, **options)
+    del model.blocks[1:]
+    return model
+
+
 @runs_kernels
 @pytest.mark.parametrize("name,recomputed", [
     ("qwen2", False),
@@ -331,15 +309,13 @@ def test_kernel_sample():
 ])
 def test_kernels_train_as_pytorch(tmp_path, tiles, name, recomputed):
     """Log-probabilities and the gradient of LoRA and norms."""
-    folder, _ = make_folder(tmp_path, name)
-    completions = torch.randint(250, (3, 5), device=KERNEL_DEVICE)
-    length = torch.tensor([5, 2, 3], device=KERNEL_DEVICE)
+    prompts = [[5, 6, 7], [8], [5, 6, 7]]
+    completions, length = there(torch.randint(250, (3, 5)), torch.tensor([5, 2, 3]))
 
     def trained():
-        model = with_lora(folder, train_norms=True, device=KERNEL_DEVICE)
+        model = one_block(tmp_path, name, train_norms=True)
         if recomputed:
             model.recompute_in_backward()
-        prompts = [[5, 6, 7], [8], [5, 6, 7]]
         logprobs = qerl.token_logprobs(model, prompts, completions, length, chunk=4)
         return logprobs.detach(), gradient_of(model, logprobs.square().sum())
 
@@ -361,7 +337,6 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
     monkeypatch.setattr(qerl, "CACHE_PIECE", 128)
     monkeypatch.setattr(kernels, "MOST_PARTS", 2)      # of 192 tokens, so that a piece ends amid them
     monkeypatch.setattr(speculative, "best_draft", lambda slots, acceptance: 3)
-    folder, _ = make_folder(tmp_path, name)
     prompts = [[5, 6] * n for n in (1, 32, 127, 150)]
     algo = neighbour(method)
     admit = qerl.Sampler.admit
@@ -371,7 +346,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
             admit(*args)
 
     def generated():
-        model = with_lora(folder, device=KERNEL_DEVICE, dtype=torch.float32)
+        model = one_block(tmp_path, name, dtype=torch.float32)
         return algo.generate(model, prompts, count, 1, temperature=0)
 
     with pytorch_alone():
