@@ -19,46 +19,38 @@ from common import stop_at
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
-from methods import deep_grpo, qat, qurl, rilq, rollout_correction
+from methods import deep_grpo, merged, qat, qurl, rilq, rollout_correction
 from methods.parts import eight_bit, quantizers
-from test_qerl import NEAR, PROMPTS, TWICE, gpu, make_folder, relative, scales, seeded, with_lora
+from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, scales, seeded
+from test_qerl import with_lora
 
 
 # --------------------------------------------------------------------------------------------------
 # Losses
 
-def clipped(ratio, advantages, upper=torch.tensor(1.28)):
-    bounded = torch.minimum(ratio.clamp(min=0.8), upper)
-    return torch.minimum(ratio * advantages, bounded * advantages)
+def gains(log_rho, R, old, A):
+    """{method: what its loss is minus the weighted sum of}; R = π / π_old, log ρ = log π_old / π_rollout."""
+    def clipped(ratio, upper=1.28):
+        bounded = torch.minimum(ratio.clamp(min=0.8), torch.as_tensor(upper))
+        return torch.minimum(ratio * A, bounded * A)
 
-
-def within(x, low, high):
-    return (x >= low) & (x <= high)
-
-
-def gains(log_rho, logprobs, old, A):
-    """{method: what its loss is minus the weighted sum of}; R = π / π_old, ρ = π_old / π_rollout."""
-    R = (logprobs - old).exp()
+    def within(x, low, high):
+        return x * ((x >= low) & (x <= high))
     rho = log_rho.exp()
     product = log_rho.sum(1, keepdim=True).exp()
-    weights = {
-        "rollout_correction:token-tis": rho.clamp(max=2),
-        "rollout_correction:sequence-tis": product.clamp(max=2),
-        "rollout_correction:sequence-mis": product * within(product, 0.5, 2),
-        "rollout_correction:icepop": rho * within(rho, 0.5, 5),
-        "pooled_noise": product * within(product, 0.5, 2),
-    }
+    masked = within(product, 0.5, 2) * clipped(R)
     confidence = torch.where(A > 0, 1 + 0.03 * A, 1 / (1 - 0.03 * A))
-    unlikely = old.exp().pow(-0.3)
-    spread = unlikely.clamp(1, 10) * confidence.clamp(0.1, 10)
-    gaussian = torch.exp(-(R - 1) ** 2 / (2 * spread ** 2))
-    leaving = torch.where(A > 0, R > 1, R < 1)
-    held = torch.where(leaving, gaussian, 1).detach()
-    pulled_up = 1.28 * (rho / 2).clamp(min=1)
+    spread = old.exp().pow(-0.3).clamp(1, 10) * confidence.clamp(0.1, 10)
+    leaving = (R > 1) == (A > 0)
+    held = torch.where(leaving, torch.exp(-(R - 1) ** 2 / (2 * spread ** 2)), 1).detach()
     return {
-        **{name: weight * clipped(R, A) for name, weight in weights.items()},
-        "rollout_correction:bypass": clipped(rho * R, A),
-        "qurl:acr": rho.clamp(max=2) * clipped(R, A, pulled_up),
+        "rollout_correction:token-tis": rho.clamp(max=2) * clipped(R),
+        "rollout_correction:sequence-tis": product.clamp(max=2) * clipped(R),
+        "rollout_correction:sequence-mis": masked,
+        "rollout_correction:icepop": within(rho, 0.5, 5) * clipped(R),
+        "rollout_correction:bypass": clipped(rho * R),
+        "pooled_noise": masked,
+        "qurl:acr": rho.clamp(max=2) * clipped(R, 1.28 * (rho / 2).clamp(min=1)),
         "maspo": held * R * A,
     }
 
@@ -72,32 +64,24 @@ def gains(log_rho, logprobs, old, A):
 def test_a_loss_has_the_gradient_of_its_formula(name):
     """Beside a KL term; of tokens near and far from the policy, with padding."""
     torch.manual_seed(0)
-    length = torch.tensor([9, 4, 7, 1, 8])
-    mask = qerl.length_mask(length, 9)
+    mask = qerl.length_mask(torch.tensor([9, 4, 7, 1, 8]), 9)
     log_rho = 0.5 * torch.randn(5, 9) * mask
     log_rho[1] /= 1000
     log_rho[2, 3] = 25.0
     old = -torch.rand(5, 9)
     old[0] = -9.0
-    batch = types.SimpleNamespace(
-        old_logprobs=old,
-        rollout_logprobs=old - log_rho,
-        ref_logprobs=old - torch.rand(5, 9),
-        advantages=torch.tensor([1000.0, -0.5, 2.0, -2.5, 0.7]),
-        weights=qerl.token_weights(mask),
-    )
+    reference = old - torch.rand(5, 9)
     logprobs = (old + 0.4 * torch.randn(5, 9)).requires_grad_()
-    method = neighbour(name, beta=0.1, updates=2)
-    settings = method.settings
-    with method.adaptive_quantization_noise(torch.nn.Module(), 0.0, None):
-        loss, _ = method.policy_loss(
-            logprobs, old, batch.advantages, batch.weights, settings.clip_low, settings.clip_high,
-            batch.ref_logprobs, settings.beta, batch.rollout_logprobs, settings.tis)
-    A = batch.advantages[:, None]
-    gain = gains(log_rho, logprobs, old, A)[name]
-    x = batch.ref_logprobs - logprobs
+    weights = qerl.token_weights(mask)
+    advantages = torch.tensor([1000.0, -0.5, 2.0, -2.5, 0.7])
+    method = neighbour(name, updates=2)
+    loss, _ = method.policy_loss(
+        logprobs, old, advantages, weights, 0.2, 0.28, reference, 0.1, old - log_rho,
+        method.settings.tis)
+    gain = gains(log_rho, (logprobs - old).exp(), old, advantages[:, None])[name]
+    x = reference - logprobs
     kl = x.exp() - x - 1
-    expected = ((0.1 * kl - gain) * batch.weights).sum()
+    expected = ((0.1 * kl - gain) * weights).sum()
     ours, right = (torch.autograd.grad(value, logprobs)[0] for value in (loss, expected))
     assert_close(ours, right)
 
@@ -110,7 +94,7 @@ def test_effective_size_by_hand():
 
 
 # --------------------------------------------------------------------------------------------------
-# 8-bit rollouts, and float16
+# Rollouts with other weights
 
 @pytest.mark.parametrize("format,whole,preset", [
     ("int8", False, "INT8"),
@@ -152,12 +136,9 @@ def test_an_eight_bit_layer_multiplies_rounded_operands(qwen, format):
 
 def test_int8_product_is_exact():
     """Beyond float32's integers, too; equals PyTorch's int8 product."""
-    torch.manual_seed(0)
-    x = torch.randint(1, 128, (3, 8192), dtype=torch.int8)
-    w = torch.randint(1, 128, (16, 8192), dtype=torch.int8)
-    scale = torch.ones(16, 1)
-    ours = eight_bit.multiply((x, scale[:3]), (w, scale))
-    assert torch.equal(ours, torch._int_mm(x, w.T).float())
+    x, w = torch.randint(1, 128, (2, 16, 8192), dtype=torch.int8)
+    one = torch.ones(1, 1)
+    assert torch.equal(eight_bit.multiply((x, one), (w, one)), torch._int_mm(x, w.T).float())
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -183,15 +164,31 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
     assert model.quantized_layers() == layers
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_lora_is_merged_for_a_rollout_unless_rounding_would_lose_it(qwen, weights):
+    """methods/merged.py. MXFP4's values are bfloat16 numbers."""
+    model = with_lora(qwen[0], weights=weights, dtype=torch.bfloat16)
+    layer = model.blocks[0].mlp.down
+    packed = layer.weight
+    x = torch.randn(5, 192).bfloat16()
+    expected = layer(x)
+    sampler = types.SimpleNamespace(model=model)
+    merged.MergingSampler.merge(sampler, [layer])
+    assert layer.use_adapter == (layer.weight is packed) == (weights == "mxfp4")
+    assert relative(layer(x), expected) < 5e-3
+    merged.MergingSampler.restore(sampler)
+    assert layer.use_adapter
+    assert layer.weight is packed
+
+
 def test_update_aware_scaling_keeps_the_policy(qwen):
     """The weights that read a norm are smaller: a step of the optimiser is larger for them."""
     plain, scaled = (all_trained(qwen[0]) for _ in range(2))
     qurl.scale_for_updates(scaled, 1.5)
-    tokens = torch.arange(30)[None]
-    assert_close(scaled(tokens), plain(tokens), **NEAR)
-    for before, after in zip(plain.blocks, scaled.blocks):
-        assert_close(before.attention.qkv.master, 1.5 * after.attention.qkv.master)
-        assert_close(before.mlp.gate_up.master, 1.5 * after.mlp.gate_up.master)
+    assert_close(scaled(TOKENS), plain(TOKENS), **NEAR)
+    for a, b in zip(plain.quantized_layers(), scaled.quantized_layers()):
+        reads_norm = "q_proj" in a.names[0] or "gate_proj" in a.names[0]
+        assert_close(a.master, b.master * (1.5 if reads_norm else 1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,9 +197,8 @@ def test_update_aware_scaling_keeps_the_policy(qwen):
 def steered(method, scheduled, *log_ratios, entropy=1.0):
     """The next sigma after a step of which some tokens had these log π_old - log μ."""
     method.adaptive_quantization_noise(torch.nn.Module(), scheduled, None)
-    log_ratios = torch.tensor(log_ratios)
-    rollout = torch.full_like(log_ratios, -entropy)
-    method.mismatch(rollout + log_ratios, rollout, rollout == rollout)
+    rollout = torch.full((len(log_ratios),), -entropy)
+    method.mismatch(rollout + torch.tensor(log_ratios), rollout, slice(None))
     return method.state["sigma"]
 
 
