@@ -1,6 +1,4 @@
 """methods/speculative.py: the plain sampler's distribution, in fewer passes."""
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,22 +22,17 @@ def test_frequencies_are_the_policys(quiz, always):
     """Of texts of three tokens, by chi-squared. Drafts are right now and then."""
     always(3)
     model = qerl.load_model(quiz, "bf16")
-    texts = torch.cartesian_prod(*[torch.arange(9)] * 3)                         # [729, 3]
-    logits = model(F.pad(texts, (1, 0), value=2))[:, :-1]                        # behind token 2
-    p = (logits / 0.6).softmax(-1).flatten(0, 1)
-    p = qerl.nucleus(p, 0.9)
-    p = p / p.sum(-1, keepdim=True)
-    of_tokens = p.gather(-1, texts.flatten()[:, None]).view(729, 3)
-    expected = 10000 * of_tokens.prod(1)
     method = speculative.Neighbour(None)
-    options = dict(temperature=0.6, top_p=0.9, slots=10000, generator=seeded(0))
-    rollout = method.generate(model, [[2]], 3, 10000, **options)
+    rollout = method.generate(
+        model, [[2]], 3, 10000, temperature=0.6, slots=10000, generator=seeded(0))
     assert 1.05 < method.measured["tokens_a_pass"] < 2.5
     number = rollout.tokens @ torch.tensor([81, 9, 1])
-    found = number.bincount(minlength=729)
-    assert not found[expected == 0].any()
-    terms = ((found - expected) ** 2 / expected)[expected > 10]
-    assert terms.sum() < len(terms) + 4 * math.sqrt(2 * len(terms))
+    texts = torch.cartesian_prod(*[torch.arange(9)] * 3)                         # [729, 3]
+    logprobs = qerl.token_logprobs(model, [[2]] * 729, texts, torch.full((729,), 3), 0.6)
+    expected = 10000 * logprobs.sum(1).exp()
+    terms = (number.bincount(minlength=729) - expected) ** 2 / expected
+    terms = terms[expected > 10]
+    assert terms.sum() < len(terms) + 4 * (2 * len(terms)) ** 0.5
 
 
 def test_greedy_completions_are_the_plain_samplers(family, monkeypatch):
@@ -57,27 +50,25 @@ def test_greedy_completions_are_the_plain_samplers(family, monkeypatch):
     method = speculative.Neighbour(None)
     for slots, acceptance in ((40, 0.1), (40, 0.5), (6, 0.5)):
         method.state["acceptance"] = acceptance
-        options = dict(temperature=0, eos=eos, slots=slots)
-        found = method.generate(model, prompts, 24, 2, **options)
+        found = method.generate(model, prompts, 24, 2, temperature=0, eos=eos, slots=slots)
         for name, tensor in vars(plain).items():
             assert_close(getattr(found, name), tensor, **NEAR)
         assert method.measured["speculated"] == 1 or acceptance == 0.1
     assert method.measured["tokens_a_pass"] > 1.5
 
 
-@pytest.mark.parametrize("right,acceptance,tokens_a_pass", [(True, 1.0, 7.0), (False, 0.1, 1.0)])
+@pytest.mark.parametrize("wrong,acceptance,tokens_a_pass", [(0, 1.0, 7.0), (1, 0.1, 1.0)])
 def test_right_drafts_make_several_tokens_a_pass(
-        qwen, monkeypatch, always, right, acceptance, tokens_a_pass):
+        qwen, monkeypatch, always, wrong, acceptance, tokens_a_pass):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
     always(7)
     model = with_lora(qwen[0])
     prompts = [[1, 3], [2, 3]]
     plain = qerl.generate(model, prompts, 21, temperature=0)
-    wrong = next(token for token in range(262) if token not in plain.tokens)
-    tokens = F.pad(plain.tokens, (0, 7), value=wrong) if right else torch.full((2, 28), wrong)
+    drafts = F.pad(plain.tokens + wrong, (0, 7))
 
     def draft(lookup, row, column, K):
-        return tokens[row, column + torch.arange(K)[:, None]]
+        return drafts[row, column + torch.arange(K)[:, None]]
     monkeypatch.setattr(speculative.Lookup, "draft", draft)
     method = speculative.Neighbour(None)
     method.generate(model, prompts, 21, 1, temperature=0)
@@ -85,13 +76,15 @@ def test_right_drafts_make_several_tokens_a_pass(
         "acceptance": acceptance, "tokens_a_pass": tokens_a_pass, "speculated": 1.0}
 
 
-def test_drafts_are_as_long_as_pays():
-    """By the slots and the acceptance."""
-    assert speculative.best_draft(256, 0.6) == 0
-    assert speculative.best_draft(128, 0.6) == 1
-    assert speculative.best_draft(16, 0.6) == 3
-    assert speculative.best_draft(4, 0.9) == 7
-    assert speculative.best_draft(16, 0.1) == 0
+@pytest.mark.parametrize("slots,acceptance,length", [
+    (256, 0.6, 0),
+    (128, 0.6, 1),
+    (16, 0.6, 3),
+    (4, 0.9, 7),
+    (16, 0.1, 0),
+])
+def test_drafts_are_as_long_as_pays(slots, acceptance, length):
+    assert speculative.best_draft(slots, acceptance) == length
 
 
 def test_a_draft_is_what_followed_on_the_last_three_tokens():
