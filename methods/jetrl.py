@@ -131,12 +131,13 @@ class TrainedFP8Linear(TrainedLinear):
 def fp8_in_training(block, arguments):
     """Before a Block's forward: its layers compute in FP8 if the pass is one of training.
 
-    These passes, also the second ones of recompute_in_backward, have a packing, and prompts have none.
+    In these passes, also the second ones of recompute_in_backward, attention is of a packing.
     """
-    *_, packing = arguments
+    *_, attend = arguments
+    training = getattr(attend, "func", None) is qerl.packed_attention
     for layer in block.modules():
         if isinstance(layer, FrozenFP8Linear):
-            layer.fp8 = packing is not None
+            layer.fp8 = training
 
 
 class Neighbour(Method):

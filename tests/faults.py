@@ -157,7 +157,7 @@ FAULTS = {
     "methods/jetrl.py": [
         ("y.addmm_(rows @ A.T, B.T)", "y", "tests/test_jetrl.py -k fp8_layer"),
         ("y = y + layer.bias.to(x.dtype)", "pass", "tests/test_jetrl.py -k fp8_layer"),
-        ("packing is not None", "True", "tests/test_jetrl.py -k leaves_the_rollout"),
+        ("layer.fp8 = training", "layer.fp8 = True", "tests/test_jetrl.py -k leaves_the_rollout"),
     ],
     "harness/batches.py": [
         ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),
