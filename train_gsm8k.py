@@ -478,26 +478,25 @@ def make_optimizer(model, settings):
     return optimizer, scaler
 
 
-def learning_rate(step, steps, peak, warm_up):
-    """Linear warm-up over the first fraction `warm_up` of the steps, then a cosine towards zero."""
-    rising = max(1, round(warm_up * steps))
-    if step < rising:
-        return peak * (step + 1) / rising
-    return peak * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
-
-
 def set_learning_rate(optimizer, step, settings):
+    """Linear warm-up over the first fraction `warm_up` of the steps, then a cosine towards zero."""
+    rising = max(1, round(settings.warm_up * settings.steps))
+    if step < rising:
+        lr = settings.lr * (step + 1) / rising
+    else:
+        angle = math.pi * (step - rising) / (settings.steps - rising)
+        lr = settings.lr * (1 + math.cos(angle)) / 2
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, settings.steps, settings.lr, settings.warm_up)
+        group["lr"] = lr
 
 
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
 def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
-    """[(text, its length in tokens)] of `samples` answers to each question, of all processes."""
-    own = range(ranks.rank, len(questions), ranks.count)       # the questions of this process
-    prompts = [questions[i]["prompt"] for i in own]
+    """The texts of `samples` answers to each question, to which each process gives its part."""
+    first, last = (len(questions) * (ranks.rank + end) // ranks.count for end in (0, 1))
+    prompts = [question["prompt"] for question in questions[first:last]]
     rng = torch.Generator(model.device).manual_seed(settings.seed)
     ranks.differ(rng, settings.seed, 0)
     rollout = qerl.generate(
@@ -505,9 +504,7 @@ def answer_all(model, tokenizer, questions, settings, samples, temperature, top_
         eos=tokenizer.eos, slots=settings.slots, generator=rng,
     )
     require_finite_rollout(rollout)
-    places = [i * samples + k for i in own for k in range(samples)]
-    ours = zip(places, decode_all(tokenizer, rollout), rollout.length.tolist())
-    return [(text, length) for _, text, length in sorted(ranks.collect(list(ours)))]
+    return ranks.collect(decode_all(tokenizer, rollout))
 
 
 def pass_at(k, correct, samples):
@@ -530,9 +527,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
         ("greedy", 1, 0.0, 1.0),
     )
     for name, samples, temperature, top_p in measures:
-        found = answer_all(
+        texts = answer_all(
             model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
-        texts, lengths = zip(*found)
         right = [bool(is_right(text, question["right"], anywhere=True))
                  for text, question in answers_to(questions, texts)]
         for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
@@ -541,15 +537,12 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
         for k in (2 ** i for i in range(samples.bit_length())):
             chances = by_set(questions, [pass_at(k, count, samples) for count in counts])
             shares = {source: fmean(values) for source, values in chances.items()}
-            accuracy = fmean(shares.values())
             label = name if k == 1 else f"pass@{k}"
-            result[f"{label}_{when}"] = accuracy
+            result[f"{label}_{when}"] = fmean(shares.values())
             if len(shares) > 1:
-                result.update((f"{label}_{source}_{when}", share) for source, share in shares.items())
-                print(", ".join(f"{source} {share:.1%}" for source, share in shares.items()))
-            print(f"{'pass@1' if label == 'accuracy' else label} {when}: {accuracy:.1%} "
-                  f"of {len(questions)} held-out questions, "
-                  f"{fmean(lengths):.0f} tokens on average")
+                result |= {f"{label}_{source}_{when}": share for source, share in shares.items()}
+    found = ", ".join(f"{name} {share:.1%}" for name, share in result.items())
+    print(f"{found} of {len(questions)} questions")
     if settings.out and ranks.main:
         write_jsonl(f"{settings.out}/answers_{when}.jsonl", answers)
     return result
@@ -615,10 +608,11 @@ def save_quantized(settings):
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
 
-def read_settings(argv=None):
+def arguments(argv=None):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults.
 
-    With --resume the settings of the run that goes on come before preset and defaults.
+    With --resume the settings of the run that goes on come before preset and defaults. The model has
+    its full name, and the dtype is one that suits the device.
     """
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if given.get("resume"):
@@ -643,7 +637,10 @@ def read_settings(argv=None):
     check_settings(settings)
     find_algo(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)
-    return settings
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = str(qerl.default_dtype(torch.device(settings.device))).removeprefix("torch.")
+    return replace(settings, model=full_name(settings.model), dtype=dtype)
 
 
 def method_defaults(name):
@@ -653,15 +650,6 @@ def method_defaults(name):
     import methods
     neighbour, variant = methods.look_up(name)
     return neighbour.defaults(variant)
-
-
-def arguments(argv=None):
-    """read_settings, with the model's full name and the dtype that suits the device."""
-    given = read_settings(argv)
-    device = torch.device(given.device)
-    suits = str(qerl.default_dtype(device)).removeprefix("torch.")
-    dtype = suits if given.dtype == "auto" else given.dtype
-    return replace(given, model=full_name(given.model), dtype=dtype)
 
 
 def main():

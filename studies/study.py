@@ -219,7 +219,7 @@ def arguments(argv, description, study):
     require_flag(not (args.model and args.own_starts), "own-starts", "", "is for the small policy")
     if args.model:
         args.more += ["--model", args.model]
-    args.settings = train_gsm8k.read_settings(args.more)
+    args.settings = train_gsm8k.arguments(args.more)
     args.lrs = args.lrs or [5e-5 if args.model else 3e-3]
     args.seeds = args.seeds or range(seeds[1] if args.model else seeds[0])
     return args

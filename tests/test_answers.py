@@ -356,8 +356,7 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
             for source, n, count in (("a", 70, 2), ("b", 27, 1)) for _ in range(count)]
     texts = [["70", "no", "no"],
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
-    monkeypatch.setattr(
-        train_gsm8k, "answer_all", lambda *_: [(text, len(text)) for text in texts.pop()])
+    monkeypatch.setattr(train_gsm8k, "answer_all", lambda *_: texts.pop())
     settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
     found = train_gsm8k.evaluate(None, None, rows, settings, "now")
     expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}

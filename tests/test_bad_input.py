@@ -245,8 +245,8 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
             assert "was started with " in refused("--resume", *other.split(), *flags)
     log = without_times(tmp_path / "runs/new/metrics.jsonl")
     assert log[:2] == without_times(finished / "metrics.jsonl")
-    expected = [train_gsm8k.learning_rate(step, 4, 1e-3, 0.1) for step in (2, 3)]
-    assert [(m["step"], m["lr"]) for m in log[2:]] == list(zip((3, 4), expected))
+    assert [m["step"] for m in log[2:]] == [3, 4]
+    assert [m["lr"] for m in log[2:]] == pytest.approx([7.5e-4, 2.5e-4])       # of four steps
     summary = json.loads((tmp_path / "runs/new/summary.json").read_text())
     assert (summary["steps"], summary["settings"]["save_every"]) == (4, 2)
     assert "has done 4; give more" in refused("--resume", "--steps", 3)

@@ -142,7 +142,7 @@ def test_processes_take_the_steps_of_one(
     # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host
     # one may be gone before the other has taken its leave. One process of all speaks.
     said = "".join(out for out, _ in outputs)
-    assert said.count("pass@1 after: ") == len(names), outputs
+    assert said.count("accuracy_after ") == len(names), outputs
     one, several_ranks = tmp_path / "one", tmp_path / "whole"
     expected, found = map(adapter_of, (one, several_ranks))
     assert expected.abs().max() > 1e-3              # there was something to learn
