@@ -1340,9 +1340,6 @@ class FlashPacked(torch.autograd.Function):
 # others wait: parts of `split` tokens, of more where the row would have more parts than programs.
 # The last program of a row to finish puts its parts together, one after the other.
 #
-# The cache grows while a recorded CUDA graph replays this kernel: it lies in pieces, whose addresses
-# the kernel reads from a table.
-#
 # Several new tokens of a slot may come at once (methods/speculative.py), each as a row. The rows run
 # side by side, so that none can read from the cache what another puts there: a row computes the keys
 # and values of the new tokens before its own again.
@@ -1351,17 +1348,15 @@ PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200
 MOST_PARTS = 64            # of a row
 
 
-def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, interleaved=False):
+def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
-    `filled`; the caller then adds 1 to it. The cache has max_len places, `piece` in each of `pieces`
-    [2 (k, v), slots, kv_heads, piece, D], the rest in the last. Pieces that no row has reached need
-    not exist yet. addresses int64: where each piece lies. Row b is of slot b % slots, and behind its
-    row b - slots, if there is one.
+    `filled`; the caller then adds 1 to it. cache: [2 (k, v), slots, kv_heads, max_len, D]. Row b is of
+    slot b % slots, and behind its row b - slots, if there is one.
     """
-    _, slots, kv_heads, _, D = pieces[0].shape
+    _, slots, kv_heads, max_len, D = cache.shape
     B = len(qkv)
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
@@ -1375,10 +1370,10 @@ def decode_attention(qkv, cos, sin, pieces, addresses, max_len, filled, piece, i
     out, stats, arrived = attention_scratch(B * kv_heads, parts, padded_heads, padded_D, qkv.device)
     y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, addresses, filled, y, out, stats, arrived,
+        qkv, cos, sin, cache, filled, y, out, stats, arrived,
         slots * kv_heads, kv_heads, max_len, D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=64, SPLIT=split, PIECE=piece,
+        BLOCK=64, SPLIT=split,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
     return y
 
@@ -1410,17 +1405,17 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
 
 
 @triton.jit
-def attend(Q, m, total, out, k_cache, v_cache, cached, first, last, n, d, scale_log2e,
+def attend(Q, m, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
            D: tl.constexpr, BLOCK: tl.constexpr):
     """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
 
-    The cache has n tokens; token t of these is at `cached` + t * D of k_cache and v_cache.
+    The cache has n tokens; token t of these is at t * D of k_cache and v_cache.
     """
     for start in range(first, last, BLOCK):
         t = start + tl.arange(0, BLOCK)
         there = (t[:, None] < n) & (d[None] < D)
-        K = tl.load(k_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
-        V = tl.load(v_cache + cached + t[:, None] * D + d[None], mask=there, other=0.0)
+        K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+        V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
         if PLAIN:
             score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
         else:
@@ -1480,20 +1475,6 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
 
 
 @triton.jit
-def piece_of(addresses, piece, s_head, s_heads, max_len, y, D: tl.constexpr, PIECE: tl.constexpr):
-    """(k, v, offset): token t of s_head is at k + offset + t * D, if it lies in this piece.
-
-    s_head: one of the s_heads pairs of a slot and a kv head. An address becomes a pointer of y's
-    type. In a piece all keys come before all values.
-    """
-    places = tl.minimum(PIECE, max_len - piece * PIECE)
-    # PyTorch aligns what it allocates for loads of 16 bytes.
-    k_cache = tl.multiple_of(tl.load(addresses + piece).to(y.dtype), 16)
-    v_cache = k_cache + s_heads.to(tl.int64) * places * D
-    return k_cache, v_cache, (s_head.to(tl.int64) * places - piece * PIECE) * D
-
-
-@triton.jit
 def attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads, scale_log2e,
                SHARE: tl.constexpr, D: tl.constexpr):
     """(m, total, out) after the new token of a row."""
@@ -1511,11 +1492,11 @@ def attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads, scale_log2e
 
 # Not specialised, else the kernel would be compiled again where they are divisible by 16.
 @triton.jit(do_not_specialize=["s_heads", "max_len"])
-def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, arrived,
+def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrived,
                             s_heads, kv_heads, max_len, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                            BLOCK: tl.constexpr, SPLIT: tl.constexpr, PIECE: tl.constexpr):
+                            BLOCK: tl.constexpr, SPLIT: tl.constexpr):
     """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
 
     SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
@@ -1528,6 +1509,8 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
     g = b_head % kv_heads
     n = tl.load(filled + b).to(tl.int32)
     s_head = b_head % s_heads
+    k_cache = cache + s_head.to(tl.int64) * max_len * D        # all keys come before all values
+    v_cache = k_cache + s_heads.to(tl.int64) * max_len * D
     rows_before = b_head // s_heads            # of this slot: tokens that enter, too, before this one
     cached_n = n - rows_before
     size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
@@ -1547,12 +1530,10 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
 
         # The new token is this part's: append it, and begin the softmax with it.
         if n < first + size:
-            k_cache, v_cache, cached = piece_of(addresses, n // PIECE, s_head, s_heads, max_len, y,
-                                                D, PIECE)
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
-            tl.store(k_cache + cached + n * D + d, k, mask=d < D)
-            tl.store(v_cache + cached + n * D + d, v, mask=d < D)
+            tl.store(k_cache + n * D + d, k, mask=d < D)
+            tl.store(v_cache + n * D + d, v, mask=d < D)
             m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
             total += 1.0
             out += v.to(tl.float32)[None]
@@ -1561,13 +1542,8 @@ def decode_attention_kernel(qkv, cos, sin, addresses, filled, y, outs, stats, ar
                 m, total, out = attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads,
                                            scale_log2e, SHARE, D)
         last = tl.minimum(cached_n, first + size)
-        for piece in range(first // PIECE, tl.cdiv(last, PIECE)):
-            k_cache, v_cache, cached = piece_of(addresses, piece, s_head, s_heads, max_len, y,
-                                                D, PIECE)
-            begin = tl.maximum(first, piece * PIECE)
-            end = tl.minimum(last, (piece + 1) * PIECE)
-            m, total, out = attend(Q, m, total, out, k_cache, v_cache, cached, begin, end, cached_n, d,
-                                   scale_log2e, D, BLOCK)
+        m, total, out = attend(Q, m, total, out, k_cache, v_cache, first, last, cached_n, d,
+                               scale_log2e, D, BLOCK)
 
         parts = n // size + 1
         done = n < size

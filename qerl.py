@@ -518,24 +518,19 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     Returns [slots, heads * D]. methods/speculative.py puts in T tokens of each slot at once: T * slots
     rows, first the next token of each slot, then the one after it, each with its own cache.filled.
     """
-    pieces = cache.pieces[layer]
+    kv_cache = cache.layers[layer]
     filled = cache.filled
     if use_kernels(qkv):
-        return kernels.decode_attention(
-            qkv, cos, sin, pieces, cache.addresses[layer], cache.max_len, filled, CACHE_PIECE,
-            interleaved)
-    _, slots, kv_heads, _, D = pieces[0].shape
+        return kernels.decode_attention(qkv, cos, sin, kv_cache, filled, interleaved)
+    _, slots, kv_heads, _, D = kv_cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     q, k, v = qkv.view(len(qkv), -1, D).split([heads, kv_heads, kv_heads], 1)    # [rows, heads, D]
     q = rotary(q, cos, sin)
-    kv = torch.stack([rotary(k, cos, sin), v], 1)                                # [rows, 2, kv_heads, D]
-    for i, piece in enumerate(pieces):
-        rows = (filled // CACHE_PIECE == i).nonzero()[:, 0]            # whose new token belongs here
-        place = filled[rows] - i * CACHE_PIECE
-        piece[:, rows % slots, :, place] = kv[rows]
+    slot = torch.arange(len(qkv), device=qkv.device) % slots
+    kv_cache[:, slot, :, filled] = torch.stack([rotary(k, cos, sin), v], 1)      # [rows, 2, kv_heads, D]
 
     longest = filled.max() + 1
-    k, v = torch.cat(pieces, 3)[:, :, :, :longest]
+    k, v = kv_cache[:, :, :, :longest]
     there = torch.arange(longest, device=qkv.device) <= filled.view(-1, slots).T[:, None, :, None]
     q = q.view(-1, slots, heads, D).permute(1, 2, 0, 3)                          # [slots, heads, T, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
@@ -735,57 +730,36 @@ def trainable(model):
 # looks at the slots only every 8 tokens.
 
 IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
-CACHE_PIECE = 512          # positions of a piece of the cache
 PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
 
 
 class KVCache:
     """Keys and values of every slot; filled int64 [slots]: how many positions each holds.
 
-    Those of a layer lie in pieces [2, slots, kv_heads, positions, head_dim], keys then values. A piece
-    has CACHE_PIECE positions, the last one the rest, and is made when the first slot gets there.
-    Kernels find pieces by their addresses, so that a recorded CUDA graph goes on with new ones.
+    layers: of each layer a tensor [2, slots, kv_heads, max_len, head_dim], keys then values.
     """
 
     def __init__(self, model, slots, max_len):
-        self.max_len = max_len
-        self.shape = model.config.num_key_value_heads, model.blocks[0].attention.head_dim
-        self.dtype = model.embedding.dtype
-        self.pieces = [[] for _ in model.blocks]
+        head_dim = model.blocks[0].attention.head_dim
+        shape = 2, slots, model.config.num_key_value_heads, max_len, head_dim
+        self.layers = [model.embedding.new_zeros(shape) for _ in model.blocks]
         self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
-        self.addresses = self.filled.new_zeros(len(self.pieces), math.ceil(max_len / CACHE_PIECE))
-
-    def reserve(self, length):
-        """Make the pieces of the first `length` positions."""
-        kv_heads, head_dim = self.shape
-        for start in range(len(self.pieces[0]) * CACHE_PIECE, min(length, self.max_len), CACHE_PIECE):
-            positions = min(CACHE_PIECE, self.max_len - start)
-            shape = 2, len(self.filled), kv_heads, positions, head_dim
-            for layer, pieces in enumerate(self.pieces):
-                pieces.append(self.filled.new_zeros(shape, dtype=self.dtype))
-                self.addresses[layer, len(pieces) - 1] = pieces[-1].data_ptr()
 
     def prefill(self, q, k, v, layer, into_slots):
         """causal_attention of P prompts; k and v of prompt p go to into_slots[p * G:(p + 1) * G].
 
         The padding of shorter prompts lies behind `filled`, where nothing looks.
         """
-        self.reserve(k.shape[1])
         groups = into_slots.view(len(k), -1)                                     # [P, G]
-        kv = torch.stack([k, v]).transpose(2, 3)
-        for_each_slot = kv[:, :, None]                         # [2, P, 1, kv_heads, T, head_dim]
-        for piece, part in zip(self.pieces[layer], for_each_slot.split(CACHE_PIECE, 4)):
-            # [2, P, G, kv_heads, t, head_dim] = [2, P, 1, ...]: each of the G slots gets a copy
-            piece[:, groups, :, :part.shape[4]] = part
+        kv = torch.stack([k, v]).transpose(2, 3)               # [2, P, kv_heads, T, head_dim]
+        self.layers[layer][:, groups, :, :k.shape[1]] = kv[:, :, None]           # the same for each of G
         return causal_attention(q, k, v)
 
     def keep(self, slots):
-        """Forget all slots but these, int64 [fewer]; piece by piece, so there is never a second cache."""
+        """Forget all slots but these, int64 [fewer]; layer by layer, so there is never a second cache."""
         self.filled = self.filled[slots]
-        for layer, pieces in enumerate(self.pieces):
-            for i in range(len(pieces)):
-                pieces[i] = pieces[i][:, slots]
-                self.addresses[layer, i] = pieces[i].data_ptr()
+        for i, kv in enumerate(self.layers):
+            self.layers[i] = kv[:, slots]
 
 
 @dataclass
@@ -888,7 +862,6 @@ class Sampler:
         Without kernels the twins run, and some wait for the GPU, which a graph cannot. (None, not
         self.step: a sampler that refers to itself would keep its cache after the call.)
         """
-        self.cache.reserve(int(self.cache.filled.max()) + 1)          # the warm-up is a step
         self.replay = None
         if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
             recorded = self.step if self.top_p == 1 else self.forward
@@ -916,8 +889,7 @@ class Sampler:
         self.position[slots] = 0
 
     def steps(self, count):
-        """`count` tokens for every slot; once the cache has room, nothing waits for the device."""
-        self.cache.reserve(int(self.cache.filled.max()) + count)
+        """`count` tokens for every slot; nothing waits for the device."""
         for _ in range(count):
             if self.replay is None:
                 self.step()
@@ -1440,11 +1412,8 @@ class Checkpoint:
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        packed = {self.in_4_bits(name) for name in names}
-        require(len(packed) == 1, f"layers {', '.join(names)}: some are in 4 bits and some are not; "
-                                  "quantise all of them or none")
-        if self.is_packed and packed == {False}:
-            weights = "bf16"                           # the folder leaves these layers in 16 bit
+        if self.is_packed and not all(map(self.in_4_bits, names)):
+            weights = "bf16"                           # the folder leaves one of these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]

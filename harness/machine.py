@@ -87,7 +87,7 @@ def cache_bytes(model):
 def slots_that_fit(model, longest, most=256, share=0.7):
     """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
 
-    If all grow to that length the cache takes `share` of the free memory.
+    It takes `share` of the free memory.
     """
     room = share * free_memory(model.device)
     return max(1, min(most, int(room / (longest * cache_bytes(model)))))

@@ -126,12 +126,7 @@ class SpeculativeSampler(qerl.Sampler):
             lengths = F.pad(self.length[:-1], (0, rest), value=texts.shape[1])   # nobody asks for padding
             self.lookup = Lookup(texts, self.question, lengths)
             self.ahead = torch.arange(self.K + 1, device=texts.device)[:, None]
-            self.cache.reserve(int(self.cache.filled.max()) + self.K + 1)        # for the warm-up
         super().record()
-
-    def steps(self, count):
-        self.cache.reserve(int(self.cache.filled.max()) + count * (self.K + 1))
-        super().steps(count)
 
     def forward(self):
         """Logits [(K + 1) * slots, V]: first behind each slot's last token, then behind its draft."""

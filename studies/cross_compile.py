@@ -46,7 +46,6 @@ def launch_model(weights, dtype):
     for layer in model.quantized_layers():
         layer.prepare_decoding(dtype)
     cache = qerl.KVCache(model, 16, 64)
-    cache.reserve(1)
     with torch.no_grad():
         model.decode(torch.zeros(16, dtype=torch.long), cache)
     tokens = torch.zeros(1, 8, dtype=torch.long)

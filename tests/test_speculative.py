@@ -35,12 +35,11 @@ def test_frequencies_are_the_policys(quiz, always):
     assert terms.sum() < len(terms) + 4 * (2 * len(terms)) ** 0.5
 
 
-def test_greedy_completions_are_the_plain_samplers(family, monkeypatch):
-    """Of different length, in slots that are refilled or given up, in a cache of several pieces.
+def test_greedy_completions_are_the_plain_samplers(family):
+    """Of different length, in slots that are refilled or given up.
 
     By an acceptance of 0.1 drafts do not pay before half of 40 slots are given up.
     """
-    monkeypatch.setattr(qerl, "CACHE_PIECE", 8)
     model = with_lora(family[0])
     prompts = [[i, 3, 2 * i + 1] for i in range(20)]
     endless = qerl.generate(model, prompts, 24, temperature=0)

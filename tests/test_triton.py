@@ -333,9 +333,8 @@ def test_kernels_train_as_pytorch(tmp_path, tiles, name, recomputed):
     ("qwen2", "speculative", 4),
 ])
 def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, count):
-    """Greedily in float32, with a cache of several pieces. The second time all drafts are right."""
-    monkeypatch.setattr(qerl, "CACHE_PIECE", 128)
-    monkeypatch.setattr(kernels, "MOST_PARTS", 2)      # of 192 tokens, so that a piece ends amid them
+    """Greedily in float32. The second time all drafts are right."""
+    monkeypatch.setattr(kernels, "MOST_PARTS", 2)      # of 192 tokens
     monkeypatch.setattr(speculative, "best_draft", lambda slots, acceptance: 3)
     prompts = [[5, 6] * n for n in (1, 32, 127, 150)]
     algo = neighbour(method)
