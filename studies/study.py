@@ -148,7 +148,7 @@ def require_same_settings(args):
     path = f"{args.out}/{name_in_rows(args.model)}.json"
     settings = lasting(args.settings)
     theirs = read_json(path) if os.path.exists(path) else settings
-    for name in sorted(settings.keys() & theirs.keys() - {"model"}):
+    for name in sorted(settings.keys() & theirs.keys() - {"model", "slots", "micro_tokens"}):
         require_flag(theirs[name] == settings[name], name, settings[name],
                      f"the runs in {args.out} have {theirs[name]}; give another --out")
     atomic_write(path, json.dumps(settings, indent=1))
