@@ -105,6 +105,9 @@ def compiled_for(target, *program):
     return [(name, *map(int, numbers)) for name, *numbers in lines]
 
 
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+
+
 def killed_at(event, number, *args):
     """Run the training in a child that a SIGKILL ends before call `number` of a function.
 

@@ -19,7 +19,7 @@ import transformers
 
 import qerl
 import train_gsm8k
-from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, refused, run_main
+from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import stop_at, tensors_of_checkpoint, without_times
 from harness.command import one_line
 from harness.data import ChatText, check_tokens
@@ -274,7 +274,7 @@ def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick)
     run_main(*options, "--resume")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+@needs_fork
 def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child

@@ -1,11 +1,16 @@
 """Several processes, and weights cut over them."""
 import json
 import math
+import multiprocessing
 import os
-import socket
+import signal
 import subprocess
 import sys
 import types
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,53 +21,15 @@ from torch import distributed
 import bench
 import qerl
 import train_gsm8k
-from common import QUICK, assert_same_run, refused, run_main
+from common import QUICK, assert_same_run, needs_fork, refused, run_main
 from harness import layers
 from harness.folders import read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint
+from methods.deep_grpo import CutSampler
 from studies.step import speed_ups
-from test_qerl import CONFIGS, HERE, WIDE, gpu, gradient, make_folder, relative
+from test_qerl import CONFIGS, CUDA, HERE, SIZES, WIDE, gpu, gradient, make_folder, relative
 from test_qerl import with_lora
-
-# Runs of train_gsm8k.py, one after the other, "cut" with --shard. A completion is greedy, and its
-# length depends on the prompt alone, so that it does not matter who samples it, in how many slots.
-SAME_COMPLETIONS = """
-import sys
-from dataclasses import replace
-from functools import partial
-import torch
-import qerl, train_gsm8k
-from harness.ranks import Ranks
-from studies.step import CutSampler
-from torch import distributed
-
-
-def generate(model, prompts, max_new_tokens, group, *_, **__):
-    lengths = [1 + (sum(prompt) + 3 * i) % 8 for prompt in prompts for i in range(group)]
-    sampler_class = partial(CutSampler, torch.tensor(lengths))
-    slots = max(group, 8 - 4 * Ranks().rank)
-    rollout = sample(model, prompts, max_new_tokens, group, temperature=0.0, slots=slots,
-                     sampler_class=sampler_class)
-    return replace(rollout, finished=rollout.length < 8)
-
-def meet(backend):
-    if not distributed.is_initialized():                        # processes cannot meet twice
-        meet_once(backend)
-
-meet_once = distributed.init_process_group
-distributed.init_process_group = meet
-stop = Ranks.stop
-Ranks.stop = lambda self: None
-sample = qerl.generate
-qerl.generate = generate
-*command, out, names = sys.argv
-for name in names.split():
-    flags = ["--shard"] if name == "cut" else []
-    sys.argv = [*command, *flags, "--out", f"{out}/{name}"]
-    train_gsm8k.main()
-stop(Ranks())       # without Python's own end, in which gloo's threads may abort
-"""
 
 
 @pytest.fixture
@@ -73,39 +40,44 @@ def several(qwen, data):
             "--skip-eval-before", "--eval-questions", 5)
 
 
-def torchrun(machines, *args):
-    """Start torchrun as on so many machines, two processes on each -> its processes."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        place = f"localhost:{s.getsockname()[1]}"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-        f"--nnodes={machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}",
-        "--local-addr=localhost", *map(str, args)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return [subprocess.Popen(command, env=environment, cwd=HERE, **pipes) for _ in range(machines)]
+def numbers_of(rank, count):
+    """The environment that torchrun gives a process."""
+    numbers = {"WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "any"}
+    return {name: str(value) for name, value in numbers.items()}
 
 
-def run_two(*args):
-    """(exit status, standard error) of two processes of a script."""
-    (agent,) = torchrun(1, *args)
-    _, err = agent.communicate(timeout=300)
-    return agent.returncode, err
+def run_ranks(count, out, *args):
+    """Train in so many processes -> (the exit status of each, what each of them said)."""
+    def train(rank):
+        sys.stdout = sys.stderr = open(f"{out}.{rank}", "w")
+        torch.set_num_threads(1)
+        os.environ |= numbers_of(rank, count)
+        distributed.init_process_group = partial(
+            distributed.init_process_group, init_method=f"file://{out}.store", rank=rank,
+            world_size=count)
+        run_main(*args, "--out", out)
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=train, args=[rank], daemon=True) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+    said = [Path(f"{out}.{rank}").read_text() for rank in range(count)]
+    return [process.exitcode for process in processes], said
 
 
-def script_of(folder, text):
-    (folder / "script.py").write_text(text)
-    return folder / "script.py"
+def same_completions(generate, model, prompts, max_new_tokens, group, *_, **__):
+    """Greedy completions whose length depends on the prompt alone.
 
-
-def run_alone(monkeypatch, *args):
-    """SAME_COMPLETIONS in this process; what the script replaces is put back at the end."""
-    monkeypatch.setattr(sys, "argv", ["train_gsm8k.py", *map(str, args)])
-    for module, name in (
-            (qerl, "generate"), (Ranks, "stop"), (distributed, "init_process_group")):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    exec(SAME_COMPLETIONS, {})
+    So it does not matter who samples them, and in how many slots.
+    """
+    lengths = [1 + (sum(prompt) + 3 * i) % 8 for prompt in prompts for i in range(group)]
+    sampler_class = partial(CutSampler, torch.tensor(lengths))
+    slots = max(group, 8 - 4 * Ranks().rank)
+    rollout = generate(model, prompts, max_new_tokens, group, temperature=0.0, slots=slots,
+                       sampler_class=sampler_class)
+    return replace(rollout, finished=rollout.length < 8)
 
 
 def adapter_of(out):
@@ -116,106 +88,98 @@ def adapter_of(out):
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    """A model of several blocks: with two each would keep a buffer of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        config = transformers.Qwen2Config(**{**WIDE, "num_hidden_layers": 3})
-        patch.setitem(CONFIGS, "deep", lambda: config)
+    """A model of three blocks: of two each would keep a buffer of its own."""
+    sizes = (WIDE if CUDA else SIZES) | {"num_hidden_layers": 3}
+    with mock.patch.dict(CONFIGS, deep=lambda: transformers.Qwen2Config(**sizes)):
         return make_folder(tmp_path_factory.mktemp("deep"), "deep")[0]
 
 
-@pytest.mark.parametrize("machines,names,flags", [
-    (1, ["whole", "cut"], ("--steps", 2, "--beta", 0.1, "--micro-tokens", 500)),
-    # DAPO, whose further draws and token counts cross the machines, too.
-    (2, ["whole"], ("--algo", "dapo", "--steps", 1)),
+@needs_fork
+@pytest.mark.parametrize("count,flags", [
+    (2, ("--steps", 2, "--beta", 0.1, "--micro-tokens", 500)),
+    # DAPO, whose further draws and token counts are of all processes, too.
+    (4, ("--algo", "dapo", "--steps", 1)),
 ])
-def test_processes_take_the_steps_of_one(
-        deep, several, tmp_path, monkeypatch, machines, names, flags):
+def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, count, flags):
     """The same global batch: the same adapter, figures and answers within rounding.
 
     Cut weights train as whole ones bit for bit, though one rank decodes in fewer slots.
     """
-    script = script_of(tmp_path, SAME_COMPLETIONS)
-    options = (*several, "--model", deep, *flags, tmp_path)
-    agents = torchrun(machines, script, *options, " ".join(names))
-    run_alone(monkeypatch, *options, "one")
-    outputs = [agent.communicate(timeout=300) for agent in agents]
-    # What the run wrote and said counts, not torchrun's exit status: of two agents on a busy host
-    # one may be gone before the other has taken its leave. One process of all speaks.
-    said = "".join(out for out, _ in outputs)
-    assert said.count("accuracy_after ") == len(names), outputs
-    one, several_ranks = tmp_path / "one", tmp_path / "whole"
-    expected, found = map(adapter_of, (one, several_ranks))
+    monkeypatch.setattr(qerl, "generate", partial(same_completions, qerl.generate))
+    options = (*several, "--model", deep, *flags)
+    one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
+    run_main(*options, "--out", one)
+    for out, shard in ((whole, []), (cut, ["--shard"])):
+        statuses, said = run_ranks(count, out, *options, *shard)
+        assert statuses == [0] * count, said
+        assert "".join(said).count("accuracy_after ") == 1           # one process of all speaks
+    assert_same_run(whole, cut)
+    expected, found = map(adapter_of, (one, whole))
     assert expected.abs().max() > 1e-3              # there was something to learn
     assert relative(found, expected) < 1e-3
-    logs = [read_jsonl(out / "metrics.jsonl") for out in (one, several_ranks)]
+    logs = [read_jsonl(out / "metrics.jsonl") for out in (one, whole)]
     assert len(logs[0]) == len(logs[1]) > 0
     for a, b in zip(*logs):
         assert a.keys() == b.keys()
         for name in ("reward", "accuracy", "length", "kl", "gradient_norm"):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-7), name
-    answers = [(out / "answers_after.jsonl").read_text() for out in (one, several_ranks)]
+    answers = [(out / "answers_after.jsonl").read_text() for out in (one, whole)]
     assert answers[0] == answers[1]
-    state = read_checkpoint(several_ranks)["state"]
+    state = read_checkpoint(whole)["state"]
     assert state["drawn"] > 8                       # for DAPO: questions were replaced
-    if "cut" in names:
-        assert_same_run(several_ranks, tmp_path / "cut")
 
 
-# train_gsm8k.py of which rank 1 is killed in the second update of step 3. Rank 0 has been with it
-# in the first one, so step 2 is saved.
-DYING_RANK = """
-import os, signal
-import train_gsm8k
-from harness.ranks import Ranks
-
-add_gradients, calls = Ranks.add_gradients, []
-
-def die(self, trained):
-    calls.append(self)
-    if self.rank == 1 and len(calls) == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    add_gradients(self, trained)
-
-Ranks.add_gradients = die
-train_gsm8k.main()
-"""
-
-
-def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(several, tmp_path, capsys):
+@needs_fork
+def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
+        several, tmp_path, monkeypatch, capsys):
+    """Killed in the second update of step 3. Rank 0 has seen the first one, so step 2 is saved."""
     out = tmp_path / "run"
-    options = (*several, "--steps", 4, "--out", out)
-    status, err = run_two(script_of(tmp_path, DYING_RANK), *options)
-    assert status != 0 and err.count("error: ") <= 1
-    assert "go on with --resume" in err or "SIGKILL" in err
+    options = (*several, "--steps", 4)
+    add_gradients = Ranks.add_gradients
+    updates = []
+
+    def die(ranks, trained):
+        updates.append(ranks.rank)
+        if updates == [1] * 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add_gradients(ranks, trained)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "add_gradients", die)
+        statuses, said = run_ranks(2, out, *options)
+    assert statuses == [1, -signal.SIGKILL], said
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
-    run_main(*options, "--resume")
+    run_main(*options, "--out", out, "--resume")
     assert f"resumed {out} after step 2" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_an_error_of_several_ranks_is_one_line_each(several, tmp_path):
+def test_torchrun_starts_ranks_of_which_each_says_an_error_in_one_line(several, tmp_path):
     """After they have met; gloo's threads add no "terminate called"."""
-    status, err = run_two("train_gsm8k.py", *several, "--data", tmp_path, "--out", tmp_path / "run")
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert status != 0 and 1 <= len(errors) <= 2 and "terminate called" not in err
+    command = ["torch.distributed.run", "--standalone", "--local-addr=localhost",
+               "--nproc_per_node=2", "train_gsm8k.py", *several, "--data", tmp_path]
+    ended = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=HERE,
+                           capture_output=True, text=True)
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode and 1 <= len(errors) <= 2 and "terminate called" not in ended.stderr
     assert all(f"--data {tmp_path}: no " in error for error in errors)
 
 
-def as_rank(monkeypatch, rank, collect=None, local_rank=0):
-    """Ranks of which this is `rank` of four, without processes."""
-    ranks = Ranks()
-    monkeypatch.setattr(ranks, "collect", collect)
-    ranks.count, ranks.rank, ranks.local_rank = 4, rank, local_rank
+def as_rank(rank, collect=None):
+    """One of four ranks, without processes."""
+    with mock.patch.dict(os.environ, numbers_of(rank, 4)):
+        ranks = Ranks()
+    ranks.collect = collect
     return ranks
 
 
-def test_ranks_have_the_flags_of_the_first_and_the_same_content(monkeypatch):
+def test_ranks_have_the_flags_of_the_first_and_the_same_content():
     """Machines may name their folders differently."""
     first = train_gsm8k.Settings(lr=1e-3, model="/there", out="runs/1")
-    ranks = as_rank(monkeypatch, 2, lambda own: [first, *own])
+    ranks = as_rank(2, lambda own: [first, *own])
     settings = ranks.settings_of_first(train_gsm8k.Settings(lr=1e-2, model="/here"))
     assert (settings.lr, settings.model, settings.out) == (1e-3, "/here", "runs/1")
-    ranks = as_rank(monkeypatch, 2, lambda facts: [{"weights": "a"}, *facts])
+    ranks = as_rank(2, lambda facts: [{"weights": "a"}, *facts])
     with pytest.raises(qerl.UserError, match="weights: b in rank 2 is a in rank 0; give all machines"):
         ranks.agree({"weights": "b"})
 
@@ -286,13 +250,9 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
     (2, ["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "leave --shard out"),
     (1, ["--shard"], "start by torchrun"),
 ])
-def test_what_processes_cannot_do_is_one_line(
-        several, tmp_path, monkeypatch, count, options, message):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun sets it")
-    for name, value in (("WORLD_SIZE", count), ("RANK", 0), ("LOCAL_RANK", 0)):
-        monkeypatch.setenv(name, str(value))
-    options = (*several, "--out", tmp_path / "run", *options)
-    assert message in refused(*options)
+def test_what_processes_cannot_do_is_one_line(several, tmp_path, count, options, message):
+    with mock.patch.dict(os.environ, numbers_of(0, count)):
+        assert message in refused(*several, "--out", tmp_path / "run", *options)
     assert not (tmp_path / "run").exists()
 
 
@@ -300,13 +260,13 @@ def test_a_machine_with_too_few_gpus_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
-        as_rank(monkeypatch, 1, local_rank=1).start("cuda")
+        as_rank(1).start("cuda")
 
 
-def test_each_process_needs_a_held_out_question(several, monkeypatch):
+def test_each_process_needs_a_held_out_question(several):
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
     with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes"):
-        train_gsm8k.load_all(settings, qerl, as_rank(monkeypatch, 2, lambda items: items))
+        train_gsm8k.load_all(settings, qerl, as_rank(2, lambda items: items))
 
 
 # --------------------------------------------------------------------------------------------------

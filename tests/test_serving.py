@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import qerl
 import train_gsm8k
-from common import killed_at, refused, run_main
+from common import killed_at, needs_fork, refused, run_main
 from harness import export
 from methods.parts import quantizers
 from test_qerl import HERE, compressed_tensors, make_folder, relative, seeded, with_lora
@@ -85,7 +85,7 @@ def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, savin
         global_scale(saved, leaves)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+@needs_fork
 def test_a_kill_leaves_no_half_folder(tmp_path, saving):
     event = (os, "rename")
     assert killed_at(event, 1, *saving) is None
