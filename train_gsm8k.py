@@ -30,13 +30,13 @@ from harness.command import check_settings, full_name, one_line, parse_flags, us
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, newest_run, policy_fingerprints
+from harness.folders import atomic_write, policy_fingerprints
 from harness.folders import write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
-from harness.run import Keeper, lasting, open_run, read_checkpoint, read_saved
-from harness.run import require_finite_policy, require_finite_rollout, require_same
+from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_policy
+from harness.run import require_finite_rollout, require_same, resumed
 from harness.small_policy import ByteText, warm_start
 from qerl import UserError, require
 
@@ -162,13 +162,13 @@ def train(settings):
     """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     algo = find_algo(settings)                         # the module qerl, or a neighbour
-    keeper = Keeper(settings, ranks)                   # with --resume it reads the checkpoint
     model, tokenizer, data, settings = load_all(settings, algo, ranks)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
-    state = keeper.begin(model, optimizer, scaler, generators, algo, settings, sum(data, []))
+    keeper = Keeper(settings, ranks, model, optimizer, scaler, generators, algo, sum(data, []))
+    state = keeper.state                               # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
     clock = Clock(model.device)
@@ -329,7 +329,7 @@ def load_all(settings, algo, ranks=Ranks()):
     if settings.adapter:
         load_adapter(model, settings.adapter)
     if not settings.shard:
-        keep_decoded(model, ranks.collect)
+        keep_decoded(model)
     longest = model.config.max_position_embeddings - settings.max_new_tokens
     data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
     questions = sum(data, [])
@@ -580,7 +580,7 @@ def describe(samples, batch, clock, algo):
 
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
-    saved = read_saved(settings) if settings.resume else None
+    saved = read_checkpoint(settings.out) if settings.resume else None
     ranks = Ranks()
     model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks)
     if saved:
@@ -615,10 +615,10 @@ def arguments(argv=None):
     its full name, and the dtype is one that suits the device.
     """
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
+    if "model" in given:
+        given["model"] = full_name(given["model"])
     if given.get("resume"):
-        given = {"out": given.get("out") or newest_run(), **given}
-        then = read_checkpoint(given["out"])["settings"].items()
-        given = {name: value for name, value in then if hasattr(Settings, name)} | given
+        given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
     algo = given.get("algo", "grpo")
@@ -640,7 +640,7 @@ def arguments(argv=None):
     dtype = settings.dtype
     if dtype == "auto":
         dtype = str(qerl.default_dtype(torch.device(settings.device))).removeprefix("torch.")
-    return replace(settings, model=full_name(settings.model), dtype=dtype)
+    return replace(settings, dtype=dtype)
 
 
 def method_defaults(name):

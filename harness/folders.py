@@ -19,7 +19,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -138,10 +137,11 @@ def generation_config(folder):
 def new_folder(out):
     """Give a folder beside `out` to be filled; it becomes `out` when all has gone well.
 
-    A kill leaves at most OUT.xxxxxxxx.tmp.
+    A kill leaves at most OUT.tmp, which the next call removes.
     """
     require_empty(out)
-    temporary = f"{os.path.abspath(out)}.{uuid.uuid4().hex[:8]}.tmp"
+    temporary = f"{os.path.abspath(out)}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
         os.makedirs(temporary)
         yield temporary
@@ -195,8 +195,6 @@ def made_once(name, make):
         if os.path.exists(folder):
             print(f"{folder} is broken, or of an earlier version, and is made again")
             shutil.rmtree(folder, ignore_errors=True)
-        for left in glob.glob(f"{glob.escape(folder)}.*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)                   # by one that was killed
         with new_folder(folder) as temporary:
             make(temporary)
             atomic_write(f"{temporary}/{SEAL}", fingerprint(temporary))

@@ -38,12 +38,12 @@ def is_out_of_memory(error):
     return bool(re.search("out of memory|can't allocate memory", str(error)))
 
 
-def keep_decoded(model, collect=list, share=0.5, small=1e8):
+def keep_decoded(model, share=0.5, small=1e8):
     """Replace 4-bit weights that no kernel multiplies by their values, if these take `share` at most.
 
     `share` is of the free memory. The values, and so all results, are the same to the last bit. A
     PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
-    so that one can watch them being decoded. collect: Ranks.collect, so that all ranks do the same.
+    so that one can watch them being decoded.
     """
     dtype = model.embedding.dtype
     layers = [
@@ -54,7 +54,7 @@ def keep_decoded(model, collect=list, share=0.5, small=1e8):
     free = free_memory(model.device)
     if size < small:
         return
-    fits = all(collect([size <= share * free]))
+    fits = size <= share * free
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:

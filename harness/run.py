@@ -13,7 +13,8 @@ from tqdm import tqdm
 import qerl
 from harness.command import command_line, require_flag
 from harness.export import save_adapter
-from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, new_run, open_folder
+from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, new_run, newest_run
+from harness.folders import open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
 from qerl import require
@@ -33,7 +34,7 @@ POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", 
 def lasting(settings):
     """What a checkpoint stores of the settings, and --resume restores: all but FREE."""
     kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
-    return kept | {"device": settings.device.partition(":")[0]}            # any GPU will do
+    return kept | {"device": settings.device.partition(":")[0]}
 
 
 def open_run(settings):
@@ -54,42 +55,38 @@ class Keeper:
     far, seconds, accuracies.
     """
 
-    def __init__(self, settings, ranks):
-        self.settings = settings
-        self.ranks = ranks
-        self.folder = settings.out
-        self.saved = read_saved(settings) if settings.resume else None
-        new = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
-        self.state = self.saved["state"] if self.saved else new
+    def __init__(self, settings, ranks, model, optimizer, scaler, generators, algo, questions):
+        """Take charge of these and, with --resume, put them where the checkpoint had them.
 
-    def begin(self, model, optimizer, scaler, generators, algo, settings, questions):
-        """Take charge of these and put them where the saved checkpoint had them -> state.
-
-        generators: list of torch.Generator; settings: with what memory holds; questions: all, whose
+        settings: with what memory holds; generators: list of torch.Generator; questions: all, whose
         content a resumed run must share.
         """
         self.settings = settings
+        self.ranks = ranks
+        self.folder = settings.out
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self.generators = generators
         self.algo = algo
+        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         begun_with = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
-        self.ranks.agree({"checkpoint's step": self.state["step"], **begun_with})
         planned = None
-        if self.saved:
-            require_same(self.state, begun_with, self.folder)
-            planned = self.saved["settings"]["steps"]
-            self.restore(**self.saved)
+        if settings.resume:
+            saved = read_checkpoint(self.folder)
+            require_same(saved["state"], begun_with, self.folder)
+            planned = saved["settings"]["steps"]
+            self.restore(**saved)
+        ranks.agree({"checkpoint's step": self.state["step"], **begun_with})
         self.state |= begun_with
-        self.ranks.differ(generators[0], settings.seed, self.state["step"])
+        ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
-        return self.state
 
     def restore(self, settings, state, model, optimizer, scaler, generators, method):
         """Go on from what `save` has stored."""
+        self.state = state
         self.model.load_state_dict(model, strict=False)
         self.optimizer.load_state_dict(optimizer)
         self.scaler.load_state_dict(scaler)
@@ -242,20 +239,20 @@ def read_checkpoint(folder):
     return json.loads(bytes(tensors["content"].tolist()), object_hook=place)
 
 
-def read_saved(settings):
-    """The last checkpoint of the run that these settings go on with, or else cannot be meant.
+def resumed(given):
+    """The flags of a run that goes on: those given, and the others as it was begun with.
 
     A setting that is newer than the checkpoint, or that it alone knows, does not count.
     """
-    saved = read_checkpoint(settings.out)
-    then = saved["settings"]
-    now = lasting(settings)
-    fixed = POLICY if settings.eval_only else now.keys() - CHANGEABLE
+    out = given.get("out") or newest_run()
+    then = read_checkpoint(out)["settings"]
+    now = {**given, "device": given.get("device", then["device"]).partition(":")[0]}   # any GPU will do
+    fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
     for name in sorted(fixed & now.keys() & then.keys()):
         require(now[name] == then[name],
-                f"--resume: {settings.out} was started with {name} = {then[name]}, now it is {now[name]}; "
-                "give the same settings or another --out")
-    return saved
+                f"--resume: {out} was started with {name} = {then[name]}, now it is {now[name]}; give the "
+                "same settings or another --out")
+    return {"out": out, **then, **given}
 
 
 def require_same(state, fingerprints, folder):

@@ -89,8 +89,7 @@ def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, savin
 def test_a_kill_leaves_no_half_folder(tmp_path, saving):
     event = (os, "rename")
     assert killed_at(event, 1, *saving) is None
-    left, = tmp_path.iterdir()
-    assert re.fullmatch(r"out\.\w{8}\.tmp", left.name)
+    assert [left.name for left in tmp_path.iterdir()] == ["out.tmp"]
     assert killed_at(event, 0, *saving)                          # it is no obstacle
     qerl.load_model(str(tmp_path / "out"))
 
