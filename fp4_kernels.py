@@ -117,6 +117,15 @@ def wait_for_previous():
 
 
 @triton.jit
+def product(a, b, acc=None):
+    """acc + a b in float32; the interpreter multiplies float32 only."""
+    if PLAIN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """Have the L2 cache fetch the first BYTES of ROWS rows that lie `stride` bytes apart.
 
@@ -143,12 +152,10 @@ def encode_e2m1(weight, scale):
     Even index in the low nibble; rounded to nearest, ties to even, saturating at 6.
     """
     out, columns = weight.shape
-    packed = torch.empty(out, columns // 2, dtype=torch.uint8, device=weight.device)
+    packed = weight.new_empty(out, columns // 2, dtype=torch.uint8)
     size = packed.numel()
-    block = weight.numel() // scale.numel()
-    programs = triton.cdiv(size, 1024)
-    encode_kernel[(programs,)](
-        weight.contiguous(), scale.contiguous(), packed, size, block // 2, SIZE=1024)
+    encode_kernel[(triton.cdiv(size, 1024),)](
+        weight.contiguous(), scale.contiguous(), packed, size, size // scale.numel(), SIZE=1024)
     return packed
 
 
@@ -323,7 +330,7 @@ class TiledWeight:
 
 def pack_words(codes, nf4):
     """4-bit codes uint8 [..., 8] -> words int32 [...]."""
-    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    words = codes.new_zeros(codes.shape[:-1], dtype=torch.int32)
     for i, code in enumerate(codes.unbind(-1)):
         code = code.int()
         if nf4:
@@ -410,10 +417,7 @@ def e2m1_pairs(word, scale):
         c = word << 6 & FIELDS
         d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
         s = low_half(scale)
-        return (low_half(a) * s, high_half(a) * s,
-                low_half(b) * s, high_half(b) * s,
-                low_half(c) * s, high_half(c) * s,
-                low_half(d) * s, high_half(d) * s)
+        return tuple(half(pair) * s for pair in (a, b, c, d) for half in (low_half, high_half))
     return tl.inline_asm_elementwise("""{
         .reg .b32 a, b, c, d, t, z;
         mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
@@ -441,12 +445,6 @@ def e2m1_pairs(word, scale):
 
 
 @triton.jit
-def nf4_value(table, word, i: tl.constexpr):
-    """The value of code i of a word."""
-    return tl.load(table + (word >> 4 * i & 15))
-
-
-@triton.jit
 def nf4_pairs(word, scale, table):
     """As e2m1_pairs, for NF4.
 
@@ -459,10 +457,7 @@ def nf4_pairs(word, scale, table):
     """
     if PLAIN:
         s = low_half(scale)
-        return (nf4_value(table, word, 0) * s, nf4_value(table, word, 1) * s,
-                nf4_value(table, word, 2) * s, nf4_value(table, word, 3) * s,
-                nf4_value(table, word, 4) * s, nf4_value(table, word, 5) * s,
-                nf4_value(table, word, 6) * s, nf4_value(table, word, 7) * s)
+        return tuple(tl.load(table + (word >> 4 * i & 15)) * s for i in range(8))
     return tl.inline_asm_elementwise("""{
         .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
         mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
@@ -500,14 +495,16 @@ def nf4_pairs(word, scale, table):
 
 
 @triton.jit
-def decode_tiles(words, scales, table, column_tiles,
+def decode_tiles(words, scales, table, tile, column_tiles,
                  R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
-    """R x C tiles, without out_scale, from the pointers to the first one's words and scales.
+    """R x C tiles, without out_scale; tile: the number of the first.
 
     column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
     g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
     """
     T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
+    words += tile * 512
+    scales += tile * (64 * T)
     r = tl.arange(0, R)[:, None] * column_tiles
     word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
     word = word.reshape(R, C, 4, 8, 4, 2, 2)
@@ -542,8 +539,7 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
     row = tl.program_id(0)
     c = tl.program_id(1) * 2
     at = (row * column_tiles + c).to(tl.int64)
-    scales += at * (64 if NF4 else 256)
-    v = decode_tiles(words + at * 512, scales, table, column_tiles, 1, 2, NF4)
+    v = decode_tiles(words, scales, table, at, column_tiles, 1, 2, NF4)
 
     # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
     # interleaved, (C, word, step, column half, t, i).
@@ -570,11 +566,9 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
 
 def add_lora(y, x, tiled, lora):
     """y + (x Aᵀ) Bᵀ, piece by piece: each of the stacked layers has its own part of A and of B."""
-    first, second = lora.bounds
     B = lora.B * tiled.out_scale[:, None].to(x.dtype)
-    h = F.linear(x, lora.A).split(lora.B.shape[1], -1)
-    parts = [F.linear(h_i, B_i) for h_i, B_i in zip(h, (B[:first], B[first:second], B[second:]))]
-    return y + torch.cat(parts, -1)
+    h = F.linear(x, lora.A).split(B.shape[1], -1)
+    return y + torch.cat([*map(F.linear, h, B.tensor_split(lora.bounds))], -1)
 
 
 # The kernel computes the transposed product yᵀ = Ŵ xᵀ, because the weight is decoded in registers
@@ -615,77 +609,68 @@ class Config(NamedTuple):
     registers: int       # of a thread at most; an SM has 65,536 for all its threads
 
 
-# Found by searches on an H200. A group is for layers with up to so many rows of x; in it the first
-# config is for small layers and the last for large ones.
-CONFIGS = [
-    (Config(rows=16, R=1, C=2, warps=4, stages=4, programs=3, registers=168),
-     Config(rows=16, R=2, C=2, warps=4, stages=4, programs=3, registers=168),
-     Config(rows=16, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
-    (Config(rows=32, R=1, C=2, warps=4, stages=4, programs=3, registers=160),
-     Config(rows=32, R=2, C=2, warps=4, stages=3, programs=2, registers=255),
-     Config(rows=32, R=4, C=2, warps=4, stages=3, programs=2, registers=255)),
-    (Config(rows=64, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
-     Config(rows=64, R=2, C=2, warps=4, stages=4, programs=2, registers=255)),
-    (Config(rows=128, R=1, C=4, warps=4, stages=3, programs=1, registers=255),
-     Config(rows=128, R=1, C=2, warps=4, stages=3, programs=2, registers=255),
-     Config(rows=128, R=2, C=1, warps=4, stages=5, programs=2, registers=255)),
-    (Config(rows=256, R=1, C=2, warps=4, stages=3, programs=1, registers=255),
-     Config(rows=256, R=2, C=2, warps=8, stages=3, programs=1, registers=255)),
-]
+# Found by searches on an H200. Of those with the same rows the first is for small layers and the
+# last for large ones.
+CONFIGS = [Config(*numbers) for numbers in (
+    # rows, R, C, warps, stages, programs, registers
+    (16, 1, 2, 4, 4, 3, 168),
+    (16, 2, 2, 4, 4, 3, 168),
+    (16, 4, 2, 4, 3, 2, 255),
+    (32, 1, 2, 4, 4, 3, 160),
+    (32, 2, 2, 4, 3, 2, 255),
+    (32, 4, 2, 4, 3, 2, 255),
+    (64, 1, 2, 4, 3, 2, 255),
+    (64, 2, 2, 4, 4, 2, 255),
+    (128, 1, 4, 4, 3, 1, 255),
+    (128, 1, 2, 4, 3, 2, 255),
+    (128, 2, 1, 4, 5, 2, 255),
+    (256, 1, 2, 4, 3, 1, 255),
+    (256, 2, 2, 8, 3, 1, 255),
+)]
 # Without wgmma, tiles of more than 64 rows take more registers than there are. GPUs for games and
 # inference have 100 kB of shared memory an SM instead of 164 or more, in which two programs of these
 # configs have room.
-CONFIGS_WITHOUT_WGMMA = CONFIGS[:3]
-CONFIGS_IN_100_KB = [
-    tuple(config._replace(programs=2) for config in configs)
-    for configs in (CONFIGS[0], CONFIGS[1][:2], CONFIGS[2][:1])
-]
+CONFIGS_WITHOUT_WGMMA = [c for c in CONFIGS if c.rows <= 64]
+CONFIGS_IN_100_KB = [c._replace(programs=2) for c in CONFIGS if c.rows * c.R <= 64]
 LARGE = 1e8                      # weights of a large layer, from these searches, too
 
 
 def configs_on(device):
-    """The Configs that a device has room for, in groups as CONFIGS."""
+    """The Configs that a device has room for."""
     if is_hopper(device):
         return CONFIGS
     roomy = capability(device) in ((8, 0), (8, 7), (10, 0), (10, 3))
     return CONFIGS_WITHOUT_WGMMA if roomy else CONFIGS_IN_100_KB
 
 
-def config_for(rows, out, columns, bounds, rank, groups):
-    """The Config for x [rows, columns] and W [out, columns] from groups such as CONFIGS.
+def config_for(rows, out, columns, bounds, rank, configs):
+    """The one of these Configs for x [rows, columns] and W [out, columns].
 
-    It is the first whose tiles and steps fit into W's pieces, which begin at `bounds`, a whole
-    number of times, and which has room in its registers for a tile's part of LoRA's B. rank: of
-    LoRA, 0 without. The thresholds are measured on an H200. ValueError if none fits.
+    Its tiles and steps fit into W's pieces, which begin at `bounds`, a whole number of times (sizes
+    are divisible by 128), and its registers have room for a tile's part of LoRA's B. rank: of LoRA, at
+    most 128, 0 without. The thresholds are measured on an H200.
     """
-    configs = next((configs for configs in groups if configs[0].rows >= rows), groups[-1])
-    large = out * columns > LARGE or out * rows > 2.4e6
-    for config in reversed(configs) if large else configs:
-        whole_tiles = math.gcd(out, *bounds) % (64 * config.R) == 0
-        whole_steps = columns % (64 * config.C) == 0
-        if whole_tiles and whole_steps and config.R * rank <= 256:
-            return config
-    raise ValueError(f"linear_kernel: {out} x {columns}, cut at {bounds}, are not divisible by 128")
+    tile_rows = min((c.rows for c in configs if c.rows >= rows), default=configs[-1].rows)
+    fitting = [
+        c for c in configs
+        if c.rows == tile_rows
+        and math.gcd(out, *bounds) % (64 * c.R) == 0
+        and columns % (64 * c.C) == 0
+        and c.R * rank <= 256
+    ]
+    return fitting[-1 if out * columns > LARGE or out * rows > 2.4e6 else 0]
 
 
-class LinearPlan(NamedTuple):
-    """How linear_kernel's work is cut: all of its launch but the tensors and their sizes."""
-    config: Config
-    tiles: int             # of y
-    programs: int          # that multiply by W; each gets an equal share of the steps of all tiles
-    at_once: int           # parts of a tile that are loaded at once when they are added up
-    lora_rows: int         # rows of x in a tile of h
-    lora_parts: int        # into how many parts a tile of h is cut along the input
-    lora_programs: int     # that compute h, a part each; 0 if it is computed before
-
-
-def plan_linear(rows, out, columns, bounds, rank, ranks, sms, groups):
-    """The LinearPlan for x [rows, columns] and W [out, columns] on a GPU of `sms` SMs.
+def plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs):
+    """How linear_kernel's work is cut for x [rows, columns] and W [out, columns] on `sms` SMs.
 
     bounds: where the second and third piece begin in out; rank: of LoRA; ranks: of all pieces
-    together, which h = x Aᵀ has as columns; both 0 without LoRA; groups: see config_for.
+    together, which h = x Aᵀ has as columns; both 0 without LoRA; configs: see config_for. Returns the
+    number of programs and, by name, the kernel's arguments: the first lora_programs compute h, one of
+    lora_parts parts of a tile each (there are none if h is computed before); each other gets an equal
+    share of the steps of all tiles of y; AT_ONCE parts of a tile are loaded at once to be added up.
     """
-    config = config_for(rows, out, columns, bounds, rank, groups)
+    config = config_for(rows, out, columns, bounds, rank, configs)
     running = config.programs * sms                          # programs that the GPU runs at once
 
     # h is multiplied in tiles of at most 32 rows, too few for wgmma, so that Triton takes mma.sync:
@@ -703,36 +688,46 @@ def plan_linear(rows, out, columns, bounds, rank, ranks, sms, groups):
     # them, their number is such that each gets a whole tile or an equal part of one: fewer programs
     # with whole tiles are faster.
     tiles = out // (64 * config.R) * triton.cdiv(rows, config.rows)
+    assert 1024 + tiles <= COUNTERS, f"{rows} rows are more than the counters of this kernel"
     programs = max(1, running - lora_programs)
     whole = programs // tiles * tiles
     if whole > programs * (0.8 if config.rows <= 64 else 0.5):
         programs = whole
     programs = min(programs, tiles * (columns // (64 * config.C)))
+    return lora_programs + programs, dict(
+        lora_parts=lora_parts,
+        lora_programs=lora_programs,
+        ROWS=config.rows,
+        LORA_ROWS=lora_rows,
+        R=config.R,
+        C=config.C,
+        WARP_GROUPS=config.warps // 4,
+        STAGES=config.stages,
+        AT_ONCE=min(8, max(1, 64 * config.warps // (config.R * config.rows))),
+        num_warps=config.warps,
+        maxnreg=config.registers,
+    )
 
-    at_once = min(8, max(1, 64 * config.warps // (config.R * config.rows)))
-    return LinearPlan(config=config, tiles=tiles, programs=programs, at_once=at_once,
-                      lora_rows=lora_rows, lora_parts=lora_parts, lora_programs=lora_programs)
 
-
-class Scratch(NamedTuple):
-    """What the programs of linear_kernel share on a device. It serves one stream at a time."""
-    sms: int                       # number of SMs
-    partial: torch.Tensor          # float32: sums of cut tiles of y
-    lora_partial: torch.Tensor     # float32: sums of cut tiles of h
-    counters: torch.Tensor         # int32: zero between calls
+COUNTERS = 2 ** 16
 
 
 @functools.lru_cache
 def scratch(device):
-    """A device's Scratch, made at the first call."""
+    """(number of SMs, what programs of linear_kernel share), of a device, for one stream at a time.
+
+    They share sums of cut tiles of y, those of h, float32, and counters, int32, zero between calls.
+    """
     sms = 3                        # in the interpreter, so that tiles are cut there, too
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    sums = max(c.programs * 64 * c.R * c.rows for configs in CONFIGS for c in configs)
-    partial = torch.empty(2 * sms * sums, device=device)
-    lora_partial = torch.empty(2 ** 22, device=device)
-    counters = torch.zeros(2 ** 16, dtype=torch.int32, device=device)
-    return Scratch(sms, partial, lora_partial, counters)
+    sums = max(c.programs * 64 * c.R * c.rows for c in CONFIGS)
+    return (
+        sms,
+        torch.empty(2 * sms * sums, device=device),
+        torch.empty(2 ** 22, device=device),
+        torch.zeros(COUNTERS, dtype=torch.int32, device=device),
+    )
 
 
 def launch_linear(x, tiled, bias, residual, lora):
@@ -742,46 +737,29 @@ def launch_linear(x, tiled, bias, residual, lora):
     A, B, bounds = lora or Lora(None, None, (out, out))
     rank = 0 if lora is None else B.shape[1]
     ranks = 0 if lora is None else len(A)
-    shared = scratch(x.device)
+    sms, *shared = scratch(x.device)
     wgmma = is_hopper(x.device)
-    groups = configs_on(x.device)
-    plan = plan_linear(rows, out, columns, bounds, rank, ranks, shared.sms, groups)
-    config = plan.config
-    counted = 1024 + plan.tiles <= len(shared.counters)
-    assert counted, f"{rows} rows are more than the counters of this kernel"
-
-    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
-    if lora is not None and plan.lora_programs == 0:
-        h = F.linear(x, A)
-    else:
-        h = torch.empty(rows, ranks, dtype=x.dtype, device=x.device)
+    programs, plan = plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs_on(x.device))
+    y = x.new_empty(rows, out)
+    h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
     # By TMA, a tile of x, residual or y is moved as a block, and the kernel takes a descriptor
     # instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
-    if wgmma and config.rows > 32:
-        tile_of_y = [config.rows, 64 * config.R]
-        x_tma = tma_descriptor(x, [config.rows, 64 * config.C])
+    if wgmma and plan["ROWS"] > 32:
+        tile_of_y = [plan["ROWS"], 64 * plan["R"]]
+        x_tma = tma_descriptor(x, [plan["ROWS"], 64 * plan["C"]])
         y_there = tma_descriptor(y, tile_of_y)
         if residual is not None:
             residual = tma_descriptor(residual, tile_of_y)
 
-    linear_kernel[(plan.lora_programs + plan.programs,)](
+    linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
-        bias, residual, A, B, h, y_there,
-        shared.partial, shared.lora_partial, shared.counters,
-        rows, out, columns // 64, ranks, *bounds, plan.lora_parts, plan.lora_programs,
-        RANK=rank, NF4=tiled.nf4, ROWS=config.rows, LORA_ROWS=plan.lora_rows, R=config.R, C=config.C,
-        WARP_GROUPS=config.warps // 4, STAGES=config.stages, AT_ONCE=plan.at_once, WGMMA=wgmma,
-        num_warps=config.warps, maxnreg=config.registers, launch_pdl=wgmma)
+        bias, residual, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
+        RANK=rank, NF4=tiled.nf4, WGMMA=wgmma, launch_pdl=wgmma, **plan)
     return y
 
-
-@triton.jit
-def product(a, b, acc):
-    """acc + a b; the interpreter multiplies float32 only."""
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if PLAIN else tl.dot(a, b, acc)
 
 # The tensor cores leave their sums in registers in an order of their own, too: of 64 rows a
 # thread (warp, g, t) has the rows 16 warp + g and 16 warp + g + 8, and of every 8 columns of
@@ -892,11 +870,9 @@ def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_ti
     mma.sync Triton has it give eight, so that W's columns become (C, word, t, step, column half,
     i), and those of x, which come in wgmma's order, are permuted alike.
     """
-    SCALES: tl.constexpr = 64 if NF4 else 256
     acc = tl.zeros([64 * R, ROWS], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        at = row + step * C
-        w = decode_tiles(words + at * 512, scales + at * SCALES, table, column_tiles, R, C, NF4)
+        w = decode_tiles(words, scales, table, row + step * C, column_tiles, R, C, NF4)
         if WGMMA:
             w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
         else:
@@ -1083,13 +1059,12 @@ def norm_branch(x, added, weight, eps):
 
 class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def launch(kernel, *tensors, eps, **options):
-        """A kernel over tensors [..., d] or None: each program has a whole row in its registers."""
-        d = tensors[0].shape[-1]
-        rows = tensors[0].numel() // d
+    def launch(kernel, x, *others, eps, **options):
+        """A kernel over x [..., d]: each program has a whole row in its registers."""
+        d = x.shape[-1]
         size = triton.next_power_of_2(d)
         warps = 8 if d > 512 else 1
-        kernel[(rows,)](*tensors, d, eps, SIZE=size, num_warps=warps, **options)
+        kernel[(x.numel() // d,)](x, *others, d, eps, SIZE=size, num_warps=warps, **options)
 
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
@@ -1109,12 +1084,11 @@ class FusedRMSNorm(torch.autograd.Function):
         assert not ctx.interleaved
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = grad_weight = None
-        if any(ctx.needs_input_grad[:2]):
-            grad_x = torch.empty_like(x)
-            grad_s = grad_s if grad_s is None else grad_s.contiguous()
-            FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_s, grad_x,
-                                eps=ctx.eps)
+        grad_s = grad_s if grad_s is None else grad_s.contiguous()
+        grad_x = torch.empty_like(x)
+        grad_weight = None
+        FusedRMSNorm.launch(rms_norm_gradient_kernel, x, weight, grad, grad_s, grad_x,
+                            eps=ctx.eps)
         if ctx.needs_input_grad[2]:                            # --train-norms, seldom: by PyTorch
             normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
             grad_weight = (grad * normed).flatten(0, -2).sum(0)
@@ -1165,18 +1139,19 @@ def silu_mul(gate_up, interleaved=False):
 
 class FusedSiluMul(torch.autograd.Function):
     @staticmethod
-    def launch(kernel, *tensors, n, **options):
-        """A kernel over tensors of rows of n or 2n: a program has 1,024 columns of a row."""
-        rows = tensors[0].numel() // tensors[0].shape[-1]
-        kernel[(rows * triton.cdiv(n, 1024),)](*tensors, n, SIZE=1024, num_warps=4, **options)
+    def launch(kernel, gate_up, *others, **options):
+        """A program has 1,024 of the n columns of a row of gate and of up."""
+        n = gate_up.shape[-1] // 2
+        rows = gate_up.numel() // (2 * n)
+        kernel[(rows * triton.cdiv(n, 1024),)](
+            gate_up, *others, n, SIZE=1024, num_warps=4, **options)
 
     @staticmethod
     def forward(ctx, gate_up, interleaved):
         ctx.save_for_backward(gate_up)
         ctx.interleaved = interleaved
-        n = gate_up.shape[-1] // 2
-        y = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype, device=gate_up.device)
-        FusedSiluMul.launch(silu_mul_kernel, gate_up, y, n=n, INTERLEAVED=interleaved,
+        y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        FusedSiluMul.launch(silu_mul_kernel, gate_up, y, INTERLEAVED=interleaved,
                             launch_pdl=is_hopper(y.device))
         return y
 
@@ -1185,8 +1160,7 @@ class FusedSiluMul(torch.autograd.Function):
         assert not ctx.interleaved
         gate_up, = ctx.saved_tensors
         grad_gate_up = torch.empty_like(gate_up)
-        grad = grad.contiguous()
-        FusedSiluMul.launch(silu_mul_gradient_kernel, gate_up, grad, grad_gate_up, n=grad.shape[-1])
+        FusedSiluMul.launch(silu_mul_gradient_kernel, gate_up, grad.contiguous(), grad_gate_up)
         return grad_gate_up, None
 
 
@@ -1248,7 +1222,7 @@ class FusedRotary(torch.autograd.Function):
         """x by its angles, or back if sign is -1. A program has one token's heads."""
         B, T, heads, D = x.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y = x.new_empty(x.shape)
         rotary_kernel[(B * T,)](
             x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign,
             HEADS=triton.next_power_of_2(heads), HALF=D // 2,
@@ -1368,7 +1342,7 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     padded_heads = max(16, triton.next_power_of_2(share))
     padded_D = triton.next_power_of_2(D)
     out, stats, arrived = attention_scratch(B * kv_heads, parts, padded_heads, padded_D, qkv.device)
-    y = torch.empty(B, heads * D, dtype=qkv.dtype, device=qkv.device)
+    y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, cache, filled, y, out, stats, arrived,
         slots * kv_heads, kv_heads, max_len, D ** -0.5 * LOG2E,
@@ -1385,7 +1359,7 @@ def attention_scratch(b_heads, parts, heads, D, device):
     The counts are zero between calls.
     """
     out = torch.empty(b_heads, parts, heads, D, device=device)
-    stats = torch.empty(b_heads, parts, 2, heads, device=device)
+    stats = out.new_empty(b_heads, parts, 2, heads)
     return out, stats, torch.zeros(b_heads, dtype=torch.int32, device=device)
 
 
@@ -1416,41 +1390,15 @@ def attend(Q, m, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
         there = (t[:, None] < n) & (d[None] < D)
         K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
         V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-        if PLAIN:
-            score = tl.dot(Q.to(tl.float32), tl.trans(K).to(tl.float32))
-        else:
-            score = tl.dot(Q, tl.trans(K), input_precision="ieee")
-        score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))    # (HEADS, BLOCK)
+        score = product(Q, tl.trans(K))                                      # (HEADS, BLOCK)
+        score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))
         new_m = tl.maximum(m, tl.max(score, 1))
         w = tl.exp2(score - new_m[:, None])
         shrink = tl.exp2(m - new_m)
         total = total * shrink + tl.sum(w, 1)
-        V = V.to(tl.float32) if PLAIN else V
-        out = out * shrink[:, None] + tl.dot(w.to(V.dtype), V, input_precision="ieee")
+        out = out * shrink[:, None] + product(w.to(V.dtype), V)
         m = new_m
     return m, total, out
-
-
-@triton.jit
-def combined(outs, stats, parts, HEADS: tl.constexpr, D_PAD: tl.constexpr):
-    """(total, out) of all parts of a row and kv head, from the pointers to the first part's out and m.
-
-    They come from the L2 cache (.cg), to which other SMs write, not from this SM's own cache.
-    """
-    m = tl.full([HEADS], -float("inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    out = tl.zeros([HEADS, D_PAD], tl.float32)
-    for q in range(0, parts):
-        part_m = tl.load(stats + q * (2 * HEADS), cache_modifier=".cg")
-        part_total = tl.load(stats + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
-        part_out = tl.load(outs + q * (HEADS * D_PAD), cache_modifier=".cg")
-        new_m = tl.maximum(m, part_m)
-        old = tl.exp2(m - new_m)
-        new = tl.exp2(part_m - new_m)
-        total = total * old + part_total * new
-        out = out * old[:, None] + part_out * new[:, None]
-        m = new_m
-    return total, out
 
 
 @triton.jit
@@ -1458,7 +1406,8 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
                     HEADS: tl.constexpr, D_PAD: tl.constexpr):
     """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
 
-    If it is the last, the returned total and out are those of all parts.
+    If it is the last, the returned total and out are those of all parts. It reads them from the L2
+    cache (.cg), to which other SMs write, not from this SM's own cache.
     """
     slot = b_head.to(tl.int64) * tl.num_programs(0)
     i = head[:, None] * D_PAD + d[None]
@@ -1469,8 +1418,21 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
     done = tl.atomic_add(arrived + b_head, 1) == parts - 1
     if done:
         tl.store(arrived + b_head, 0)
-        total, out = combined(outs + slot * (HEADS * D_PAD) + i,
-                              stats + slot * (2 * HEADS) + head, parts, HEADS, D_PAD)
+        at_out = outs + slot * (HEADS * D_PAD) + i
+        at_m = stats + slot * (2 * HEADS) + head
+        m = tl.full([HEADS], -float("inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        out = tl.zeros([HEADS, D_PAD], tl.float32)
+        for q in range(0, parts):
+            part_m = tl.load(at_m + q * (2 * HEADS), cache_modifier=".cg")
+            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
+            part_out = tl.load(at_out + q * (HEADS * D_PAD), cache_modifier=".cg")
+            new_m = tl.maximum(m, part_m)
+            old = tl.exp2(m - new_m)
+            new = tl.exp2(part_m - new_m)
+            total = total * old + part_total * new
+            out = out * old[:, None] + part_out * new[:, None]
+            m = new_m
     return done, total, out
 
 
@@ -1635,9 +1597,9 @@ def sample(logits, temperature, seed):
     sample_parts_kernel[(blocks, B)](
         logits, seed, parts, index, V, 1 / temperature, PARTS=padded, SIZE=2048, num_warps=4)
 
-    token = torch.empty(B, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty(B, device=logits.device)
-    entropy = torch.empty(B, device=logits.device)
+    token = index.new_empty(B)
+    logprob = parts.new_empty(B)
+    entropy = parts.new_empty(B)
     sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=padded, num_warps=1)
     return token, logprob, entropy
 
