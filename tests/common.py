@@ -18,7 +18,6 @@ import qerl
 import train_gsm8k
 import harness.run
 from harness.layers import train_all_weights
-from studies import claims
 from test_qerl import HERE, scales
 
 # A vocabulary in which a policy that knows nothing answers, and now and then rightly: 1 or 2, in a
@@ -136,18 +135,6 @@ def killed_at(event, number, *args):
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL)
     return None if child.exitcode else calls.value
-
-
-def made_up_rows():
-    """Two seeds of the factorial: 4 bits cost a point, the noise gains three at one seed and five
-    at the other.
-    """
-    for seed, noise in ((0, 0.03), (1, 0.05)):
-        for arm in ("nvfp4+aqn", "nvfp4", "bf16+aqn", "bf16"):
-            value = 0.5 + noise * arm.endswith("aqn") - 0.01 * arm.startswith("nvfp4")
-            measures = dict.fromkeys(claims.MEASURES, value)
-            yield {**measures, "name": f"{arm}-{seed}", "model": "m", "arm": arm, "lr": 1e-4,
-                   "seed": seed, "steps": 9, "accuracy_before": 0.2, "greedy_before": 0.3}
 
 
 def neighbour(name, **settings):

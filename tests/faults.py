@@ -103,7 +103,7 @@ FAULTS = {
     ],
     "studies/study.py": [
         ("scale * spread / len(values) ** 0.5", "scale * spread",
-         "tests/test_studies.py -k claims_tables"),
+         "tests/test_studies.py -k standard_error"),
         ("require_flag(theirs[name] == settings[name]", "require_flag(True",
          "tests/test_studies.py -k other_flags"),
         ('*args.more, *FLAGS[run["arm"]].split(),', '*FLAGS[run["arm"]].split(), *args.more,',

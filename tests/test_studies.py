@@ -1,4 +1,4 @@
-"""The studies behind results/claims and results/methods. Their tables: test_results.py, too."""
+"""The studies behind results/claims and results/methods."""
 import json
 import os
 import threading
@@ -10,7 +10,7 @@ import torch
 import bench
 import qerl
 import train_gsm8k
-from common import made_up_rows, run_main
+from common import run_main
 from harness import small_policy
 from studies import claims, entropy, study
 
@@ -23,15 +23,14 @@ def study_arguments(tmp_path, *flags):
                             "--out", f"{tmp_path}/out"], "a study", "claims")
 
 
-def test_claims_tables_by_hand():
-    """Percent, mean and standard error over seeds; one seed has no error."""
-    rows = list(made_up_rows())
-    arms = claims.arms_table(rows, claims.MEASURES)
-    assert "| m | nvfp4+aqn | 1e-4 | 2 | 9 | 20.0 | 30.0 | 53.0 ± 1.0 |" in "\n".join(arms)
-    for count, noise in ((8, "2 | 4.0 ± 1.0 | 4.0 ± 1.0 |"), (4, "1 | 3.0 | 3.0 |")):
-        lines = claims.differences_table(rows[:count], claims.REACHED, claims.questions_of)
-        assert f"| noise | 1e-4 | {noise}" in "\n".join(lines)
-    assert "| 4 bits | 1e-4 | 1 | -1.0" in "\n".join(lines)
+@pytest.mark.parametrize("seeds,text", [
+    ([0.52, 0.54], "53.0 ± 1.0"),
+    ([0.5, 0.5], "50.0"),
+    ([-1e-4], "0.0"),
+])
+def test_a_mean_has_the_standard_error_of_its_seeds(seeds, text):
+    """In percent, and none of equal seeds. What else a table says: test_results.py."""
+    assert study.with_error(seeds, 100, 1) == text
 
 
 def test_every_arms_flags_go_together():
@@ -39,20 +38,20 @@ def test_every_arms_flags_go_together():
         train_gsm8k.arguments(["--device", "cpu", *arm.split()])
 
 
-def test_claims_runs_what_is_missing(qwen, data, tmp_path, monkeypatch, capsys):
-    """In processes, as a study does. A second start runs nothing and prints the same table."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "bf16", "bf16",
-               "--lrs", "1e-3", "--seeds", "0", "--out", f"{tmp_path}/out", *SHORT.split()]
+def test_claims_runs_what_is_missing(qwen, data, tmp_path, capsys):
+    """In a process, as a study does. A second start runs nothing and prints the same table."""
+    out = f"{tmp_path}/out"
+    options = ["--model", qwen[0], "--data", data, "--arms", "nvfp4+aqn", "nvfp4+aqn",
+               "--lrs", "1e-3", "--seeds", "0", "--out", out, *SHORT.split()]
     assert claims.main("claims", options) == 0
-    rows = study.finished_runs(f"{tmp_path}/out")
-    assert [(row["arm"], row["steps"]) for row in rows] == [("bf16", 2), ("nvfp4+aqn", 2)]
-    assert {"curves.png", "tables.md"} <= set(os.listdir(tmp_path / "out"))
+    row, = study.finished_runs(out)
+    assert (row["arm"], row["steps"]) == ("nvfp4+aqn", 2)
+    assert {"curves.png", "tables.md"} <= set(os.listdir(out))
     capsys.readouterr()
     assert claims.main("claims", options) == 0
     first, *table, _ = capsys.readouterr().out.splitlines()
-    assert first == "2 runs, 0 missing"
-    assert table == claims.arms_table(rows, claims.MEASURES)
+    assert first == "1 runs, 0 missing"
+    assert table == claims.arms_table([row], claims.MEASURES)
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
@@ -78,10 +77,9 @@ def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path, monkeypatch):
 def test_own_starts_make_a_policy_a_seed():
     flags = ["--own-starts", "--seeds", "2", "1", "--arms", "bf16"]
     args = study.arguments(flags, "a study", "claims")
-    runs = study.wanted_runs(args).values()
-    commands = [" ".join(study.command_of(run, "cpu", args)) for run in runs]
-    assert "--start-seed 2 " in commands[0]
-    assert "--start-seed 1 " in commands[1]
+    commands = [study.command_of(run, "cpu", args) for run in study.wanted_runs(args).values()]
+    settings = [train_gsm8k.arguments(command[2:]) for command in commands]
+    assert [(s.seed, s.start_seed) for s in settings] == [(2, 2), (1, 1)]
 
 
 def test_a_start_seed_makes_another_policy(cache, monkeypatch):
