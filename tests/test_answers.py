@@ -321,15 +321,17 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
+    """Of each set that is held out the first few are asked."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"how many {i}?", "answer": str(i)} for i in range(4)]
-    write_jsonl("train.jsonl", rows)
-    write_jsonl("exam.jsonl", rows[2:])
-    settings = train_gsm8k.Settings(data="train.jsonl", eval=["exam.jsonl"])
-    assert [q["answer"] for q in sum(load_questions(settings), [])] == ["0", "1", "2", "3"]
+    for name, asked in (("train", "abcd"), ("one", "cde"), ("two", "f")):
+        write_jsonl(f"{name}.jsonl", [{"question": q, "answer": "5"} for q in asked])
+    settings = train_gsm8k.Settings(
+        data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2)
+    sets = load_questions(settings)
+    assert ["".join(q["question"] for q in questions) for questions in sets] == ["ab", "", "cdf"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     for evaluate_on, message in ((["train.jsonl"], "all of its questions are held out"),
-                                 (["exam.jsonl"] * 2, "exam.jsonl exam.jsonl: two have one name"),
+                                 (["one.jsonl"] * 2, "one.jsonl one.jsonl: two have one name"),
                                  (None, "has no held-out questions; name some by --eval")):
         with pytest.raises(qerl.UserError, match=message):
             load_questions(replace(settings, eval=evaluate_on))
@@ -339,15 +341,6 @@ def test_long_prompts_are_counted_and_skipped(capsys):
     problems = [{"question": "q" * n, "answer": "#### 1"} for n in (5, 50, 500)]
     assert with_prompts(problems, ByteText(), 60) == problems[:2]
     assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
-
-
-def test_each_set_held_out_has_its_limit(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("train", 1), ("a", 3), ("b", 1)):
-        rows = [{"question": f"{name}{i}", "answer": "5"} for i in range(count)]
-        write_jsonl(f"{name}.jsonl", rows)
-    settings = train_gsm8k.Settings(data="train.jsonl", eval=["a.jsonl", "b.jsonl"], eval_questions=2)
-    assert [q["question"] for q in load_questions(settings).held_out] == ["a0", "a1", "b0"]
 
 
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
