@@ -285,7 +285,7 @@ class FrozenLinear(torch.autograd.Function):
         # result is not needed again: its backward starts from the result's gradient.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
-        if h is not None and widens(weight):
+        if h is not None and weight.shape[0] > weight.shape[1]:
             return linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
         return linear(x, weight, layer.bias, h=h, B=B)
 
@@ -297,16 +297,11 @@ class FrozenLinear(torch.autograd.Function):
         if h is None:
             return grad @ weight, None, None, None
         grad_h = grad @ B
-        if widens(weight):
+        if weight.shape[0] > weight.shape[1]:
             grad_x = (grad @ weight).addmm_(grad_h, A)
         else:
             grad_x = torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])
         return grad_x, grad_h.T @ x, grad.T @ h, None
-
-
-def widens(weight):
-    """Is the result of a layer with this weight [out, in] wider than its input?"""
-    return weight.shape[0] > weight.shape[1]
 
 
 class QuantLinear(nn.Module):
@@ -338,9 +333,6 @@ class QuantLinear(nn.Module):
             A = torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound)
             self.lora_A = nn.Parameter(A)
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank))
-
-    def extra_repr(self):
-        return f"{', '.join(self.names)}: {self.sizes}, LoRA of rank {self.rank}"
 
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
@@ -875,9 +867,9 @@ class Sampler:
         """
         device = self.model.device
         group = len(slots) // len(prompts)
-        longest = max(map(len, prompts))
-        padded = to_device([p + [0] * (longest - len(p)) for p in prompts], device)
+        padded = to_device(pad_sequence(list(map(torch.tensor, prompts)), batch_first=True), device)
         last = to_device([len(p) - 1 for p in prompts], device)
+        longest = padded.shape[1]
         if longest > 1:                                # a single token needs no prefill
             at_once = max(1, PREFILL_TOKENS // longest)
             for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
@@ -1041,23 +1033,6 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What tells one objective from another.
-
-    The loss of a token is divided by `length` of its completion, and by `count` of all processes'
-    minibatch.
-    """
-    length: Callable                # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
-    count: Callable                 # mask -> a number
-    scale: Callable                 # rewards [P, G] -> what r - mean(r) is divided by
-    log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
-    weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
-    redraw: bool = False            # groups without a signal are replaced by others
-    drop_truncated: bool = False    # a completion that was cut off gives no gradient
-    defaults: dict = field(default_factory=dict)           # of the training's settings
-
-
 def own_length(mask, limit=None):
     return mask.sum(1, keepdim=True).clamp_min(1)
 
@@ -1067,23 +1042,39 @@ def deviation(rewards):
     return rewards.std(1, keepdim=True) + 1e-4
 
 
+@dataclass(frozen=True)
+class Objective:
+    """What tells one objective from another; the defaults are GRPO's.
+
+    The loss of a token is divided by `length` of its completion, and by `count` of all processes'
+    minibatch.
+    """
+    length: Callable = own_length   # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
+    count: Callable = len           # mask -> a number
+    scale: Callable = deviation     # rewards [P, G] -> what r - mean(r) is divided by
+    log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
+    weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
+    redraw: bool = False            # groups without a signal are replaced by others
+    drop_truncated: bool = False    # a completion that was cut off gives no gradient
+    defaults: dict = field(default_factory=dict)           # of the training's settings
+
+
 OBJECTIVES = {
     # Eq. 3: the mean over completions of the mean over their tokens
-    "grpo": Objective(own_length, len, deviation),
+    "grpo": Objective(),
     # arXiv 2503.14476: the mean over all tokens
-    "dapo": Objective(lambda mask, limit: 1, torch.sum, deviation, redraw=True, drop_truncated=True),
+    "dapo": Objective(lambda mask, limit: 1, torch.sum, redraw=True, drop_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
-    "dr-grpo": Objective(lambda mask, limit: limit, len, lambda rewards: 1),
+    "dr-grpo": Objective(lambda mask, limit: limit, scale=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
-    "gspo": Objective(own_length, len, deviation,
-                      log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
+    "gspo": Objective(log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
-    "cispo": Objective(lambda mask, limit: 1, torch.sum, deviation, weighted_logprob=True,
+    "cispo": Objective(lambda mask, limit: 1, torch.sum, weighted_logprob=True,
                        defaults=dict(clip_low=1.0, clip_high=4.0)),
     # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
     # ratio of a completion is the product of its tokens'
-    "rloo": Objective(own_length, len, lambda rewards: 1 - 1 / rewards.shape[1],
+    "rloo": Objective(scale=lambda rewards: 1 - 1 / rewards.shape[1],
                       log_ratio=lambda x, mask: x.sum(1, keepdim=True)),
 }
 
