@@ -9,10 +9,11 @@
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`) and its `update`, then the loop's parts:
-# loading, sampling and scoring, the optimiser, evaluation. What a run needs and the story does not, such as checkpoints
-# and plots, is in the folder harness/. `algo` in the loop is the module qerl; with --method it is a
-# neighbour in the folder methods/, which has some functions of its own and qerl's others. Letters in
-# shapes: P questions, G completions of each, N = P * G, and C tokens, the longest completion.
+# loading, sampling and scoring, the optimiser, evaluation. What a run needs and the story does not,
+# such as checkpoints and plots, is in the folder harness/. `algo` in the loop is the module qerl; with
+# --method it is a neighbour in the folder methods/, which has some functions of its own and qerl's
+# others. Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
+# completion.
 import json
 import math
 import re
