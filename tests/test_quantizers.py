@@ -60,16 +60,13 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
     largest = blocks.abs().amax(1, keepdim=True)
     alpha = largest.max() / 1536
 
-    def errors(rounded):
-        return (rounded - blocks).square().sum(1)
-
     def errors_with(code):
         stored = (largest / (code * alpha)).to(torch.float8_e4m3fn).double()
         stored[stored == 0] = 0.125
-        return errors(nearest(blocks, stored * alpha))
+        return (nearest(blocks, stored * alpha) - blocks).square().sum(1)
     ours = decoded(*four_over_six.quantize_four_over_six(weight)).view(-1, 16)
-    best = torch.minimum(errors_with(6), errors_with(4))
-    assert_close(errors(ours), best, rtol=1e-4, atol=1e-12)
+    errors = (ours - blocks).square().sum(1)
+    assert_close(errors, torch.minimum(errors_with(6), errors_with(4)), rtol=1e-4, atol=1e-12)
 
 
 def textbook_gptq(weight, gram):
@@ -77,10 +74,9 @@ def textbook_gptq(weight, gram):
     _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = (block_scale.double() / global_scale).repeat_interleave(16, 1)
     W = weight.double()
-    damping = 0.01 * gram.diag().mean()
-    H = gram + damping * torch.eye(len(gram))
-    inverse = H.double().inverse()
     result = torch.zeros_like(W)
+    damping = 0.01 * gram.diag().mean()
+    inverse = (gram + damping * torch.eye(len(gram))).double().inverse()
     for j in gram.diag().argsort(descending=True):
         result[:, j] = nearest(W[:, j], scale[:, j])
         loss = (W[:, j] - result[:, j]) / inverse[j, j]
@@ -115,8 +111,9 @@ def test_awq_finds_the_scale_with_the_least_output_error():
     def candidate(a):
         s = x.abs().mean(0).pow(a / 20).clamp(min=1e-4)
         return s / (s.max() * s.min()).sqrt()
-    best = min(map(candidate, range(20)), key=error)
-    assert error(best) < error(candidate(0))
+    first, *others = map(candidate, range(20))
+    best = min(others, key=error)
+    assert error(best) < error(first)
     assert_close(awq.awq_scale(layer, seen), best, rtol=1e-3, atol=1e-5)
 
 
@@ -197,8 +194,9 @@ def test_codes_are_found_by_one_process(qwen, cache, capsys):
 def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
     text = train_gsm8k.ChatText(qwen[0], train_gsm8k.SYSTEM[scheme])
     *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200")
-    assert last in text.eos and "<<" not in text.decode(tokens)
-    assert train_gsm8k.reward(text.decode(tokens), {"right": 1200}, scheme) == whole
+    answer = text.decode(tokens)
+    assert last in text.eos and "<<" not in answer
+    assert train_gsm8k.reward(answer, {"right": 1200}, scheme) == whole
 
 
 def test_worked_answers_may_have_no_steps():
@@ -228,32 +226,18 @@ def by_transformers(model):
     return torch.cat(hidden), torch.cat(logprobs)
 
 
-@pytest.fixture
-def other(tmp_path):
-    """(folder, transformers' model) of other random weights than qwen's."""
-    return make_folder(tmp_path / "other", seed=1)
-
-
-def test_rilq_loss_equals_transformers(qwen, other):
-    """MSE of the final hidden states over all tokens, cross-entropy over the answers'."""
+def test_losses_equal_transformers(qwen, tmp_path):
+    """RILQ's has the final hidden states of all tokens and the answers' cross-entropy, QAT's is KL."""
+    other, theirs = make_folder(tmp_path, seed=1)
+    student, teacher = (qerl.load_model(folder, "bf16") for folder in (qwen[0], other))
     rows = worked.rows_of(TWO, "cpu")
-    target = qerl.load_model(qwen[0], "bf16").hidden(rows.tokens)
-    loss = rilq.rilq_loss(qerl.load_model(other[0], "bf16"), target, rows)
-    wanted, _ = by_transformers(qwen[1])
-    hidden, logprobs = by_transformers(other[1])
-    mse = F.mse_loss(hidden, wanted)
-    cross_entropy = F.nll_loss(logprobs, ANSWERS)
-    assert_close(loss, 0.5 * mse + 0.5 * cross_entropy, rtol=1e-4, atol=0)
-
-
-def test_distillation_is_forward_kl(qwen, other):
-    student = qerl.load_model(qwen[0], "bf16")
-    teacher = qerl.load_model(other[0], "bf16")
-    loss = qat.answer_loss(student, teacher, worked.rows_of(TWO, "cpu"))
-    _, q = by_transformers(qwen[1])
-    _, p = by_transformers(other[1])
-    divergences = (p.exp() * (p - q)).sum(-1)
-    assert_close(loss, divergences.mean(), rtol=1e-4, atol=0)
+    found = (rilq.rilq_loss(student, teacher.hidden(rows.tokens), rows),
+             qat.answer_loss(student, teacher, rows))
+    hidden, q = by_transformers(qwen[1])
+    wanted, p = by_transformers(theirs)
+    expected = (0.5 * F.mse_loss(hidden, wanted) + 0.5 * F.nll_loss(q, ANSWERS),
+                (p.exp() * (p - q)).sum(-1).mean())
+    assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
