@@ -214,7 +214,8 @@ def train(settings):
                 batch.old_logprobs[rows.index] = algo.token_logprobs(
                     model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             with algo.adapters_off(model):
-                for rows in batch.micro_batches(batch.reference_rows, settings.micro_tokens):
+                taught = batch.taught_rows if settings.beta else []
+                for rows in batch.micro_batches(taught, settings.micro_tokens):
                     batch.ref_logprobs[rows.index] = algo.token_logprobs(
                         model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 

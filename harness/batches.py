@@ -43,11 +43,6 @@ class Batch:
         """The rows of all minibatches but the first."""
         return sum(self.minibatches[1:], [])
 
-    @property
-    def reference_rows(self):
-        """The rows that need ref_logprobs: all, or none."""
-        return [] if self.ref_logprobs is None else self.taught_rows
-
     def rows(self, chosen):
         """These rows (a list of ints) as a batch of their own."""
         kept = {name: value[chosen] for name, value in vars(self).items()

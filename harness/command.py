@@ -16,7 +16,6 @@ import safetensors
 import torch
 
 from harness.folders import CHECKPOINT
-from harness.machine import is_out_of_memory
 from harness.ranks import Ranks
 from qerl import UserError, require
 
@@ -178,7 +177,7 @@ def one_line():
     except (OSError, safetensors.SafetensorError) as e:
         end(run, e, resumable=True)
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
-        if not is_out_of_memory(e):
+        if not re.search("out of memory|can't allocate memory", str(e)):
             raise
         end(run, f"out of memory; {LESS_MEMORY}", resumable=True)
     except KeyboardInterrupt:

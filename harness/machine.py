@@ -3,7 +3,6 @@ import contextlib
 import math
 import os
 import platform
-import re
 import time
 from dataclasses import replace
 
@@ -28,21 +27,15 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0] + unused
     if not os.path.exists(HOST):               # macOS, Windows
         return UNKNOWN
-    with open(HOST) as f:
-        available = next(int(line.split()[1]) * 1024 for line in f if "MemAvailable" in line)
+    with open(HOST, "rb") as f:
+        available = next(int(line.split()[1]) * 1024 for line in f if b"MemAvailable" in line)
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def is_out_of_memory(error):
-    """Is this RuntimeError PyTorch's way to say that memory ran out, on a GPU or a CPU?"""
-    return bool(re.search("out of memory|can't allocate memory", str(error)))
+def keep_decoded(model, small=1e8):
+    """Replace 4-bit weights that no kernel multiplies by their values, if these take half of the free memory.
 
-
-def keep_decoded(model, share=0.5, small=1e8):
-    """Replace 4-bit weights that no kernel multiplies by their values, if these take `share` at most.
-
-    `share` is of the free memory. The values, and so all results, are the same to the last bit. A
-    PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
+    The values, and so all results, are the same to the last bit. A PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
     so that one can watch them being decoded.
     """
     dtype = model.embedding.dtype
@@ -54,7 +47,7 @@ def keep_decoded(model, share=0.5, small=1e8):
     free = free_memory(model.device)
     if size < small:
         return
-    fits = size <= share * free
+    fits = 2 * size <= free
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:
@@ -65,16 +58,23 @@ def keep_decoded(model, share=0.5, small=1e8):
 def fitted(settings, model, longest):
     """The settings with the slots and micro_tokens that memory holds, where no flag gave them.
 
-    longest: tokens of a prompt and its completion. A resumed run keeps its own: on the first number
-    the random numbers depend, on the second the order of sums. On a GPU this also chooses the blocks
-    whose activations are kept.
+    longest: tokens of a prompt and its completion; the KV cache takes 0.7 of the free memory if all
+    slots have as many. A resumed run keeps its own: on the first number the random numbers depend, on
+    the second the order of sums. On a GPU this also chooses the blocks whose activations are kept.
     """
-    slots = settings.slots or slots_that_fit(model, longest)
-    micro_tokens = settings.micro_tokens or micro_tokens_that_fit(model)
-    print(f"--slots {slots} --micro-tokens {micro_tokens}, with {free_memory(model.device) / 1e9:.1f} GB free")
+    free = free_memory(model.device)
+    slots = int(0.7 * free / (longest * cache_bytes(model)))
+    values = activations(model.config, len(model.blocks), model.recompute_blocks)
+    micro_tokens = int(room_for_updates(model) / values)
+    settings = replace(
+        settings,
+        slots=settings.slots or max(1, min(256, slots)),
+        micro_tokens=settings.micro_tokens or max(512, min(16384, micro_tokens)),
+    )
+    print(f"--slots {settings.slots} --micro-tokens {settings.micro_tokens}, with {free / 1e9:.1f} GB free")
     if model.recompute_blocks and not settings.shard:
-        keep_activations(model, micro_tokens)
-    return replace(settings, slots=slots, micro_tokens=micro_tokens)
+        keep_activations(model, settings.micro_tokens)
+    return settings
 
 
 def cache_bytes(model):
@@ -84,24 +84,15 @@ def cache_bytes(model):
     return values * model.embedding.dtype.itemsize
 
 
-def slots_that_fit(model, longest, most=256, share=0.7):
-    """How many sequences of up to `longest` tokens the KV cache may hold at once, `most` at most.
-
-    It takes `share` of the free memory.
-    """
-    room = share * free_memory(model.device)
-    return max(1, min(most, int(room / (longest * cache_bytes(model)))))
-
-
-def room_for_updates(model, share=0.8):
-    """How many activations there is room for in `share` of the free memory.
+def room_for_updates(model):
+    """How many activations there is room for in 0.8 of the free memory.
 
     The optimiser's two moments, the gradients and 2,048 tokens' logits have to fit, too.
     """
     itemsize = model.embedding.dtype.itemsize
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
     free = free_memory(model.device) - trained - 3 * 2048 * model.config.vocab_size * itemsize
-    return share * free / itemsize
+    return 0.8 * free / itemsize
 
 
 def activations(config, blocks, recomputed):
@@ -114,12 +105,6 @@ def activations(config, blocks, recomputed):
     wide = config.intermediate_size
     kept = (blocks - recomputed) * (5 * d + 3 * wide)
     return kept + blocks * d + (10 * d + 5 * wide if recomputed else 0)
-
-
-def micro_tokens_that_fit(model, most=16384, least=512, share=0.8):
-    """How many tokens a pass of an update may have, `most` at most."""
-    values = activations(model.config, len(model.blocks), model.recompute_blocks)
-    return max(least, min(most, int(room_for_updates(model, share) / values)))
 
 
 def keep_activations(model, tokens):

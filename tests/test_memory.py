@@ -54,10 +54,9 @@ def test_weights_stay_decoded_in_half_of_the_free_memory(qwen, monkeypatch):
 
 def test_slots_are_what_memory_holds(family, monkeypatch):
     model = qerl.load_model(family[0])
-    free(monkeypatch, cache_bytes(model, 3, 100))
-    assert machine.slots_that_fit(model, 100, share=1.0) == 3
-    assert machine.slots_that_fit(model, 10 ** 6) == 1
-    assert machine.slots_that_fit(model, 1, share=1.0) == 256
+    free(monkeypatch, 1.0001 * cache_bytes(model, 3, 100) / 0.7)
+    for longest, slots in ((100, 3), (101, 2), (10 ** 6, 1), (1, 256)):
+        assert machine.fitted(train_gsm8k.Settings(), model, longest).slots == slots
 
 
 def test_a_run_keeps_what_memory_held_when_it_began(quick, monkeypatch):
@@ -85,10 +84,10 @@ def test_pieces_are_what_memory_holds(qwen, monkeypatch):
     model = with_lora(qwen[0])
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
     logits = 3 * 2048 * model.config.vocab_size * 4
-    thousand = trained + logits + 1000 * 4 * machine.activations(model.config, 2, 0)
+    thousand = trained + logits + 1000.1 * 4 * machine.activations(model.config, 2, 0) / 0.8
     for bytes_free, tokens in ((1e15, 16384), (0, 512), (thousand, 1000)):
         free(monkeypatch, bytes_free)
-        assert machine.micro_tokens_that_fit(model, share=1.0) == tokens
+        assert machine.fitted(train_gsm8k.Settings(), model, 100).micro_tokens == tokens
 
 
 def test_blocks_keep_their_activations_where_memory_allows(qwen, monkeypatch):
