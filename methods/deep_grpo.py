@@ -38,7 +38,6 @@ import re
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 import qerl
 from harness.batches import pick_groups
@@ -70,17 +69,14 @@ def fit_success(outcomes):
     if len(outcomes) <= 10 or len({success for _, success in outcomes}) < 2:
         return 0.0, 0.0
     r, success = torch.tensor(outcomes, dtype=torch.float64).unbind(1)
-    line = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([line], max_iter=200, line_search_fn="strong_wolfe")
-
-    def objective():
-        optimizer.zero_grad()
-        logits = line[0] + line[1] * r
-        loss = F.binary_cross_entropy_with_logits(logits, success, reduction="sum")
-        loss = loss + line[1] ** 2 / 2
-        loss.backward()
-        return loss
-    optimizer.step(objective)
+    x = torch.stack([torch.ones_like(r), r], 1)                                  # [n, 2]
+    penalty = x.new_tensor([0, 1])
+    line = x.new_zeros(2)
+    for _ in range(30):                            # Newton's method, which needs about ten
+        p = (x @ line).sigmoid()
+        gradient = x.T @ (p - success) + penalty * line
+        hessian = x.T * (p * (1 - p)) @ x + penalty.diag()
+        line -= torch.linalg.solve(hessian, gradient)
     return tuple(line.tolist())
 
 

@@ -49,13 +49,11 @@ class Neighbour(Method):
 
     def check(self):
         settings = self.settings
-        name = settings.method
         qerl.require(settings.weights == "bf16",
-                     f"--method {name}: quantises 16-bit weights for the rollout, and {settings.weights} "
-                     "is smaller already; use --weights bf16")
+                     f"--method {settings.method}: quantises 16-bit weights for the rollout, and "
+                     f"{settings.weights} is smaller already; use --weights bf16")
         if self.variant == "fp8":
-            require_fp8_products(
-                settings.device, name, f"use --method {name.replace('fp8', 'int8')}")
+            require_fp8_products(settings)
 
     @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):

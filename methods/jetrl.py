@@ -159,7 +159,7 @@ class Neighbour(Method):
             require(settings.weights == "bf16",
                     "--method jetrl: the rollout reads 8 bits a weight, and "
                     f"{settings.weights} fewer; use --weights bf16 or --method jetrl:training")
-        require_fp8_products(settings.device, "jetrl", "use --method qerl")
+        require_fp8_products(settings)
 
     def prepare(self, model, folder, questions, tokenizer):
         unified = self.variant == "unified"

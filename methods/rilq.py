@@ -95,9 +95,9 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
     return losses
 
 
-def texts_of(questions, tokenizer, count=TEXTS):
-    """At most `count` worked questions, those of less than LONGEST tokens, answers cut."""
-    some = worked_sequences(questions, tokenizer, tokens=count * LONGEST)[:count]
+def texts_of(questions, tokenizer):
+    """At most TEXTS worked questions, those of less than LONGEST tokens, answers cut."""
+    some = worked_sequences(questions, tokenizer, tokens=TEXTS * LONGEST)[:TEXTS]
     return [Worked(s.prompt, s.answer[:LONGEST - len(s.prompt)])
             for s in some if len(s.prompt) < LONGEST]
 

@@ -258,10 +258,11 @@ def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
         assert relative(layer.master.grad, torch.cat(gradients)) < 1e-3
 
 
-def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked):
+def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked, monkeypatch):
     """At a rate at which the loss is NaN at once the start stays, after PATIENCE validations."""
     questions, text, _ = asked
-    sequences = rilq.texts_of(questions, text, 10)
+    monkeypatch.setattr(rilq, "TEXTS", 10)
+    sequences = rilq.texts_of(questions, text)
     teacher = qerl.load_model(qwen[0], "bf16")
     model = qerl.load_model(qwen[0], lora_rank=4)
     start = rilq.adapter(model)

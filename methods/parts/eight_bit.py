@@ -114,13 +114,13 @@ def eight_bit(model, format):
             setattr(parent, name, layer)
 
 
-def require_fp8_products(device, method, remedy):
-    """Refuse a --method that multiplies in FP8 on a GPU that does not."""
-    device = torch.device(device)
+def require_fp8_products(settings):
+    """Refuse a GPU that does not multiply in FP8, as this --method does."""
+    device = torch.device(settings.device)
     able = device.type != "cuda" or (
         not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
-    qerl.require(able, f"--method {method}: this GPU has no FP8 products, NVIDIA's have them from "
-                       f"Ada and Hopper on; {remedy}")
+    qerl.require(able, f"--method {settings.method}: this GPU has no FP8 products, NVIDIA's have them "
+                       "from Ada and Hopper on; use --method flashrl:int8 or qerl")
 
 
 # --------------------------------------------------------------------------------------------------
