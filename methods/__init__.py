@@ -1,8 +1,8 @@
-"""The neighbours of QeRL, one paper a file, each with the functions of qerl.py that it replaces.
+"""The neighbours of QeRL: each file has one paper, as the functions of qerl.py that it replaces.
 
-The loop of train_gsm8k.py calls the functions of `algo`. For QeRL that is the module qerl itself; for
-`--method FILE` or `--method FILE:VARIANT` it is an object of the class `Neighbour` in that file, whose
-other attributes are qerl's. `python -m methods` (__main__.py) compares a step of each.
+The loop of train_gsm8k.py calls the functions of `algo`. For QeRL `algo` is the module qerl. For
+`--method FILE` or `--method FILE:VARIANT` it is an object of the class `Neighbour` in that file, and
+what this class does not define is qerl's. `python -m methods` (__main__.py) compares a step of each.
 """
 import importlib
 import pkgutil
@@ -12,62 +12,62 @@ from qerl import require
 
 
 class Method:
-    """What all neighbours have. A function that is not defined here or there is qerl's."""
+    """The base of all neighbours. Functions that neither of the two classes defines are qerl's."""
 
     variants = ()                  # the names that may follow FILE: in --method, the default first
 
     def __init__(self, settings, variant=None):
         self.settings = settings
         self.variant = variant
-        self.state = {}            # what the method learned during the run; kept in checkpoints, as JSON
-        self.measured = {}         # {name: number} that metrics.jsonl should say of the last step
+        self.state = {}            # what the method learned during the run; checkpoints keep it as JSON
+        self.measured = {}         # {name: number} of the last step, for metrics.jsonl
 
     def __getattr__(self, name):
         return getattr(qerl, name)
 
     @classmethod
     def defaults(cls, variant):
-        """{setting: value} where the method's differ from the usual; flags win over them."""
+        """{setting: value} of the defaults that the method changes; flags win over them."""
         return {}
 
     def require_noise(self):
-        """Refuse a run without noise, with which this method does something."""
+        """Refuse a run without noise, in which this method would do nothing."""
         settings = self.settings
         require(settings.stages > 1 and (settings.sigma_start or settings.sigma_end),
                 f"--method {settings.method}: there is no noise to control; use --sigma-start 0.01 and "
                 "--stages 10")
 
     def check(self):
-        """Refuse, by a UserError, settings that make no sense together with this method."""
+        """Raise a UserError for settings that this method cannot work with."""
 
     def stored_model(self, stored, folder, questions, tokenizer):
-        """The folder whose weights are loaded.
+        """The folder from which the weights are loaded.
 
-        stored: the one that --quantizer made of the model's own `folder`; questions: dicts with
-        "question" and "answer", to train on.
+        folder: the model's own; stored: the folder that --quantizer made of it; questions: dicts with
+        "question" and "answer", the training set.
         """
         return stored
 
     def prepare(self, model, folder, questions, tokenizer):
         """Change the model in place, between load_model and the optimiser.
 
-        folder: of the original weights; questions: dicts with "question", "answer" and "prompt"
-        (token ids), to train on.
+        folder: that of the original weights; questions: dicts with "question", "answer" and "prompt"
+        (token ids), the training set.
         """
 
     def sampling(self, draw, complete, generator):
-        """What the loop calls to sample in the place of draw() -> train_gsm8k.Samples.
+        """The function that the loop calls in the place of draw() -> train_gsm8k.Samples.
 
-        complete(questions, phase, **options) samples and scores a group for each of them. In such a
-        question "prompt" may end in the tokens of a completion that goes on there, and "begun"
-        holds their text, which is scored, too. phase: its name in the seconds of metrics.jsonl;
-        options: qerl.generate's; generator: on the CPU, and kept in checkpoints.
+        complete(questions, phase, **options) samples a group for each question and scores it. The
+        "prompt" of such a question may end in the first tokens of a completion; then "begun" holds
+        their text, which is scored, too. phase: the name of these seconds in metrics.jsonl; options:
+        those of qerl.generate; generator: on the CPU; checkpoints keep its state.
         """
         return draw
 
 
 class OtherCodes(Method):
-    """QeRL with --quantizer at the name that a subclass gives, and nothing else."""
+    """QeRL with the --quantizer that a subclass names; nothing else differs."""
     quantizer = None
 
     @classmethod
@@ -82,7 +82,7 @@ class OtherCodes(Method):
 
 
 def names():
-    """What --method takes, without its ":VARIANT": "qerl" and each FILE."""
+    """The names that --method takes, without ":VARIANT": "qerl" and each FILE."""
     modules = pkgutil.iter_modules(__path__)
     return ["qerl", *(m.name for m in modules if not m.ispkg and m.name != "__main__")]
 

@@ -1,11 +1,11 @@
-"""Two steps of the built-in policy by each method, the second of them with noise: one table.
+"""A table of the methods: each trains the built-in policy for two steps, the second one with noise.
 
     python -m methods                            all methods and their variants, on a CPU
     python -m methods flashrl jetrl:training     these
 
-KL: of the sampling policy to the one that is trained, in nats a token (K3). "left": the fraction of
-completions that is left after weighting them by their ratio, the effective sample size. Entropy in
-nats a token. gradient: the norm at the last update. The figures are of the second step.
+KL is that of the sampling policy to the trained one, in nats a token (K3). "left" is the effective
+sample size: the fraction of completions that is left after weighting them by their ratio. Entropy is
+in nats a token. "gradient" is its norm at the last update. All figures are those of the second step.
 """
 import contextlib
 import io
@@ -22,7 +22,7 @@ ROW = ("{name:30} {mismatch_kl:7.5f} {effective_completions:6.1%} {entropy:8.3f}
 
 
 def every_variant():
-    """All that --method takes."""
+    """All names that --method takes."""
     first, *files = methods.names()
     yield first
     for name in files:
@@ -31,7 +31,7 @@ def every_variant():
 
 
 def second_step(name):
-    """The line of metrics.jsonl of the second of two steps, the first of which has no noise."""
+    """The last line of metrics.jsonl of a run of two steps; the first step has no noise."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train_gsm8k.train(train_gsm8k.arguments([
             "--method", name, "--steps", "2", "--stages", "2", "--skip-eval-before",

@@ -1,11 +1,11 @@
 """AWQ: input channels that carry large activations are scaled up before rounding (arXiv 2306.00978).
 
-    python train_gsm8k.py --quantizer awq                            goes with every --method
-    python train_gsm8k.py --method awq                               the same with QeRL's
+    python train_gsm8k.py --quantizer awq                            works with every --method
+    python train_gsm8k.py --method awq                               the same run of QeRL
 
-Problem. Rounding to the nearest code (RTN) makes the same error in all weights of a block. But the
-error of a weight counts times the input that it is multiplied with, and a few channels have inputs
-far larger than the others'. The paper's own models were calibrated by AWQ.
+Problem. Rounding to the nearest code (RTN) makes errors of one size in all weights of a block. But
+the input multiplies the error of its weight, and a few channels have far larger inputs than the
+others. QeRL's authors calibrated their own models by AWQ.
 
 Formula. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, x̄ the mean |x| of a channel:
 
@@ -13,19 +13,19 @@ Formula. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, x̄ the mean 
 
 divided by √(max s · min s). s⁻¹ is folded into the norm before (q, k, v; gate, up) or the layer
 before (v -> o if they have as many heads; up -> down). Since ‖D X‖² = tr(D H Dᵀ) with H = Σ x xᵀ,
-nothing is needed of the inputs but H and x̄.
+H and x̄ are all that one has to know of the inputs.
 [Eq. 4-5 of the paper; the normalisation is from the authors' code]
 
-What differs from QeRL. Only the bytes that are loaded; methods/parts/quantizers.py finds and keeps them.
+What differs from QeRL. Only the loaded bytes differ; methods/parts/quantizers.py finds and keeps them.
 AWQ's authors measure q, k, v behind the attention, and gate, up behind the MLP, and clip weights
 afterwards; we measure each layer's own output, and do not clip. The norms' scales become w / s, so
 that the same σ of AQN is more noise where s is large.
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
-where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
+where the measurement has a noise of 0.011 (llm-compressor's thread 3001). Ours: methods/README.md.
 
-When would you use it? Where your serving stack asks for it. In NVFP4, whose blocks have scales of
-their own already, GPTQ comes nearer.
+When would you use it? Where your serving stack asks for it. NVFP4's blocks have scales of their own
+already, so that GPTQ comes nearer to the 16-bit model.
 """
 import torch
 
@@ -36,7 +36,7 @@ from methods.parts.calibration import calibrate
 
 
 def awq_scale(layer, seen):
-    """s float32 [in]: what to multiply a layer's input channels by before rounding."""
+    """s float32 [in], by which a layer's input channels are multiplied before rounding."""
     weight = layer.weight.dequantize(torch.float32)
     mean = seen.magnitude / max(seen.count, 1)
     lowest = float("inf")
@@ -55,9 +55,9 @@ def awq_scale(layer, seen):
 
 
 def fold(block, scales):
-    """{tensor name: tensor} by which a block computes the same, its weights times these scales.
+    """{tensor name: tensor} of a block that computes the same with its weights times these scales.
 
-    scales: {layer: s [in]}; a layer that is not in it keeps its input.
+    scales: {layer: s [in]}; the input of a layer that is not in it stays.
     """
     found = {}
     attention = block.attention
@@ -81,7 +81,7 @@ def fold(block, scales):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked.
+    """{tensor name: tensor} in the place of a 16-bit model's; sequences: those of parts/worked.py.
 
     A block reads what the 16-bit blocks before it give.
     """
@@ -101,5 +101,5 @@ def choose_codes(model, sequences):
 
 
 class Neighbour(OtherCodes):
-    """`--method awq` is QeRL with `--quantizer awq`, and nothing else."""
+    """`--method awq` is QeRL with `--quantizer awq`."""
     quantizer = "awq"

@@ -4,33 +4,33 @@
 
 Marks: [P] the authors' code or README was read, [S] a secondary note, [I] our inference or choice.
 
-The problem: all G completions start at the question, so the states behind a first good half are
-seen rarely, and a group that fails altogether teaches nothing.
+The problem: all G completions start at the question, so that they rarely reach the states behind a
+good first half, and a group that fails altogether teaches nothing.
 
-The formulas. A failed completion is cut at the ends of its sentences. One of them, the pivot, is
-drawn by
+The formulas. A failed completion can be cut at the end of each of its sentences. One of these cuts,
+the pivot, is drawn with probability
 
     Q(r) ~ P(r) r^2,    r = sentences before the cut / sentences of the completion             [P]
     P(r) = sigmoid(a + b r), fitted to the last 10,000 (r, was a branch right), with a penalty of
            b^2/2; P = 1 until both outcomes have been seen and there are more than 10          [P]
 
-so it is deep, but can still be mended. G branches go on from it (8 as in the paper, where G is 8),
-with their own baseline, A = reward - mean(reward) of the branches, not divided by their standard
-deviation [P]. The loss is that of the main completions plus that of the branches, each a mean over
-its own completions of the step [P]: the advantages carry the factor; a KL term stays a mean over all
-[I]. What was cut stays in a branch's prompt: only what follows is trained on. Ours [I]: a sentence
-ends at a line's end or at . ! ? before a space (theirs: at any token "."), and the question itself is
-no pivot (theirs counts as a first sentence). The authors' later versions ask a teacher instead; not
-here.
+so that it is deep, but the completion can still be mended. G branches go on from it (the paper has 8,
+and its G is 8). They have their own baseline: A = reward - mean(reward) of the branches, not divided
+by their standard deviation [P]. The loss is that of the main completions plus that of the branches;
+each is a mean over its own completions of the step [P]. The advantages carry this factor, and a KL
+term stays a mean over all [I]. The tokens before the pivot are part of a branch's prompt: only the
+tokens behind it are trained on. Ours [I]: a sentence ends at the end of a line or at . ! ? before a
+space (theirs ends at any token "."), and the question itself is no pivot (theirs counts it as the
+first sentence). The authors' later versions ask a teacher instead, which this file does not.
 
-What differs from QeRL: groups are added after scoring (`sampling`), and the advantages are those of
-two streams. AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
+What differs from QeRL: `sampling` adds groups after scoring, and `group_advantages` has two streams.
+AQN stays; --sigma-start 0 --sigma-end 0 compares without it.
 
-The paper's result: GSM8K with 0.5B parameters 64.1 by GRPO with 8 completions, 67.7 by DEEP-GRPO
-[S]. Ours: methods/README.md.
+The paper's result: on GSM8K a model of 0.5B parameters reaches 64.1 by GRPO with 8 completions and
+67.7 by DEEP-GRPO [S]. Ours: methods/README.md.
 
 When would you use it? Where most completions fail late and sampling is cheap beside the rest: each
-failed completion costs G more (logged: seconds of "branches").
+failed completion costs G more. The log has the seconds of "branches".
 """
 import functools
 import itertools
@@ -49,9 +49,9 @@ SENTENCE_END = re.compile(r"\n+|[.!?](?=[ \t])")
 
 
 def sentence_ends(pieces):
-    """After how many tokens a sentence has ended; pieces: the tokens' texts.
+    """The numbers of tokens after which a sentence has ended; pieces: the tokens' texts.
 
-    The end of the whole text does not count, nor what ends amid a token.
+    The end of the whole text does not count, nor does an end within a token.
     """
     text = "".join(pieces)
     last = len(text.rstrip())
@@ -64,7 +64,7 @@ def sentence_ends(pieces):
 def fit_success(outcomes):
     """(a, b) of P(r) = sigmoid(a + b r), the logistic regression of a list of (r, 0 or 1).
 
-    Where there is too little to fit they are 0, which makes P the same for all r.
+    Both are 0 where there is too little to fit, which makes P the same for all r.
     """
     if len(outcomes) <= 10 or len({success for _, success in outcomes}) < 2:
         return 0.0, 0.0
@@ -81,7 +81,7 @@ def fit_success(outcomes):
 
 
 def pivot_utility(cuts, line):
-    """(r, Q not normalised) of a completion's cuts, float64 [cuts]; line: of fit_success."""
+    """(r, Q not normalised) of a completion's cuts, float64 [cuts]; line: what fit_success gives."""
     r = torch.arange(1, cuts + 1, dtype=torch.float64) / (cuts + 1)
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
@@ -95,7 +95,7 @@ class CutSampler(qerl.Sampler):
 
 
 class Neighbour(Method):
-    """QeRL with branches. state: "outcomes", the last (r, was a branch right), oldest first."""
+    """QeRL with branches. state: "outcomes", the last pairs (r, was a branch right), oldest first."""
 
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
@@ -114,7 +114,7 @@ class Neighbour(Method):
         return lambda: self.explore(draw(), complete, generator)
 
     def explore(self, samples, complete, generator):
-        """Add a group of branches behind the group of each failed completion that has a pivot."""
+        """Add a group of branches for each failed completion that has a pivot, behind its group."""
         pivots = list(self.pivots(samples, generator))
         count = len(samples.questions)
         self.is_branch = [False] * count                               # of each group
@@ -136,10 +136,10 @@ class Neighbour(Method):
         return replace(pick_groups([samples, branched], order), draws=[samples])
 
     def pivots(self, samples, generator):
-        """For each failed completion of several sentences where its branches begin.
+        """Yield where the branches begin, for each failed completion of several sentences.
 
-        That is the number of its question, r, that question with the pivot in its prompt, and how many
-        tokens are left.
+        That is the number of its question, r, the question with the pivot in its prompt, and the
+        number of tokens that are left.
         """
         line = fit_success(self.state["outcomes"])
         group = samples.rewards.shape[1]
@@ -157,7 +157,7 @@ class Neighbour(Method):
             yield i // group, r[chosen].item(), question, self.settings.max_new_tokens - len(begun)
 
     def group_advantages(self, rewards, algorithm):
-        """Those of branches without the division; each stream's divided by its share of the groups."""
+        """Branches are not divided by the deviation; each stream is divided by its share of the groups."""
         is_branch = torch.tensor(self.is_branch, device=rewards.device)[:, None]
         centered = rewards - rewards.mean(1, keepdim=True)
         advantages = torch.where(is_branch, centered, qerl.group_advantages(rewards, algorithm))

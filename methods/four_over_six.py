@@ -1,29 +1,29 @@
-"""Four over six: a block's largest value becomes 6 or 4, whichever is nearer (arXiv 2512.02010).
+"""Four over six: a block's largest value becomes 6 or 4, whichever fits better (arXiv 2512.02010).
 
-    python train_gsm8k.py --quantizer four-over-six                  goes with every --method
-    python train_gsm8k.py --method four_over_six                     the same with QeRL's
+    python train_gsm8k.py --quantizer four-over-six                  works with every --method
+    python train_gsm8k.py --method four_over_six                     the same run of QeRL
 
-Problem. `--quantizer rtn` rounds each weight to the nearest code, under block scales that make the
-largest value of each block 6, the largest code. Nothing obliges it to: the bytes of NVFP4 hold
-whatever codes and block scales one chooses. And 6 is a poor choice where another value of the block
-lies near 5 times the scale, for between 4 and 6 there is no code.
+Problem. `--quantizer rtn` rounds each weight to the nearest code. Its block scales make the largest
+value of each block 6, the largest code. But NVFP4 can store any codes and block scales, and 6 is a
+poor choice where another value of the block lies near 5 times the scale: between 4 and 6 there is no
+code.
 
-Formula. For each block b of 16 weights both are tried, and the one with the smaller squared error
-is kept: the largest value becomes 6, as ever, or 4, which gives the others the finer codes. The
-block scales are
+Formula. Each block b of 16 weights is quantised twice: its largest value becomes 6, as usual, or 4,
+which gives the other values finer codes. The one with the smaller squared error is kept. The block
+scales are
 
     E4M3(amax_b / (6 α))   and   E4M3(1.5 amax_b / (6 α)),    α = amax / (6 · 256)
 
 [from notes on the authors' reference code, the paper was not read].
 
-What differs from QeRL. Only the bytes that are loaded; α has 256 where RTN has E4M3's largest, 448,
-so that a scale has room to grow by half. No data are needed.
+What differs from QeRL. Only the loaded bytes differ. α has 256 where RTN has 448, the largest value of
+E4M3, so that a scale has room to grow by half. The method needs no data.
 
-Results. On Gaussian weights a mean squared error about 16.5 % lower [our measurement, in the
-tests]. Ours in training: methods/README.md.
+Results. On Gaussian weights the mean squared error is about 16.5 % lower [our measurement]. Ours in
+training: methods/README.md.
 
 When would you use it? Where there are no data: it costs nothing. But a smaller error of the weights
-does not promise that the model is nearer.
+does not promise a smaller error of the model.
 """
 import torch
 
@@ -52,7 +52,7 @@ def quantize_four_over_six(weight):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked."""
+    """{tensor name: tensor} in the place of a 16-bit model's; sequences are not needed."""
     found = {}
     for layer in model.quantized_layers():
         parts = quantize_four_over_six(layer.weight.dequantize(torch.float32))
@@ -61,5 +61,5 @@ def choose_codes(model, sequences):
 
 
 class Neighbour(OtherCodes):
-    """`--method four_over_six` is QeRL with `--quantizer four-over-six`, and nothing else."""
+    """`--method four_over_six` is QeRL with `--quantizer four-over-six`."""
     quantizer = "four-over-six"

@@ -1,29 +1,29 @@
-"""GPTQ: columns are rounded in turn, and the next make up for what was lost (arXiv 2210.17323).
+"""GPTQ: columns are rounded in turn, and the next ones make up for the error (arXiv 2210.17323).
 
     python train_gsm8k.py --quantizer gptq                           goes with every --method
-    python train_gsm8k.py --method gptq                              the same with QeRL's
+    python train_gsm8k.py --method gptq                              the same run of QeRL
 
 Problem. Rounding each weight to the nearest code (RTN) makes the smallest error in the weights, but
-not in the layer's output: there the errors of correlated inputs add up. The defaults of --model use
-this file.
+not in the layer's output, where the errors of correlated inputs add up. --model uses this file unless
+--quantizer names another.
 
 Formula. W [out, in] is a weight, H = Σ x xᵀ over its inputs. The columns are rounded one after the
-other; what a column j loses is made up by those not yet rounded:
+other. The columns that are not yet rounded make up for the error of column j:
 
     W[:, k] -= (W - Q)[:, j] / U_jj · U_jk,    UᵀU = (H + λI)⁻¹, U upper triangular,
 
-λ 1 % of H's mean diagonal [Algorithm 1 of the paper]. Columns with large inputs go first [the
-authors' --act-order]. Block scales are those of RTN.
+where λ is 1 % of the mean of H's diagonal [Algorithm 1 of the paper]. Columns with large inputs go
+first [the authors' --act-order]. The block scales are those of RTN.
 
-What differs from QeRL. Only the bytes that are loaded: they are found once, from 256 x 2,048 tokens
-of the training questions and answers, and kept in the cache (methods/parts/quantizers.py).
+What differs from QeRL. Only the loaded bytes differ. They are found once, from 256 x 2,048 tokens of
+the training questions and answers, and the cache keeps them (methods/parts/quantizers.py).
 
 Results. GSM8K as a fraction of the 16-bit model's, Qwen3-30B-A3B: RTN 0.985, AWQ 0.975, GPTQ 1.001,
-where the noise of the measurement is 0.011 (llm-compressor's thread 3001). Ours: methods/README.md,
-and of longer runs results/claims/README.md.
+where the measurement has a noise of 0.011 (llm-compressor's thread 3001). Ours: methods/README.md,
+and results/claims/README.md for longer runs.
 
 When would you use it? Where the quantised policy starts visibly below the 16-bit one, or before
-qat.py. Its codes are fitted to the text that they were calibrated on.
+qat.py. The codes fit the text that they were calibrated on.
 """
 from functools import lru_cache, partial
 
@@ -39,9 +39,9 @@ from methods.parts.quantizers import round_e2m1
 def inverse_factor(gram, order, damping):
     """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹; H is the gram in another order.
 
-    With rows and columns reversed, H has a Cholesky factor; reversed again, this factor is upper
-    triangular, and U is its inverse. In float64; a few such matrices of a large model's widest layer
-    take most of the memory.
+    H, with rows and columns reversed, has a Cholesky factor. This factor, reversed again, is upper
+    triangular, and U is its inverse. All is computed in float64; of a large model's widest layer a few
+    such matrices take most of the memory.
     """
     H = gram[order][:, order].double()
     H.diagonal().add_(damping * H.diag().mean() + 1e-12)
@@ -50,7 +50,7 @@ def inverse_factor(gram, order, damping):
 
 
 def round_columns(W, scale, U, rounded, losses):
-    """Round the columns of W [out, n] in turn; rounded, losses [out, n] are written, W changes."""
+    """Round the columns of W [out, n] in turn; writes rounded and losses [out, n], and changes W."""
     for j in range(W.shape[1]):
         rounded[:, j] = round_e2m1(W[:, j] / scale[:, j]) * scale[:, j]
         losses[:, j] = (W[:, j] - rounded[:, j]) / U[j, j]
@@ -75,7 +75,7 @@ def column_rounder(shape, device):
 def quantize_gptq(weight, gram, damping=0.01, group=128):
     """weight [out, in], gram [in, in] = Σ x xᵀ -> packed, block_scale, global_scale; GPTQ's codes.
 
-    What `group` columns lose reaches the columns behind them in one product.
+    The losses of `group` columns reach the columns behind them in one product.
     """
     _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = block_scale.float() / global_scale                                    # [out, in/16]
@@ -99,7 +99,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
 
 
 def choose_codes(model, sequences):
-    """{tensor name: tensor} that replace a 16-bit model's; sequences: of methods.parts.worked.
+    """{tensor name: tensor} in the place of a 16-bit model's; sequences: those of parts/worked.py.
 
     A block reads what the quantised blocks before it give.
     """
@@ -115,5 +115,5 @@ def choose_codes(model, sequences):
 
 
 class Neighbour(OtherCodes):
-    """`--method gptq` is QeRL with `--quantizer gptq`, and nothing else."""
+    """`--method gptq` is QeRL with `--quantizer gptq`."""
     quantizer = "gptq"

@@ -4,8 +4,8 @@
     python train_gsm8k.py --method jetrl:training                    QeRL's NVFP4, trained on faster
 
 The problem (abstract: primary). FP8 makes the rollout faster, but training in BF16 on what FP8
-sampled is off-policy, and over long completions it collapses. FlashRL weights the tokens; Jet-RL
-computes the same in training as in the rollout, which makes the training's products faster, too.
+sampled is off-policy, and over long completions it collapses. FlashRL corrects this by weights of
+tokens. Jet-RL computes the same in training as in the rollout, which makes training faster, too.
 
 The formulas (shapes: from a secondary note). E4M3 has 4 exponent and 3 mantissa bits and reaches
 to 448. The values of a block share a float32 scale s = max|x| / 448, and are stored as x / s:
@@ -15,31 +15,31 @@ to 448. The values of a block share a float32 scale s = max|x| / 448, and are st
     gradient  dX = dY W        dY    1 x 128 (a row)      W   128 x 128 (the whole), the same codes
     gradient  dW = dYᵀ X       dY  128 x 1 (a column)     X   128 x 1 (a column), from its codes of Y
 
-In brackets are our blocks, which are larger than the paper's. Blocks guard against underflow, but
-E4M3 keeps its precision over 2¹⁴, which is enough here. Larger ones are faster, and on 0.5B they
-change log π less (results/README.md, "Training in FP8"). What lies between the layers, gradients
-included, stays in the dtype of the activations (BF16), and so do attention, embeddings, output
-layer and LoRA. The optimiser moves float32 masters (the paper's are BF16); they are rounded anew in
-each pass. X is kept in FP8 for dW. The codes and their products are in methods/parts/eight_bit.py.
+The brackets have our blocks, which are larger than the paper's. Blocks guard against underflow, but
+E4M3 keeps its precision over a range of 2¹⁴, which is enough here. Larger blocks are faster, and on
+0.5B they change log π less (results/README.md, "Training in FP8"). Values between the layers, and
+their gradients, stay in the dtype of the activations (BF16), and so do attention, embeddings, output
+layer and LoRA. The optimiser moves float32 masters (the paper's are BF16), which are rounded anew in
+each pass. X is kept in FP8 for dW. methods/parts/eight_bit.py has the codes and their products.
 
 What differs from QeRL: 8 bits instead of 4, rounded activations, trained weights. Two variants:
 
     unified     rollout and training in FP8: the paper's
-    training    training alone, on QeRL's frozen weights with LoRA, where the 4-bit rollout is the
-                faster one (our inference: not in the paper); a byte a weight more memory
+    training    training alone, on QeRL's frozen weights with LoRA, because the 4-bit rollout is the
+                faster one (our inference: not in the paper); a weight takes a byte more memory
 
-`training` gives up the rule of one policy: mismatch_kl contains what FP8 adds. Compare it with that
-of --method qerl before you trust a run; --tis 2 weights the tokens for it. On the built-in policy it
-is more than AQN's noise, as `python -m methods` shows. Its codes are made once, of the decoded 4-bit
-weights, and kept for the whole run (6.5 GB for 7B). To make them anew in each pass would save that
-and cost some 2 % of a step (an estimate from bytes and bandwidth).
+`training` gives up the rule of one policy: FP8 adds to mismatch_kl. Compare it with that of --method
+qerl before you trust a run; --tis 2 weights the tokens for it. On the built-in policy FP8 adds more
+than AQN's noise, as `python -m methods` shows. The codes are made once, from the decoded 4-bit
+weights, and kept for the whole run (6.5 GB for 7B). Making them anew in each pass would save this
+memory and cost some 2 % of a step (an estimate from bytes and bandwidth).
 
-The paper's result (secondary): rollout 1.33, training 1.41, the whole 1.16 times as fast (8B), no
-collapse. Ours: `training` makes a step of 7B with 256 completions 1.31 times as fast as BF16 LoRA;
-accuracy: methods/README.md, where `unified` still had the paper's blocks.
+The paper's result (secondary): with 8B the rollout is 1.33, training 1.41 and the whole 1.16 times as
+fast, and nothing collapses. Ours: `training` makes a step of 7B with 256 completions 1.31 times as
+fast as BF16 LoRA; accuracy: methods/README.md, where `unified` still had the paper's blocks.
 
-When would you use it? `unified` to train all weights on Hopper GPUs, with long completions.
-`training` where the update and not the rollout takes the time: large batches, QeRL's weights.
+When would you use it? Use `unified` to train all weights on Hopper GPUs, with long completions. Use
+`training` where the update and not the rollout takes the time: QeRL's weights and large batches.
 """
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ from qerl import require
 
 
 class Product(torch.autograd.Function):
-    """x [n, in] and a weight [out, in] -> x weightᵀ [n, out]: all three products in FP8.
+    """x [n, in] and a weight [out, in] -> x weightᵀ [n, out]; all three products are in FP8.
 
     master: the weight in float32, for its gradient; None if it is frozen. weight: a CodedWeight.
     unread: see QuantLinear.output_unread.
@@ -82,7 +82,7 @@ class Product(torch.autograd.Function):
 
 
 def filled(x):
-    """Rows of zeros behind x, up to a multiple of 16, as a GPU wants what a product sums over."""
+    """x with rows of zeros behind it, up to a multiple of 16: a GPU's products sum over so many."""
     return F.pad(x, (0, 0, 0, -len(x) % 16))
 
 
@@ -98,7 +98,7 @@ def forward(layer, x, master, weight):
 
 
 class FrozenFP8Linear(qerl.QuantLinear):
-    """A QuantLinear that has its frozen weight in FP8, and nothing else if it is for all passes."""
+    """A QuantLinear with its frozen weight in FP8; for all_passes it has no other weight."""
 
     def __init__(self, layer, all_passes):
         vars(self).update(vars(layer))             # the same names, LoRA, hooks ...
@@ -129,9 +129,9 @@ class TrainedFP8Linear(TrainedLinear):
 
 
 def fp8_in_training(block, arguments):
-    """Before a Block's forward: its layers compute in FP8 if the pass is one of training.
+    """Before a Block's forward: let its layers compute in FP8 if this is a pass of training.
 
-    In these passes, also the second ones of recompute_in_backward, attention is of a packing.
+    In such a pass, also the second one of recompute_in_backward, attention is that of a packing.
     """
     *_, attend = arguments
     training = getattr(attend, "func", None) is qerl.packed_attention

@@ -1,11 +1,11 @@
-"""MASPO: soft bounds in the place of clipping (arXiv 2602.17550).
+"""MASPO: soft bounds instead of clipping (arXiv 2602.17550).
 
     python train_gsm8k.py --method maspo
 
 Marks: [P] the authors' code or README was read, [I] our inference.
 
-The problem: clipping drops the gradient of a token at once, at the same ratio for a likely and an
-unlikely token.
+The problem: clipping drops the gradient of a token all at once, and at the same ratio for a likely
+and an unlikely token.
 
 The formula. With rho = pi/pi_old the loss is -w rho A, where w has no gradient [P]:
 
@@ -13,17 +13,17 @@ The formula. With rho = pi/pi_old the loss is -w rho A, where w has no gradient 
     s = clamp(pi_old^-0.3, 1, 10) * clamp(c, 0.1, 10)
     c = 1 + 0.03 A for A > 0, else 1 / (1 - 0.03 A)
 
-So a token is held back the more, the farther an update has moved it where its advantage leads; s,
-how far that may be, is larger for tokens that were unlikely.
+A token's gradient shrinks as updates move the token in the direction of its advantage. s says how far
+it may move, which is farther for tokens that were unlikely.
 
-What differs from QeRL: this replaces Eq. 3's clipping, so --clip-low and --clip-high do nothing.
-AQN stays; to compare without it use --sigma-start 0 --sigma-end 0.
+What differs from QeRL: this replaces Eq. 3's clipping, so that --clip-low and --clip-high do nothing.
+AQN stays; --sigma-start 0 --sigma-end 0 compares without it.
 
-The paper's result: against GRPO on six mathematical benchmarks, mean of 32 answers, 48.4 -> 51.4
-with 1.5B parameters, 58.9 -> 61.8 with 7B [P]. Ours: methods/README.md.
+The paper's result: the mean of 32 answers on six mathematical benchmarks rises from GRPO's 48.4 to
+51.4 with 1.5B parameters, and from 58.9 to 61.8 with 7B [P]. Ours: methods/README.md.
 
-When would you use it? With several updates a rollout and much clipping; with one update rho is 1
-and nothing happens, so it is refused.
+When would you use it? With several updates a rollout and much clipping. With one update rho is 1 and
+nothing would happen, so that one update is refused.
 """
 import torch
 
@@ -41,7 +41,7 @@ def maspo_weights(ratio, old_logprobs, advantages):
 
 
 class Neighbour(Method):
-    """QeRL with w rho A in the place of Eq. 3's clipped gain."""
+    """QeRL with w rho A instead of Eq. 3's clipped gain."""
 
     def check(self):
         require(self.settings.updates > 1,

@@ -2,27 +2,27 @@
 
     python train_gsm8k.py --model Qwen2.5-1.5B --method merged
 
-The problem. More than about 128 sequences make decoding a matter of arithmetic: 4 bits save no time
-there, and LoRA's two thin products beside each layer take a quarter of a step.
+The problem. With more than about 128 sequences arithmetic decides how long decoding takes: 4 bits save
+no time there, and LoRA's two thin products beside each layer take a quarter of a step.
 
-Formula, for the time of a rollout:
+The formula, for the time of a rollout:
 
     W' = bfloat16(Ŵ + α/r · B A)
 
-What differs from QeRL: a rollout of more than MERGED_ABOVE sequences reads such weights, 2 bytes each,
-if half of the free memory holds them. The 4-bit codes stay beside them, and training reads these.
+What differs from QeRL: a rollout of more than MERGED_ABOVE sequences reads such weights, of 2 bytes
+each, if half of the free memory holds them. The 4-bit codes stay beside them for the training.
 
-How exact is it? Against float32 the log-probabilities are as exact as before, since training rounds
-Ŵ to bfloat16, too. But the roundings differ, and the KL of rollout to training grew, without noise,
-from 1.2e-4 to 1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights). Where Ŵ is
-a bfloat16 number already (BF16, MXFP4, and NF4 as the kernel decodes it) a small B A would be rounded
-away: of one that is 4e-5 of Ŵ 2 % would be left. Such weights are not merged. NVFP4's lie between
-the bfloat16 numbers, where rounding keeps B A on average.
+How exact is it? The log-probabilities are as near to float32's as before, since training rounds Ŵ to
+bfloat16, too. But the roundings differ, and without noise the KL of rollout to training grew from
+1.2e-4 to 1.9e-4 nats a token (1.5B) and from 1.9e-3 to 2.7e-3 (7B, random weights). Where Ŵ is a
+bfloat16 number already (BF16, MXFP4, and NF4 as the kernel decodes it) rounding would remove a small
+B A: if it is 4e-5 of Ŵ, 2 % of it would be left. Such weights are not merged. NVFP4's weights lie
+between the bfloat16 numbers, and there rounding keeps B A on average.
 
-Ours (no paper's), measured on an H100 with random weights: 256 tokens of 512 sequences of 1.5B take
-1.56 s instead of 2.00 s, of 256 sequences 0.99 s instead of 1.41 s; 7B takes 2.30 s instead of 3.19 s
-with 160 sequences, and 2.68 s instead of 2.86 s with 256. Runs that were trained with it are in
-results/speedrun.md.
+The results are ours, there is no paper. Measured on an H100 with random weights: 256 tokens of 512
+sequences of 1.5B take 1.56 s instead of 2.00 s, and of 256 sequences 0.99 s instead of 1.41 s; 7B
+takes 2.30 s instead of 3.19 s with 160 sequences, and 2.68 s instead of 2.86 s with 256. Runs
+that were trained so are in results/speedrun.md.
 
 When would you use it? On a GPU, with more than 128 sequences at once and memory for 16-bit weights,
 if the log's mismatch_kl stays small beside that of the noise.
@@ -69,7 +69,7 @@ class MergingSampler(qerl.Sampler):
                 layer.decode_lora = None
 
     def restore(self):
-        """All layers as they were, also those that a rollout left behind when it was stopped."""
+        """Give all layers their own weights back, also after a rollout that was stopped."""
         for layer in self.model.quantized_layers():
             if hasattr(layer, "unmerged"):
                 layer.weight, layer.use_adapter = layer.unmerged

@@ -1,15 +1,15 @@
-"""AQN steered by what it does, where QeRL's is scheduled.
+"""AQN whose sigma is steered by what the noise does; QeRL follows a schedule.
 
     python train_gsm8k.py --method noise_control       or noise_control:plappert, noise_control:entropy
 
-The problem. QeRL schedules sigma (Eq. 8), but what explores is the divergence that sigma causes:
-how far the same sigma moves a policy depends on the model, its layers and the time.
+The problem. QeRL schedules sigma (Eq. 8). But the divergence that sigma causes is what explores, and
+how far one sigma moves a policy depends on the model, its layers and the time.
 
 The formulas. Marks: [P] a paper or its code was read, [I] our inference. mu is the noisy policy
 that sampled, pi_old the same without noise, l = log pi_old - log mu of a sampled token.
 
-    divergence  K = EMA(mean(e^l - 1 - l)) - K_0, half of the EMA being the last step's; K_0 is
-                that of the last step at sigma 0 (rounding);
+    divergence  K = EMA(mean(e^l - 1 - l)) - K_0; the last step is half of the EMA, and K_0 is the
+                mean of the last step at sigma 0 (rounding);
                 sigma <- sigma * clip(sqrt(delta / K), 0.8, 1.25), as K grows with sigma^2       [I]
                 delta = 3e-3 * (Eq. 8's sigma / its first)^2: QeRL's curve, in nats              [I]
     plappert    sigma <- 1.01 sigma if mean(-l) <= 0.003, else sigma / 1.01: Plappert et al.
@@ -18,16 +18,16 @@ that sampled, pi_old the same without noise, l = log pi_old - log mu of a sample
     entropy     sigma <- sigma +- a 50th of its range by whether the entropy, mean(-log mu), is
                 below 0.2: the rule of Skywork-OR1 for its entropy bonus [P], here for sigma     [I]
 
-What differs from QeRL: the sigma of the noise; the first stage stays without noise. PSN-RLVR
-truncates importance weights at 10: add --tis 10.
+What differs from QeRL: the sigma of the noise. The first stage stays without noise. PSN-RLVR truncates
+importance weights at 10; --tis 10 does so here.
 
-The papers' results: none is quoted, as none compares these rules with QeRL's schedule. Ours:
-methods/README.md; plappert was not run. The entropy rule's step is so large beside sigma that in
-our runs sigma stood at its floor after three noisy steps.
+The papers' results: none compares these rules with QeRL's schedule, so that we quote none. Ours:
+methods/README.md; we did not run plappert. The step of the entropy rule is large beside sigma: in our
+runs sigma fell to its smallest value within three noisy steps.
 
-When would you use it? `divergence` where no good sigma is known: for a new model, format or number
-of layers. It needs the noise's share of K to stand out of K_0, which in bfloat16 is not small, and
-it cost our small policy accuracy (methods/README.md). The others are for ablations.
+When would you use it? Use `divergence` where no good sigma is known: for a new model, format or number
+of layers. It works if the noise adds more to K than K_0, which is not small in bfloat16. It cost our
+small policy accuracy (methods/README.md). The other rules are for ablations.
 """
 import math
 
@@ -47,9 +47,9 @@ def clip(x, low, high):
 
 
 class Neighbour(Method):
-    """QeRL with its noise steered as the variant says.
+    """QeRL with noise that the variant's rule steers.
 
-    state: "sigma" of the next step, "divergence" (EMA) and "rounding" (K_0), in nats a token.
+    state: "sigma" of the next step, "divergence" (the EMA) and "rounding" (K_0) in nats a token.
     """
     variants = ("divergence", "plappert", "entropy")
 
@@ -63,7 +63,7 @@ class Neighbour(Method):
                      f"--method {self.settings.method} begins with that; use 0.01")
 
     def adaptive_quantization_noise(self, model, sigma, generator):
-        """sigma: of QeRL's schedule, 0 in the first stage."""
+        """sigma: that of QeRL's schedule, 0 in the first stage."""
         self.scheduled = sigma
         sigma = self.state["sigma"] if sigma > 0 else 0.0
         self.measured["sigma"] = sigma
@@ -82,7 +82,7 @@ class Neighbour(Method):
         return k3, largest_ratio
 
     def steer(self, sigma, k1, k3, entropy):
-        """The next sigma by this step's, mean(-l), mean(e^l - 1 - l) and mean(-log mu)."""
+        """The next sigma; k1, k3, entropy: this step's mean(-l), mean(e^l - 1 - l), mean(-log mu)."""
         if self.variant == "plappert":
             return sigma * 1.01 if k1 <= PLAPPERT_DIVERGENCE else sigma / 1.01
         if self.variant == "entropy":

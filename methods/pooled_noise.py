@@ -1,24 +1,25 @@
-"""Pooled noise: four draws share each group, and completions far from the policy are left out.
+"""Pooled noise: a group has four draws of noise, and completions far from the policy are left out.
 
     python train_gsm8k.py --method pooled_noise
 
 The problem (3PO, arXiv 2608.09805). All completions of a step share one draw of the noise, so that
-a group compares answers of a single perturbed policy: whether that one is better or worse than the
-policy cancels in the advantages, and the step hangs on one draw.
+a group compares answers of a single perturbed policy. Whether this one is better or worse than the
+policy cancels in the advantages, and the step depends on one draw.
 
-The formula [from a secondary note, which does not say how many draws it takes]. Four draws a group,
-each for a quarter of it. The policy that sampled, mu, is noisy and pi_old is not, so sequence-MIS
-corrects for it: with l = log pi_old - log mu of a sampled token, a completion is weighted by
+The formula [from a secondary note, which does not say how many draws the paper takes]. A group has
+four draws, each for a quarter of it. The policy that sampled, mu, is noisy and pi_old is not.
+Sequence-MIS corrects for this: with l = log pi_old - log mu of a sampled token, the weight of a
+completion is
 
-    w = exp(sum of l) if that is in [0.5, 2], else by 0.
+    w = exp(sum of l) if that is in [0.5, 2], else 0.
 
-What differs from QeRL: the noise and `generate`; the weights are those of rollout_correction.py.
+What differs from QeRL: the noise and `generate`. rollout_correction.py has the weights.
 
-The paper's results: with one draw a step its authors found no gain over GRPO on average, with
-pooled draws and sequence-MIS 0.9 points, three seeds [secondary]. Ours: methods/README.md.
+The paper's results: with one draw a step its authors found no gain over GRPO on average; with pooled
+draws and sequence-MIS they found 0.9 points, three seeds [secondary]. Ours: methods/README.md.
 
-When would you use it? Where rewards within a group hardly differ. It starts the sampler four times,
-and with long completions w leaves its range, so look at masked_fraction.
+When would you use it? Where rewards within a group hardly differ. It starts the sampler four times.
+With long completions w leaves its range: look at masked_fraction.
 """
 import contextlib
 
@@ -48,12 +49,12 @@ class Neighbour(rollout_correction.Neighbour):
 
     @contextlib.contextmanager
     def adaptive_quantization_noise(self, model, sigma, generator):
-        """No noise yet: `generate` draws it."""
+        """`generate` draws the noise."""
         self.noise = sigma, generator
         yield
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
-        """One call of the sampler a draw; its rows are put back in the order of the prompts."""
+        """Call the sampler once for each draw, and put the rows back in the order of the prompts."""
         share = group_size // DRAWS
         rollouts = []
         for _ in range(DRAWS):

@@ -1,41 +1,39 @@
-"""QAT: weights are trained to work in NVFP4, and reinforcement learning begins with those.
+"""QAT: weights are trained to work in NVFP4, and reinforcement learning begins with them.
 
 "What Makes Low-Bit Quantization-Aware Training Work for Reasoning LLMs?", arXiv 2601.14888 [from
 notes, the paper itself was not read], and the distillation of NVIDIA's Model-Optimizer (QAD).
 
-Problem. Rounding after training costs accuracy in reasoning. QeRL leaves it to LoRA to make up
-for it; here the weights themselves learn to, before RL starts (a cold start).
+Problem. Rounding after training costs accuracy in reasoning. In QeRL LoRA has to make up for it; here
+the weights themselves learn to, before RL starts (a cold start).
 
-Formula. The forward pass sees the rounded weight, the gradient passes the rounding straight
-through:
+Formula. The forward pass reads the rounded weight, and the gradient ignores the rounding:
 
     Ŵ = s · E2M1(W / s),    ∂L/∂W := ∂L/∂Ŵ             (straight-through estimator, STE)
 
-with the block scales s fixed where the quantiser put them, so that training starts at the
-quantised model itself and ends in NVFP4 bytes with the same scales [ours; I]. W stays in float32:
-at the start the 16-bit weights, or with GPTQ its decoded codes, which lie in the middle between
-two roundings. The loss:
+The block scales s stay as the quantiser has set them, so that training starts at the quantised model
+itself and ends in NVFP4 bytes with the same scales [ours; I]. W is float32. It starts at the 16-bit
+weights, or at GPTQ's decoded codes, each of which lies in the middle of what rounds to it. The loss:
 
     distil    KL(π_teacher || π_Ŵ) of each answer token, T = 1; the teacher is the 16-bit model
     sft       cross-entropy of the answer tokens: supervised fine-tuning
 
-The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`), not from
-rounding, which is the default here, so that the cold start is the one change [I]; RL without such
-a cold start may collapse; calibrate on text like that which is trained on. AdamW, cosine from 1e-5
-with a warm-up of 5 %.
+The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`); RL without such a
+cold start may collapse; calibrate on text like the training text. The optimiser is AdamW, with a
+cosine from 1e-5 and a warm-up of 5 %. Here the start is rounding by default, so that the cold start
+is the only change [I].
 
-What differs from QeRL. Only the frozen weights, as with --quantizer: after the cold start they
-are packed into NVFP4, written to the cache, and frozen, and RL trains LoRA on top. The paper goes
-on to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and
-biases of the linear layers are trained; norms, embeddings and output layer stay. The cold start
-needs the memory of full fine-tuning, 16 bytes a weight, and the teacher's. It learns from the
-training questions and answers, of which sft sees the right answers: the reward's job, so that
-only distil compares with QeRL. Neither number of steps is from the paper.
+What differs from QeRL. Only the frozen weights differ, as with --quantizer: after the cold start they
+are packed into NVFP4, written to the cache and frozen, and RL trains LoRA on top. The paper goes on
+to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and biases of
+the linear layers are trained; norms, embeddings and output layer stay. The cold start needs the
+memory of full fine-tuning, 16 bytes a weight, and that of the teacher. It learns from the training
+questions and answers. sft sees the right answers, which QeRL learns by reward alone, so that only
+distil compares with QeRL. The numbers of steps are not from the paper.
 
-Result of the paper: the claims above; its figures were not read. Ours: methods/README.md.
+Result of the paper: the claims above; we did not read its figures. Ours: methods/README.md.
 
-When would you use it? If what better codes (gptq.py) leave of the error still costs accuracy, and a
-machine for full fine-tuning is at hand once. distil, if the 16-bit model is what you want back.
+When would you use it? If better codes (gptq.py) leave an error that still costs accuracy, and you can
+once use a machine for full fine-tuning. Use distil to get the 16-bit model's answers back.
 """
 import torch
 import torch.nn.functional as F
@@ -54,7 +52,7 @@ SMALL_RECIPE = dict(lr=3e-5, steps=60, batch=16)       # for the built-in policy
 
 
 class WithScales(qerl.Checkpoint):
-    """Hands out 16-bit weights with an attribute nvfp4: the parts of the same weight in NVFP4."""
+    """Hands out 16-bit weights. The attribute nvfp4 of each has the parts of the same weight in NVFP4."""
 
     def stacked(self, names, sizes, in_features):
         weight = super().stacked(names, sizes, in_features)
@@ -64,10 +62,10 @@ class WithScales(qerl.Checkpoint):
 
 
 class FakeQuantLinear(TrainedLinear):
-    """A QuantLinear's layers with trained weights, rounded to NVFP4 in each forward pass.
+    """A QuantLinear's layers with trained weights that each forward pass rounds to NVFP4.
 
-    scales: block_scale [out, in/16] and global_scale [out, 1], which stay; scale: what they make,
-    float32 [out, in/16].
+    scales: block_scale [out, in/16] and global_scale [out, 1], which stay; scale: float32
+    [out, in/16], by which the codes are multiplied.
     """
 
     def __init__(self, layer):
@@ -96,7 +94,7 @@ class FakeQuantLinear(TrainedLinear):
 
 
 def fake_quantised(folder, device="cpu"):
-    """The model of a 16-bit folder, or of one in NVFP4, as FakeQuantLinear layers."""
+    """The model of a folder in 16 bit or NVFP4, with FakeQuantLinear layers."""
     model = qerl.load_model(folder, "bf16", device=device, checkpoint_class=WithScales)
     replace_layers(model, FakeQuantLinear)
     return model
@@ -109,7 +107,7 @@ def packed_tensors(model):
 
 
 def answer_loss(student, teacher, rows):
-    """Mean over answer tokens of KL(teacher || student); without a teacher the cross-entropy."""
+    """KL(teacher || student), or without a teacher the cross-entropy: the mean over answer tokens."""
     logits, labels = answer_logits(student, rows)
     if teacher is None:
         return F.cross_entropy(logits, labels)
@@ -119,7 +117,7 @@ def answer_loss(student, teacher, rows):
 
 
 def cold_start(student, teacher, sequences, lr, steps, batch):
-    """Train the student's weights; returns the losses. teacher None: supervised fine-tuning."""
+    """Train the student's weights and return the losses. teacher None: supervised fine-tuning."""
     optimizer = torch.optim.AdamW(qerl.trainable(student).values(), lr, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, round(0.05 * steps), steps)
     losses = []
@@ -132,7 +130,7 @@ def cold_start(student, teacher, sequences, lr, steps, batch):
 
 
 class Neighbour(Method):
-    """QeRL on weights that were trained for NVFP4; the start is chosen by --quantizer."""
+    """QeRL on weights that were trained for NVFP4; --quantizer chooses where they start."""
 
     variants = ("distil", "sft")
 

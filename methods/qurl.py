@@ -4,8 +4,8 @@
     python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6    both, on an INT8 rollout
                                                               (qurl:fp8: FP8)
 
-The problem (arXiv 2602.13953, abstract; the formulas from secondary notes, two of which agree).
-FlashRL's truncated weights make long runs collapse, and steps of RL are so small that rounding
+The problem (arXiv 2602.13953, abstract; the formulas are from secondary notes, two of which agree).
+FlashRL's truncated weights make long runs collapse. And steps of RL are so small that rounding
 swallows them: the 8-bit policy that samples stands still while the 16-bit one is trained.
 
 ACR (adaptive clipping range). Let ρ = π_old / π_rollout and R = π / π_old at a token. The whole
@@ -13,30 +13,31 @@ weight ρ is truncated to w = min(ρ, C) = ρ r with r = min(1, C / ρ). Then
 
     w min(R A, clip(R, 1-ε, 1+ε) A) = ρ min(r R A, clip(r R, r (1-ε), r (1+ε)) A):
 
-where r < 1 the bound of what is weighted by ρ fell from 1+ε to r (1+ε). ACR puts it back,
+where r < 1 the upper bound of what ρ weights fell from 1+ε to r (1+ε). ACR puts it back:
 
     w min(R A, clip(R, 1-ε, (1+ε) / r) A).
 
 So a bound moves only at tokens whose weight was truncated. (One note has r = π_old / π_rollout,
-which moves nearly all bounds, and inwards where ρ is large. That contradicts the derivation, which
-we follow: an inference.)
+which moves nearly all bounds, and inwards where ρ is large. That contradicts the derivation. We
+follow the derivation: an inference.)
 
-UAQ (update-aware quantisation): once, before training, norm scales γ <- s γ and the weights that
-read them W <- W / s, s = 1.5. The function stays; an optimiser's step in W is s times larger
-against the quantisation step. Our inference, which the tests check: scales are maxima, so codes and
-relative rounding errors stay as they were, too. What is gained is the larger step alone, as from a
-learning rate times s, but only for the weights that read a norm; the norm's own scales, trained as
-well, move 1/s as far. And so frozen weights gain nothing: NVFP4's codes and block scales do not
-change (--method qurl refuses them). A note counts s², since it takes the rounding error in the
-units of the weights that became smaller.
+UAQ (update-aware quantisation). Once, before training, the norms' scales γ become s γ, and the weights
+W that read them W / s, with s = 1.5. The function stays, and an optimiser's step in W is s times
+larger against the quantisation step. Our inference: as the quantiser's scales are maxima, codes and
+relative rounding errors stay as well. Only the larger step is gained, as by a learning rate times s,
+and only for the weights that read a norm; the norm's own scales, which are trained, too, move 1/s as
+far. So frozen weights gain nothing: NVFP4's codes and block scales do not change, and --method qurl
+refuses them. (A note counts s², since it measures the rounding error in the units of the smaller
+weights.)
 
-What differs from QeRL: it leaves clipping alone, and its LoRA is never rounded. The paper's result
-(secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL FP8 54.3. Ours: on
-the small policy acr never reaches its cap, and is token-tis to the last bit; accuracy:
-methods/README.md.
+What differs from QeRL: QeRL does not change the clipping, and its LoRA is never rounded.
 
-When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps,
-and the log shows tokens beyond the cap (capped_fraction). If it shows none, ACR changes nothing.
+The paper's result (secondary; 0.5B, PPO, GSM8K): BF16 55.4, FlashRL INT8 51.4, QuRL INT8 53.6, QuRL
+FP8 54.3. Ours: on the small policy acr never reaches its cap, so that its runs are those of token-tis
+to the last bit; accuracy: methods/README.md.
+
+When would you use it? Where FlashRL's rollout is right, all weights are trained with small steps, and
+the log has tokens beyond the cap (capped_fraction). If it has none, ACR changes nothing.
 """
 import qerl
 from methods import flashrl
@@ -55,7 +56,7 @@ def scale_for_updates(model, s):
 
 
 def kept_of_weight(old_logprobs, rollout_logprobs, cap):
-    """r = min(1, C π_rollout / π_old) [B, C], what truncation leaves of a weight."""
+    """r = min(1, C π_rollout / π_old) [B, C]: the fraction of a weight that truncation leaves."""
     return (cap * (rollout_logprobs - old_logprobs).exp()).clamp(max=1)
 
 

@@ -1,35 +1,35 @@
-"""RILQ: LoRA that starts by undoing the quantisation, found from the whole model's output.
+"""RILQ: LoRA starts where it undoes the quantisation, which the whole model's output decides.
 
 "RILQ: Rank-Insensitive LoRA-based Quantization Error Compensation for Boosting 2-bit Large
 Language Model Accuracy", arXiv 2412.01129; the recipe is that of the authors' main.py.
 
-Problem. LoRA can carry part of what quantisation lost. Done layer by layer, B A is the best
-approximation of W - Ŵ of rank r, its truncated singular value decomposition (SVD). But the error
-of few bits is of high rank, nearly as noise is, so small ranks catch little of it.
+Problem. LoRA can make up for a part of the quantisation error. Layer by layer, the best B A is the
+approximation of W - Ŵ of rank r, its truncated singular value decomposition (SVD). But the error of
+few bits has a high rank, nearly as noise has, so that a small rank catches little of it.
 
-Formula. Train the LoRA of all layers together, from text, to give the model its output back:
+Formula. The LoRA of all layers is trained together, on text, to give the model its output back:
 
     L = 1/2 MSE(h_q, h) + 1/2 CE(next token)
 
-h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with
-LoRA. Layers can then make up for one another's errors, and the rank matters little. Adam at 1e-4,
-batches of 8 of 320 texts; a fifth of them is for validation: the LoRA with the least loss on it
-is kept, and training ends when it has not fallen for 3 validations, one each 8 steps, or after 200
-steps. main.py's own defaults are longer: batches of 64, a validation each 25 steps, patience 5, at
-most 10,000 steps; and its alpha of 16 scales LoRA by 16 / r, where here it is scaled by 1.
+h [T, d] are the final hidden states of the 16-bit model, h_q those of the quantised one with LoRA.
+Layers can then make up for one another's errors, and the rank matters little. The optimiser is Adam
+at 1e-4, on batches of 8 of 320 texts. A fifth of the texts is for validation, every 8 steps. The LoRA
+with the least loss there is kept; training ends when the loss has not fallen for 3 validations, or
+after 200 steps. The defaults of main.py are longer: batches of 64, a validation every 25 steps,
+patience 5, at most 10,000 steps. Its alpha of 16 scales LoRA by 16 / r; ours is scaled by 1.
 
-What differs from QeRL. LoRA does not start at zero but here, before the first step of RL; the
-reference policy of the KL term is the one with this LoRA. The texts are the training questions
-and answers, up to 512 tokens of each, where the authors' are C4 and WikiText; the cross-entropy
-is of the answers alone. So it is also a little supervised fine-tuning, which a comparison with
-QeRL has to count. The 16-bit teacher has to fit the device beside the quantised model. A run that
-is resumed finds this start again, on a GPU but for the order of sums.
+What differs from QeRL. LoRA starts here and not at zero. The reference policy of the KL term has this
+LoRA. The texts are the training questions and answers, up to 512 tokens of each, and the
+cross-entropy is that of the answers; the authors' texts are C4 and WikiText. So this is also a little
+supervised fine-tuning, which a comparison with QeRL has to count. The 16-bit teacher has to fit on
+the device beside the quantised model. A resumed run finds this start again; on a GPU sums may add up
+in another order.
 
-Result of the paper. At 2 bits small ranks do nearly as well as large ones, where with SVD they do
-not [from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
+Result of the paper. At 2 bits small ranks do nearly as well as large ones, and with SVD they do not
+[from the abstract and from notes; its figures were not checked]. Ours: methods/README.md.
 
-When would you use it? Where quantisation hurts: 2 or 3 bits, or a small model in NVFP4. At 4 bits
-and 7B there is little to undo, and RL would train the same LoRA anyway.
+When would you use it? Where quantisation hurts: with 2 or 3 bits, or a small model in NVFP4. With 4
+bits and 7B there is little to undo, and RL would train the same LoRA anyway.
 """
 import torch
 import torch.nn.functional as F
@@ -48,12 +48,12 @@ PATIENCE = 3                       # validations without progress, after which t
 
 
 def adapter(model):
-    """A copy of what is trained: {name: tensor}."""
+    """A copy of the trained tensors: {name: tensor}."""
     return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
 
 
 def rilq_loss(model, teacher_hidden, rows):
-    """The loss of Rows; teacher_hidden [B, T, d] of the 16-bit model."""
+    """The loss of Rows; teacher_hidden [B, T, d]: of the 16-bit model."""
     hidden = model.hidden(rows.tokens)
     mse = F.mse_loss(hidden[rows.mask].float(), teacher_hidden[rows.mask].float())
     cross_entropy = F.cross_entropy(*answer_logits(model, rows, hidden))
@@ -61,9 +61,9 @@ def rilq_loss(model, teacher_hidden, rows):
 
 
 def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
-    """Train the model's LoRA by rilq_loss; returns the validation losses, the first of the start.
+    """Train the model's LoRA by rilq_loss; returns the validation losses, first that of the start.
 
-    sequences: of methods.parts.worked. The adapter with the least validation loss stays in the model.
+    sequences: those of parts/worked.py. The adapter with the least validation loss stays in the model.
     """
     device = model.device
     count = max(1, len(sequences) // 5)
@@ -96,7 +96,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
 
 
 def texts_of(questions, tokenizer):
-    """At most TEXTS worked questions, those of less than LONGEST tokens, answers cut."""
+    """Worked questions of less than LONGEST tokens, TEXTS at most, with their answers cut to that."""
     some = worked_sequences(questions, tokenizer, tokens=TEXTS * LONGEST)[:TEXTS]
     return [Worked(s.prompt, s.answer[:LONGEST - len(s.prompt)])
             for s in some if len(s.prompt) < LONGEST]

@@ -3,15 +3,15 @@
     python train_gsm8k.py --method rollout_correction:token-tis         train with one of `variants`
 
 The problem ("On the Rollout-Training Mismatch in Modern RL Systems", openreview.net 8MHqvb4lK9):
-sampler and trainer compute one policy in different arithmetic or, with AQN, with and without noise.
-Completions come from π_rollout, and the gradient takes them for π_old's.
+sampler and trainer compute one policy in different arithmetic, or with and without AQN's noise.
+Completions come from π_rollout, but the gradient treats them as π_old's.
 
 The formulas are those of the algorithm notes and the helper of the library verl (primary). With
 ρ = π_old / π_rollout and R = π / π_old at a token, and the gain G(R) =
 min(R A, clip(R, 1-ε, 1+ε) A):
 
     decoupled         -E[ w G(R) ]         three policies; w is made of ρ
-    bypass            -E[ G(π/π_rollout) ] π_old is π_rollout. No w: the ratio already holds the
+    bypass            -E[ G(π/π_rollout) ] π_old is π_rollout. There is no w: the ratio contains the
                                            correction (verl saves π_old's pass; here the log needs it)
 
     token-tis      w = min(ρ, C)             C = --tis, else 2
@@ -19,20 +19,20 @@ min(R A, clip(R, 1-ε, 1+ε) A):
     sequence-mis   w = Π ρ, but 0 unless it is in [0.5, 2]
     icepop         w = ρ, but 0 unless ρ is in [0.5, 5]
 
-A weight of 0 leaves a token out of the sum and not out of the number that it is divided by, as in
-TRL; verl shortens that number, too, and so takes larger steps.
+A weight of 0 takes a token out of the sum, but the divisor still counts it, as in TRL. In verl the
+divisor does not count it, so that steps are larger.
 
 Variants: each of these weights, decoupled; and bypass, which has no weight. The notes have more: the
 mean of log ρ and the K3 of a completion as masks, and bypass without clipping.
 
-What differs from QeRL: it corrects nothing, or token-tis by --tis. The paper's result: we have read
-the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
+What differs from QeRL: QeRL corrects nothing; with --tis it has token-tis. The paper's result: we have
+read the library's notes and code, not the paper's tables, and quote none. Ours: methods/README.md.
 
-When would you use it? First make the two policies alike; a correction pays with variance or bias
-for what is left. token-tis is cheap and safe while few tokens stick out. sequence-tis and -mis are
-right about prefixes, but of long completions few effective samples are left. The masks are for a
-rollout that sometimes goes wrong altogether. bypass is for a mismatch that is small against the
-clip range.
+When would you use it? First make the two policies alike; a correction of the rest costs variance or
+bias. token-tis is cheap and safe while few tokens have large ratios. sequence-tis and -mis weight
+whole completions rightly, but they leave few effective samples of long ones. The masks are for a
+rollout that sometimes goes wrong altogether. bypass is for a mismatch that is small against the clip
+range.
 """
 import torch
 
@@ -42,7 +42,7 @@ from qerl import require
 
 
 def within(ratio, low, high):
-    """The ratio, or 0 where it is not between these."""
+    """The ratio, or 0 where it does not lie between low and high."""
     return ratio * ((ratio >= low) & (ratio <= high))
 
 

@@ -1,21 +1,21 @@
-"""AQN in some of the norms alone: ablations of our own.
+"""AQN in some of the norms: our own ablations.
 
     python train_gsm8k.py --method shaped_noise:VARIANT
 
 The problem. AQN adds noise to the scales of all RMSNorms. Which of them explore? The paper does not
 say.
 
-The formula. w + sigma z as in QeRL (Eq. 7-10), z its own draw, but
+The formula. w + sigma z as in QeRL (Eq. 7-10), with the same draw z, but only
 
     attention, mlp     in the norms before attention, or before the MLP
-    first, last        in those of the first or last third of the blocks
+    first, last        in the norms of the first or last third of the blocks
 
-[all our inference: no paper]. What differs from QeRL: `adaptive_quantization_noise` alone.
+[all our inference: no paper]. What differs from QeRL: `adaptive_quantization_noise`.
 
-No result of ours: we have not trained with it.
+Results: none; we have not trained with it.
 
 When would you use it? To find out where AQN works, at a sigma that causes the same divergence: the
-table of `python -m methods` shows how differently the same sigma moves a policy, depending on where it is.
+table of `python -m methods` shows how far one sigma moves a policy from each place.
 """
 import contextlib
 import math

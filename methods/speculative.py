@@ -2,38 +2,38 @@
 
     python train_gsm8k.py --model Qwen2.5-1.5B --method speculative
 
-The problem. A rollout ends with a few long completions, and a pass over a handful of sequences takes
-nearly as long as one over many.
+The problem. A rollout ends with a few long completions, and a pass over a few sequences takes nearly
+as long as one over many.
 
 The formula (Leviathan et al., arXiv 2211.17192; drafts from earlier epochs: DAS, arXiv 2511.13841;
 both from secondary notes). The draft x_1 ... x_K of a sequence is what followed on its last three
 tokens in another completion of the same question, of this rollout or of earlier epochs. One pass over the
-sequence's last token and the draft gives K + 1 distributions, and of each a token is drawn:
+sequence's last token and the draft gives K + 1 distributions, and a token is drawn from each:
 
     y_j ~ p(· | the tokens so far, x_1 ... x_j),    j = 0 ... K
 
-y_0 is right whatever the draft says. y_1 counts if y_0 = x_1, which it was drawn behind, y_2 if also
-y_1 = x_2, and so on. So the first y that differs from the draft is the last that counts.
+y_0 is right whatever the draft says. y_1 was drawn behind x_1, so that it counts if y_0 = x_1; y_2
+counts if also y_1 = x_2, and so on. The first y that differs from the draft is the last that counts.
 
-Why is it exact? Each token that is kept was drawn from p, given the tokens kept before it; the draft
-decides how many are kept, and nothing else. Temperature, top-p and AQN's noise change p alone, and
-the log-probabilities are p's. (The papers' rule for a draft that is certain of x is the same: accept x
+Why is it exact? Each token that is kept was drawn from p, given the tokens kept before it. The draft
+only decides how many are kept. Temperature, top-p and AQN's noise change p alone, and the
+log-probabilities are p's. (The papers' rule for a draft that is certain of x is the same: accept x
 with probability p(x), else draw from p without x.)
 
 When does it pay? A pass over r rows takes about 1 + r / ROWS times what one over few takes. A draft
 of K tokens, each accepted with probability a, yields 1 + a + ... + a^K tokens for K + 1 rows. Of
-K = 0, 1, 3 and 7 the sampler takes the fastest for the slots that it has, anew whenever it gives up
-half of them. K = 0 is the plain sampler: while many sequences live, or where drafts are bad.
+K = 0, 1, 3 and 7 the sampler takes the fastest for the slots that it has, and chooses again whenever
+it gives up half of them. K = 0 is the plain sampler, for many sequences or bad drafts.
 
 metrics.jsonl has a (`acceptance`), the tokens that a sequence got from a pass with a draft
-(`tokens_a_pass`), the share of all tokens that came so (`speculated`), and in seconds the rollout, to
-compare with that of the same command and `--method qerl`.
+(`tokens_a_pass`), the share of all tokens that came from such passes (`speculated`), and in seconds
+the rollout, to compare with that of the same command and `--method qerl`.
 
-What differs from QeRL: the sampler, which also goes down to fewer slots. Texts of earlier epochs are
-kept in memory, not in checkpoints: a resumed run begins without them, and draws other samples, from
-the same distribution, than one that was never stopped.
+What differs from QeRL: the sampler, which also goes down to fewer slots. Memory keeps the texts of
+earlier epochs, checkpoints do not: a resumed run begins without them, so that its samples differ from
+those of a run that was never stopped, with the same distribution.
 
-The papers' results: DAS takes 30 to 50 % off the time of a rollout [secondary]. Ours: 1.07 times
+The papers' results: DAS shortens a rollout by 30 to 50 % [secondary]. Ours: a rollout is 1.07 times
 as fast for 512 completions of 1.5B in the second and third epoch (results/README.md), because most
 tokens are sampled while many sequences live. That was with drafts by the last eight, four or two
 tokens, from up to 16 earlier completions.
@@ -58,17 +58,17 @@ KEPT = 8                       # completions a question, the last of earlier epo
 
 
 def best_draft(slots, acceptance):
-    """How many tokens a draft should have if each of `slots` gets one."""
+    """The number of tokens of a draft that is fastest if each of `slots` gets one."""
     def tokens_a_second(K):
         return sum(acceptance ** j for j in range(K + 1)) / (1 + (K + 1) * slots / ROWS)
     return max((0, 1, 3, 7), key=tokens_a_second)
 
 
 class Lookup:
-    """How texts go on; texts int64 [n, T], of question int64 [n], their lengths int64 [n].
+    """How texts go on; int64: texts [n, T], the number of each one's question [n], lengths [n].
 
     table[hash of a question and its last tokens] is the place of the token that followed: row * T +
-    column, the largest of several, or -1. Tokens that share a hash cost a draft, no more.
+    column, the largest of several, or -1. If tokens share a hash, a draft is wrong, nothing else.
     """
 
     def __init__(self, texts, question, lengths):
@@ -87,7 +87,7 @@ class Lookup:
         return (known * self.factors).sum(-1) % PLACES
 
     def learn(self, row, column):
-        """Enter these places, but of the row IDLE, -1, none."""
+        """Enter these places; those of the row IDLE are -1 or less, and stay out."""
         place = row * self.texts.shape[1] + column
         self.table.scatter_reduce_(0, self.keys(row, column).flatten(), place.flatten(), "amax")
 
@@ -103,7 +103,7 @@ class SpeculativeSampler(qerl.Sampler):
     fewest = 4
 
     def __init__(self, earlier, acceptance, counts, model, count, slots, max_len, *args):
-        """earlier: texts of each prompt, int32 [number, max_new_tokens]; acceptance: of drafts.
+        """earlier: texts of each prompt, int32 [number, max_new_tokens]; acceptance: that of drafts.
 
         counts int64 [3]: passes of a sequence with a draft, tokens they gave, drafts that failed.
         """
@@ -139,7 +139,7 @@ class SpeculativeSampler(qerl.Sampler):
         self.logits = F.linear(self.model.decode(tokens, cache), self.model.lm_head)
 
     def draw(self):
-        """Draw, write down what was drawn behind right tokens, and hand on the last of that."""
+        """Draw, write down the tokens that count, and return the last of them."""
         drawn = super().draw()
         if not self.K:
             return drawn
@@ -166,7 +166,7 @@ class SpeculativeSampler(qerl.Sampler):
 
 
 class Neighbour(Method):
-    """QeRL, sampled by a SpeculativeSampler. state: "acceptance", of the last drafts."""
+    """QeRL, sampled by a SpeculativeSampler. state: "acceptance", that of the last rollout's drafts."""
 
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)

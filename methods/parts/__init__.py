@@ -1,1 +1,1 @@
-"""What only the methods use: 8-bit layers, calibration, codes."""
+"""Shared by several methods: 8-bit layers, calibration, codes, worked answers."""

@@ -1,7 +1,7 @@
-"""What the linear layers of a 16-bit model get to read, block by block.
+"""The inputs of the linear layers of a 16-bit model, block by block.
 
-Its weights stay in their files (LeftInFiles): a block's are on the device while it is its turn, so
-that a GPU calibrates models that it could not hold.
+The weights stay in their files (LeftInFiles). Those of one block at a time are on the device, so that
+a GPU calibrates models that it could not hold.
 """
 from functools import partial
 
@@ -15,7 +15,7 @@ from methods.parts.worked import batches_of
 
 
 class Unread:
-    """Stands in for a 16-bit qerl.PackedWeight, which is in its file until read() makes it."""
+    """Stands for a 16-bit qerl.PackedWeight that is in its file; read() makes it."""
 
     def __init__(self, read):
         self.read = read
@@ -26,7 +26,7 @@ class Unread:
 
 
 class LeftInFiles(qerl.Checkpoint):
-    """Hands out layers whose weights stay in their files; refuses those that do not fit NVFP4's blocks.
+    """Hands out layers whose weights stay in their files; refuses weights that NVFP4's blocks do not fit.
 
     Each is read once beforehand, so that a damaged model is refused at once, not after an hour.
     """
@@ -39,7 +39,7 @@ class LeftInFiles(qerl.Checkpoint):
 
 
 class Inputs:
-    """Sums over all tokens x [in] that a layer reads."""
+    """Sums over all x [in] that a layer reads, one a token."""
 
     def __init__(self, layer):
         weight = layer.weight.dequantize(torch.float32)
@@ -47,7 +47,7 @@ class Inputs:
         self.gram = weight.new_zeros(size, size)                                 # Σ x xᵀ
         self.magnitude = weight.new_zeros(size)                                  # Σ |x|
         self.count = 0
-        self.mask = None           # bool [B, T] of the rows that come next, False at padding
+        self.mask = None           # bool [B, T] of the next rows, False at padding
         self.hook = layer.register_forward_pre_hook(self.add)
 
     def add(self, layer, arguments):
@@ -58,10 +58,10 @@ class Inputs:
 
 
 def inputs_of(layers, block, batches, hidden, ropes):
-    """{layer: Inputs} of a block's layers, from all that the block reads; lists with one of each batch.
+    """{layer: Inputs} of a block's layers.
 
-    batches: Rows; hidden [B, T, d]; ropes: (cos, sin). A GPU multiplies in TF32, whose ten bits
-    hold 16-bit values without loss.
+    Lists with an item for each batch: batches of Rows; hidden [B, T, d], which the block reads; ropes
+    of (cos, sin). A GPU multiplies in TF32, whose ten bits hold 16-bit values without loss.
     """
     inputs = {layer: Inputs(layer) for layer in layers}
     precision = torch.get_float32_matmul_precision()
@@ -83,9 +83,9 @@ def inputs_of(layers, block, batches, hidden, ropes):
 def calibrate(model, sequences, batch=8):
     """Yield (block, {layer: Inputs}) of each block in turn.
 
-    model: of LeftInFiles; sequences: of methods.parts.worked. A block reads what the blocks before
-    it give, with the weights that the caller left them. What takes longer than two seconds shows a
-    bar on stderr.
+    model: one of LeftInFiles; sequences: those of parts/worked.py. A block reads what the blocks
+    before it give with the weights that the caller has left in them. After two seconds stderr shows a
+    bar.
     """
     batches = batches_of(sequences, batch, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]

@@ -1,11 +1,11 @@
-"""Linear layers that multiply 8-bit codes, of the weights and of what they read.
+"""Linear layers that multiply 8-bit codes, both of the weights and of their inputs.
 
     x ≈ p t,    t_n = max_i |x_ni| / M,    p = round(x / t)        a scale for each row
     y_no = t_n s_o Σ_i p_ni q_oi                                   W ≈ q s, likewise
 
-M = 127 and integer sums ("int8"), or M = 448 and E4M3 with float sums ("fp8"). methods/flashrl.py
-and methods/qurl.py sample so, methods/jetrl.py trains so, too. On a GPU cuBLAS multiplies and, in
-FP8, Triton quantises.
+"int8" has M = 127 and integer sums, "fp8" M = 448, E4M3 codes and float sums. methods/flashrl.py and
+methods/qurl.py sample with such layers, methods/jetrl.py also trains with them. On a GPU cuBLAS
+multiplies, and Triton quantises to FP8.
 """
 import contextlib
 from functools import partial
@@ -27,7 +27,7 @@ SMALLEST_SCALE = 1e-30         # of a row of zeros, which is then not divided by
 def quantize(x, format, whole=False):
     """x [rows, columns] -> codes int8 or float8_e4m3fn of its shape, scale float32 [rows, 1].
 
-    whole: one scale, [1, 1], so that the codes of the transpose are the same.
+    whole: the scale is one, [1, 1], so that the transpose has the same codes.
     """
     if format == "fp8" and not whole and qerl.use_kernels(x):
         return quantize_rows_fused(x)
@@ -43,9 +43,8 @@ def quantize(x, format, whole=False):
 def multiply(x, weight):
     """Codes and scales of x [n, in] and of weight [out, in] -> float32 or bfloat16 [n, out].
 
-    A GPU's tensor cores multiply the codes as they are, integers with a sum of 32 bits, FP8 with
-    fast accumulation, which keeps fewer bits. On a CPU the products are float64's: the sums of both
-    are exact.
+    A GPU's tensor cores multiply the codes themselves. They sum integers in 32 bits, and FP8 by fast
+    accumulation, which keeps fewer bits. A CPU multiplies in float64, in which both sums are exact.
     """
     codes, scale = x
     weight_codes, weight_scale = weight
@@ -61,9 +60,9 @@ def multiply(x, weight):
 
 
 class CodedWeight(qerl.PackedWeight):
-    """A weight [out, in] in "int8" or "fp8" that multiplies activations of the same format.
+    """A weight [out, in] in "int8" or "fp8" that multiplies activations in the same format.
 
-    parts: its codes and scale, which is one if `whole`.
+    parts: its codes and scales; see quantize.
     """
 
     def __init__(self, weight, format, whole=False):
@@ -92,7 +91,7 @@ def current_weight(layer):
 
 
 class EightBitLinear(qerl.QuantLinear):
-    """A QuantLinear's layers, quantised as they are now: x [..., in] -> [..., out], no gradient."""
+    """The layers of a QuantLinear as they are now, in 8 bits: x [..., in] -> [..., out], no gradient."""
 
     def __init__(self, layer, format):
         weight = current_weight(layer)
@@ -115,7 +114,7 @@ def eight_bit(model, format):
 
 
 def require_fp8_products(settings):
-    """Refuse a GPU that does not multiply in FP8, as this --method does."""
+    """Refuse a GPU that has no FP8 products, which this --method needs."""
     device = torch.device(settings.device)
     able = device.type != "cuda" or (
         not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
@@ -127,9 +126,9 @@ def require_fp8_products(settings):
 # On a GPU: one pass through memory, where PyTorch takes several
 
 def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
-    """quantize to FP8, a scale for each row; its twin are the lines there.
+    """quantize to FP8 with a scale for each row; the lines there are its twin.
 
-    dtype: in float32 the codes are not rounded, which Triton's interpreter does wrongly.
+    dtype: float32 leaves the codes unrounded, since Triton's interpreter rounds wrongly.
     """
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), 1, device=x.device)
@@ -139,7 +138,7 @@ def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
 
 
 def transposed(codes):
-    """codes.T, laid out anew."""
+    """codes.T as a contiguous tensor."""
     if not qerl.use_kernels(codes) or any(size % 128 for size in codes.shape):
         return codes.T.contiguous()
     rows, columns = codes.shape
@@ -152,7 +151,7 @@ def transposed(codes):
 if qerl.kernels is not None:
     @triton.jit
     def quantize_kernel(x, codes, scale, columns, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
-        """Each program has a row: once through it for its scale, once, in the cache, for the codes."""
+        """Each program reads a row twice: for its scale, and from the cache for its codes."""
         row = tl.program_id(0).to(tl.int64)
         x += row * columns
         codes += row * columns

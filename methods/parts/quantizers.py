@@ -1,10 +1,10 @@
 """NVFP4 codes other than the nearest: what methods/four_over_six.py, awq.py and gptq.py share.
 
 Each of them has choose_codes(model, sequences), which finds the tensors that replace a 16-bit
-model's. Here they are found once, written to the cache as a compressed-tensors folder and read from
-there; meanwhile the device holds one block of the 16-bit model. In that folder q, k and v share a
-global scale, and so do gate and up, as vLLM wants it; of layers that are rounded to nearest while
-loading each has its own.
+model's. This file calls it once, writes the tensors to the cache as a compressed-tensors folder, and
+reads them from there. Meanwhile the device holds one block of the 16-bit model. In that folder q, k
+and v share a global scale, and so do gate and up, because vLLM wants it. (Where layers are rounded to
+nearest while loading, each has its own.)
 """
 import hashlib
 import importlib
@@ -27,7 +27,7 @@ SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
 
 
 def module_of(quantizer):
-    """The module of methods/ that has this name in --quantizer."""
+    """The module of methods/ that --quantizer names."""
     return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
@@ -40,7 +40,7 @@ def round_e2m1(x):
 
 
 def model_name(folder):
-    """What a folder's model is called; in Hugging Face's cache its own name is only a hash."""
+    """The name of a folder's model; in Hugging Face's cache the folder's own name is only a hash."""
     path = os.path.realpath(folder)
     above, name = os.path.split(path)
     if os.path.basename(above) == "snapshots":
@@ -49,10 +49,10 @@ def model_name(folder):
 
 
 def cached_folder(source, name, key, make):
-    """The folder that make(path) filled when it was first asked for with this key (JSON).
+    """The folder that make(path) fills when it is first asked for with this key (JSON).
 
-    It is made of the weights in the folder `source`, and named after it and `name`. It is made
-    again once these weights, or the code of make's module, have changed.
+    It is made of the weights in the folder `source`, and has the names of both. If these weights or the
+    code of make's module change, another folder is made.
     """
     code = inspect.getsource(inspect.getmodule(make))
     made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
@@ -63,10 +63,10 @@ def cached_folder(source, name, key, make):
 
 @torch.no_grad()
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
-    """The compressed-tensors folder of a 16-bit folder's model, quantised so; kept in the cache.
+    """The compressed-tensors folder, kept in the cache, of a 16-bit folder's model in 4 bits.
 
-    quantizer: a name in QUANTIZERS; questions, tokenizer: see methods.parts.worked.worked_sequences. A
-    folder that is in 4 bits already stays as it is.
+    quantizer: a name in QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
+    is in 4 bits already stays as it is.
     """
     if is_packed(folder):
         print(f"{folder} is in 4 bits already: its codes stay, --quantizer {quantizer} chooses none")

@@ -14,7 +14,7 @@ class Worked(NamedTuple):
 
 
 def worked_sequences(questions, tokenizer, tokens, seed=0):
-    """Worked questions in a seeded order, until they hold so many tokens; all, if there are fewer.
+    """Worked questions in a seeded order, until they have so many tokens; all, if all have fewer.
 
     questions: dicts with "question" and "answer"; tokenizer: a ByteText or a ChatText.
     """
@@ -48,7 +48,7 @@ def rows_of(sequences, device):
 
 
 def batches_of(sequences, size, device):
-    """All sequences as Rows of at most `size`, of similar lengths, so that little is padding."""
+    """All sequences as Rows of at most `size`; lengths are similar, so that little is padding."""
     ordered = sorted(sequences, key=lambda s: len(s.prompt) + len(s.answer))
     return [rows_of(ordered[i:i + size], device) for i in range(0, len(ordered), size)]
 
@@ -65,7 +65,7 @@ def answer_logits(model, rows, hidden=None):
 
 
 def fit(optimizer, loss_of, sequences, batch, device, seed=0):
-    """Yield the losses, loss_of(Rows), of one optimiser step after the other, each on a few sequences."""
+    """Take optimiser steps, each on `batch` of the sequences, and yield their losses, loss_of(Rows)."""
     rng = random.Random(seed)
     while True:
         rows = rows_of(rng.sample(sequences, min(batch, len(sequences))), device)
