@@ -8,18 +8,15 @@ picture.
                                                        by sequences decoded at once; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py memory [--model Qwen2.5-7B ...]    what an RL step's memory consists of, by phase
     python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
-    python bench.py entropy [--model FOLDER ...]       entropy before training, by format and noise
     python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
     python bench.py tables                             every table and picture of results/ again, from
                                                        the files beside them
 
-kernels, rollout, step, scaling and memory make random weights of the given shapes on the GPU. On a
-CPU all but kernels run a tiny shape, to step through; its times, and memory, mean nothing.
-step may be started by torchrun, too: each process then has its share of the prompts. claims and
-methods write to runs/. `python bench.py COMMAND --help` has the flags of each; those of a run,
-such as --model and --data, are train_gsm8k.py's.
+kernels, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU all
+but kernels run a tiny shape, to step through; its times, and memory, mean nothing. step may be
+started by torchrun, too: each process then has its share of the prompts. claims and methods write
+to runs/. `python bench.py COMMAND --help` has the flags of each.
 """
 import copy
 import itertools
@@ -36,20 +33,20 @@ import numpy as np
 import torch
 
 import qerl
-import train_gsm8k
-from harness.command import Parser, check_device, command_line, one_line, require_flag
+from harness.command import Parser, check_device, command_line, full_name, one_line
+from harness.command import require_flag
 from harness.folders import atomic_write
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import claims, peers, results
-from studies.entropy import SIGMAS, bench_entropy, plot_entropy
+from studies.claims_pictures import plot_entropy
 from studies.factorial import STUDIES
 from studies.plots import plot_lines
 from studies.random_models import SHAPES, random_model, random_prompts
-from studies.step import memory_rows, plot_memory, plot_scaling, plot_step, release_memory
-from studies.step import settings_for, speed_ups, step_rows
+from studies.step import plot_memory, plot_scaling, plot_step, release_memory, settings_for
+from studies.step import speed_ups, step_rows
 from studies.study import grouped, positive, read_json, table
 
 
@@ -72,8 +69,7 @@ def relative_errors(layers, device):
 
 def bench_formats(args):
     """Of Gaussian matrices, and of a model's linear layers, of which stacked ones are one."""
-    name = train_gsm8k.arguments([*args.more, "--device", args.device]).model
-    folder = qerl.model_folder(name) if name else warm_start()
+    folder = qerl.model_folder(full_name(args.model)) if args.model else warm_start()
     weights = (layer.weight for layer in qerl.load_model(folder, "bf16").quantized_layers())
     generator = torch.Generator().manual_seed(0)
     normal = (torch.randn(2048, 2048, generator=generator) for _ in range(8))
@@ -226,13 +222,6 @@ def bench_scaling(args):
             yield from read_json(f"{folder}/step.json")["rows"]
 
 
-def bench_memory(args):
-    settings = settings_for(args.device, lora_rank=16, max_new_tokens=1024, micro_tokens=1152)
-    for name in args.model:
-        yield from memory_rows(name, settings)
-        release_memory()
-
-
 # --------------------------------------------------------------------------------------------------
 # Command line
 
@@ -247,9 +236,10 @@ def size(text):
 FLAGS = {
     "device": dict(choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"),
     "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
-    "model": dict(nargs="+", choices=SHAPES, help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
-    "weights": dict(nargs="+", choices=[*qerl.FORMATS, "nvfp4-fp8"], default=["nvfp4", "bf16", "nf4"],
-                    help="default nvfp4 bf16 nf4; nvfp4-fp8, of a step: --method jetrl:training"),
+    "model": dict(nargs="+", choices=SHAPES, default=[],
+                  help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
+    "weights": dict(nargs="+", choices=qerl.FORMATS, default=["nvfp4", "bf16", "nf4"],
+                    help="default nvfp4 bf16 nf4"),
     "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],
                   help="prompts of all processes x completions of each (default 1x2 1x4 1x8 32x8)"),
@@ -258,7 +248,6 @@ FLAGS = {
                   "completions have so many tokens (256; studies/peers.py)"),
     "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
                       "(default 1 2 4 8)"),
-    "sigmas": dict(nargs="+", type=float, default=SIGMAS, help="noise"),
 }
 # What each measures, what else it prints of its rows, its picture, its flags.
 COMMANDS = {
@@ -267,12 +256,10 @@ COMMANDS = {
     "rollout": (bench_rollout, None, plot_rollout, ["model", "weights", "ranks"]),
     "step": (bench_step, None, plot_step, ["model", "weights", "sizes", "repeats", "peers"]),
     "scaling": (bench_scaling, speed_ups, plot_scaling, ["model", "weights", "repeats", "processes"]),
-    "memory": (bench_memory, None, plot_memory, ["model"]),
-    "entropy": (bench_entropy, None, plot_entropy, ["weights", "sigmas"]),
 }
-# Of the .json files in results/: what draws their pictures.
+# Of the .json files in results/: what draws their pictures. Two have no command any more.
 PLOTS = {what: plot for what, (_, _, plot, _) in COMMANDS.items() if plot}
-REAL = ("formats", "entropy")            # of a run's model: other flags are train_gsm8k.py's
+PLOTS |= {"memory": plot_memory, "entropy": plot_entropy}
 
 
 def arguments():
@@ -282,11 +269,11 @@ def arguments():
         parser = commands.add_parser(what, description=None)
         for flag in ("device", "out", *flags):
             parser.add_argument(f"--{flag}", **FLAGS[flag])
-    args, args.more = p.parse_known_args()
-    if args.more and args.what not in REAL:
-        p.error(f"unrecognized arguments: {' '.join(args.more)}")
+    commands.choices["formats"].add_argument(
+        "--model", help="name or folder (default: the small policy)")
+    args = p.parse_args()
     check_device(args.device)
-    if "model" in args and not args.model:
+    if args.model == []:
         args.model = ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
     return args
 
@@ -307,7 +294,7 @@ def run(args):
     hardware = "cpu"
     if args.device == "cuda":
         hardware = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    elif args.what not in REAL:
+    elif args.what != "formats":
         print("on a CPU: these figures mean nothing")
     path = args.out or f"results/{hardware}/{args.what}"
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)

@@ -1,10 +1,11 @@
-"""The pictures of the claims study: curves over the steps, and differences by seed."""
+"""The pictures of the claims study: curves over the steps, differences by seed, entropy before."""
 from itertools import product
 from statistics import fmean as mean
 
 import numpy as np
 
 from studies.factorial import QUESTIONS, at_rate, by_model, differences, rate_text, rates_of
+from studies.plots import plot_lines
 from studies.study import grouped
 
 # What the curves show of the steps, a row of panels each.
@@ -130,3 +131,19 @@ def plot_seeds(axis, place, after, before):
         interval = T95[min(len(after), 11) - 2] * after.std(ddof=1) / len(after) ** 0.5
         axis.errorbar(after.mean(), place, xerr=interval, fmt="D", markersize=5, capsize=4,
                       color="tab:red")
+
+
+# What entropy.json has of rollouts before any training, by format and noise: three draws of noise at
+# each sigma (Fig. 5 and 14 of the paper).
+BEFORE = {
+    "entropy": "entropy, nats",
+    "accuracy": "accuracy, temperature 1",
+    "mismatch_kl": "KL to the clean policy",
+}
+
+
+def plot_entropy(result, plt):
+    """BEFORE of each model against sigma, a line a format through the means of the draws (dashes)."""
+    points = [(f"{row['model']}: {label}", row["weights"], row["sigma"], row[key])
+              for row in result["rows"] for key, label in BEFORE.items()]
+    return plot_lines(plt, points, "sigma", "")

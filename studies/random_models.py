@@ -33,11 +33,10 @@ def config_of(name, **changed):
 
 
 def random_model(name, weights, lora_rank, device, dtype=None, **changed):
-    """weights: a format, or nvfp4-fp8, of which training alone is in FP8. changed: as config_of's."""
+    """weights: a format; changed: as config_of's."""
     torch.manual_seed(0)
     dtype = dtype or qerl.default_dtype(torch.device(device))
-    checkpoint = RandomWeights(
-        {}, weights.removesuffix("-fp8"), lora_rank, device=device, dtype=dtype)
+    checkpoint = RandomWeights({}, weights, lora_rank, device=device, dtype=dtype)
     return qerl.Transformer(config_of(name, **changed), checkpoint)
 
 

@@ -1,8 +1,7 @@
 """An RL step on random weights: its seconds and its memory by phase, on one GPU or several.
 
 The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
-reference policy. `step_rows` gives the rows of bench.py step, `memory_rows` those of bench.py memory.
-All memory is in 10^9 bytes; on a CPU there is none to measure.
+reference policy. All memory is in 10^9 bytes; on a CPU there is none to measure.
 """
 import gc
 import math
@@ -13,9 +12,8 @@ import torch
 
 import qerl
 from harness.batches import make_batch
-from harness.machine import Clock, cache_bytes, keep_activations
+from harness.machine import Clock, keep_activations
 from harness.ranks import Ranks
-from methods import jetrl
 from methods.deep_grpo import CutSampler
 from studies.plots import plot_bars, plot_lines
 from studies.random_models import random_model, random_prompts
@@ -26,10 +24,10 @@ from train_gsm8k import Samples, Settings, make_optimizer, update
 PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 
-def take_peak(device):
+def take_peak():
     """The most memory in use since it was last asked for."""
     peak = torch.cuda.max_memory_allocated() / 1e9
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     return peak
 
@@ -65,7 +63,7 @@ def cut_lengths(longest, ranks):
     return (share * longest).long()
 
 
-def take_step(model, optimizer, scaler, settings, algo, lengths):
+def take_step(model, optimizer, scaler, settings, lengths):
     """One step of train_gsm8k.train -> {phase: seconds, "step": their sum, PHASE_gb: its peak ...}.
 
     The rewards are random and there is one update, for which the step needs no log-probabilities
@@ -77,23 +75,22 @@ def take_step(model, optimizer, scaler, settings, algo, lengths):
     clock = Clock(model.device)
     ranks = Ranks()
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
-    with clock("rollout"), algo.adaptive_quantization_noise(model, settings.sigma_start, None):
+    with clock("rollout"), qerl.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
                                 slots=settings.slots, sampler_class=partial(CutSampler, lengths))
-    rollout_gb = take_peak(model.device)
+    rollout_gb = take_peak()
     with clock("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
         samples = Samples([{"prompt": prompt} for prompt in asked], rollout, None, rewards, rewards)
-        batch = make_batch(samples, qerl.group_advantages(rewards), algo, settings, ranks)
+        batch = make_batch(samples, qerl.group_advantages(rewards), qerl, settings, ranks)
     with clock("update"):
-        update(algo, model, batch, optimizer, scaler, settings, ranks)
+        update(qerl, model, batch, optimizer, scaler, settings, ranks)
     return ranks.join({
         **clock.seconds,
         "step": sum(clock.seconds.values()),
         "length": rollout.length.float().mean().item(),
         "rollout_gb": rollout_gb,
-        "update_gb": take_peak(model.device),
-        **getattr(algo, "measured", {}),
+        "update_gb": take_peak(),
     })
 
 
@@ -106,27 +103,20 @@ def prompt_tokens(device):
     return 128 if device == "cuda" else 8
 
 
-def settings_for(device, **changed):
-    """The Settings of the steps that are measured; small ones for a CPU."""
-    if device != "cuda":
-        changed["max_new_tokens"] = 12
-    usual = {"slots": 256, "micro_tokens": 16384, "updates": 1, "lr": 1e-6, "device": device}
-    return Settings(**{**usual, **changed})
+def settings_for(device):
+    """The Settings of the steps that are measured; completions are short on a CPU."""
+    usual = Settings(slots=256, micro_tokens=16384, updates=1, lr=1e-6, device=device)
+    return usual if device == "cuda" else replace(usual, max_new_tokens=12)
 
 
 def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     """A row for each size (prompts of all processes, completions of each).
 
-    weights: a format, or nvfp4-fp8, which is --method jetrl:training. repeats: the step is timed so
-    often, and the median one counts. cut: completions have lengths like those of GSM8K's solutions;
-    else all have settings.max_new_tokens.
+    repeats: the step is timed so often, and the median one counts. cut: completions have lengths like
+    those of GSM8K's solutions; else all have settings.max_new_tokens.
     """
     ranks = Ranks()
     model = random_model(name, weights, settings.lora_rank, settings.device)
-    algo = qerl
-    if weights.endswith("-fp8"):
-        algo = jetrl.Neighbour(settings, "training")
-        algo.prepare(model, None, None, None)
     keep_activations(model, settings.micro_tokens)     # blocks recompute only as memory asks for
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
@@ -135,7 +125,7 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
         longest = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
         lengths = cut_lengths(longest, ranks) if cut else longest
         # The first step of a size compiles its kernels.
-        steps = [take_step(model, optimizer, scaler, own, algo, lengths) for _ in range(repeats + 1)]
+        steps = [take_step(model, optimizer, scaler, own, lengths) for _ in range(repeats + 1)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
 
@@ -180,42 +170,10 @@ def plot_scaling(result, plt):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory
+# Memory, as recorded in results/h200/memory.json
 
 PARTS = ("4-bit weights", "embeddings and output layer, BF16", "LoRA", "optimiser", "gradients",
          "KV cache", "activations and the rest")
-
-
-def total_gb(tensors):
-    return sum(t.nbytes for t in tensors) / 1e9
-
-
-def memory_rows(name, settings):
-    """What a step takes, a row a phase, on one prompt whose completions all have their full length.
-
-    A step of few tokens goes before: it compiles the kernels, and the optimiser makes its state.
-    """
-    device = settings.device
-    model = random_model(name, settings.weights, settings.lora_rank, device)
-    model.recompute_in_backward()
-    release_memory()
-    embeddings = total_gb([model.embedding, model.lm_head])
-    lora = total_gb(qerl.trainable(model).values())
-    weights = torch.cuda.memory_allocated() / 1e9 - lora - embeddings
-    optimizer, scaler = make_optimizer(model, settings)
-    step = partial(take_step, model, optimizer, scaler, settings, qerl)
-    step(torch.full((settings.group,), 8))
-    moments = total_gb(t for state in optimizer.state.values() for t in state.values())
-    release_memory()
-    found = step(torch.full((settings.group,), settings.max_new_tokens))
-    tokens = settings.group * (prompt_tokens(device) + settings.max_new_tokens)
-    cache = tokens * cache_bytes(model) / 1e9
-    for phase, gradients, kept in (("rollout", 0.0, cache), ("update", lora, 0.0)):
-        known = [weights, embeddings, lora, moments, gradients, kept]
-        peak = found[f"{phase}_gb"]
-        yield {"model": name, "phase": phase, **dict(zip(PARTS, [*known, peak - sum(known)])),
-               "peak_gb": peak, "reserved_gb": torch.cuda.memory_reserved() / 1e9,
-               "seconds": found[phase]}
 
 
 def plot_memory(result, plt):

@@ -1,37 +1,16 @@
-"""What memory holds, as a run finds it out and keeps it; and bench.py memory."""
-import json
-
-import pytest
+"""What memory holds, as a run finds it out and keeps it."""
 import torch
 
-import bench
 import qerl
 import train_gsm8k
 from common import run_main
 from harness import machine
-from studies.random_models import random_model
-from studies.step import PARTS
 from test_qerl import TOKENS, with_lora
 
 
 def cache_bytes(model, slots, length):
     """What so many sequences of this length take in the KV cache."""
     return sum(kv.nbytes for kv in qerl.KVCache(model, slots, length).layers)
-
-
-def test_bench_memory_on_a_cpu(tmp_path, capsys):
-    """The table and the picture of the tiny shape."""
-    run_main("memory", "--device", "cpu", "--out", tmp_path / "memory", program=bench)
-    rollout, update = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    model = random_model("tiny", "nvfp4", 16, "cpu")
-    lora = sum(p.nbytes for p in qerl.trainable(model).values()) / 1e9
-    assert rollout["LoRA"] == update["LoRA"] == update["gradients"] == pytest.approx(lora)
-    assert 2 * lora <= update["optimiser"] < 2.01 * lora            # and a count of steps each
-    assert rollout["KV cache"] == pytest.approx(cache_bytes(model, 8, 20) / 1e9)
-    assert sum(rollout[part] for part in PARTS) == pytest.approx(rollout["peak_gb"])
-    assert (tmp_path / "memory.png").exists()
-    out = capsys.readouterr().out
-    assert "these figures mean nothing" in out and "| tiny | rollout |" in out
 
 
 def free(monkeypatch, size):

@@ -1,5 +1,4 @@
 """The studies behind results/claims and results/methods."""
-import json
 import os
 import threading
 from dataclasses import replace
@@ -7,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench
 import qerl
 import train_gsm8k
-from common import run_main
 from harness import small_policy
-from studies import claims, entropy, study
+from studies import claims, study
 
 SHORT = "--prompts 2 --group 2 --updates 1 --steps 2 --max-new-tokens 8 --lora-rank 2 --device cpu"
 
@@ -138,14 +135,3 @@ def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
     study.require_same_settings(moved)
     with pytest.raises(qerl.UserError, match=message):
         study.require_same_settings(study_arguments(tmp_path, *flags))
-
-
-def test_entropy_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(entropy, "QUESTIONS", 1)
-    monkeypatch.setattr(entropy, "DRAWS", 1)
-    options = ["--weights", "bf16", "--sigmas", "0", "0.5",
-               "--device", "cpu", "--out", tmp_path / "entropy"]
-    run_main("entropy", *options, program=bench)
-    clean, noisy = json.loads((tmp_path / "entropy.json").read_text())["rows"]
-    assert clean["mismatch_kl"] < 1e-6 < noisy["mismatch_kl"]
-    assert (tmp_path / "entropy.png").exists()
