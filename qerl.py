@@ -222,17 +222,6 @@ FORMATS = {
 # are stacked into one: one product with one packed weight instead of three, each piece with its
 # own A, B and global scale.
 
-def linear(x, weight, bias=None, residual=None, h=None, B=None):
-    """x [n, in], weight [out, in] -> x weightᵀ + bias + residual + h Bᵀ, [n, out], where h = x Aᵀ."""
-    if residual is None:
-        y = F.linear(x, weight, bias)
-    else:
-        y = torch.addmm(residual, x, weight.T)
-        if bias is not None:
-            y += bias
-    return y if h is None else y.addmm_(h, B.T)
-
-
 class PackedWeight:
     """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole.
 
@@ -257,9 +246,15 @@ class PackedWeight:
 
         lora: (A, B'), see QuantLinear.lora.
         """
-        A, B = lora or (None, None)
-        h = None if A is None else x @ A.T
-        return linear(x, self.dequantize(x.dtype), bias, residual, h, B)
+        h = x @ lora[0].T if lora else None
+        weight = self.dequantize(x.dtype)
+        if residual is None:
+            y = F.linear(x, weight, bias)
+        else:
+            y = torch.addmm(residual, x, weight.T)
+            if bias is not None:
+                y += bias
+        return y if h is None else y.addmm_(h, lora[1].T)
 
 
 class FrozenLinear(torch.autograd.Function):
@@ -286,8 +281,9 @@ class FrozenLinear(torch.autograd.Function):
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
         if h is not None and weight.shape[0] > weight.shape[1]:
-            return linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
-        return linear(x, weight, layer.bias, h=h, B=B)
+            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
+        y = F.linear(x, weight, layer.bias)
+        return y if h is None else y.addmm_(h, B.T)
 
     @staticmethod
     def backward(ctx, grad):
