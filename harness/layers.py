@@ -186,36 +186,30 @@ class SharedPasses:
         order = self.order(direction)
         place = order.index(i)
         if place == 0:
-            self.begin(direction)
+            self.serve(direction)
+            self.gather(i)
         self.wait(i)
         if place + 1 < len(order):
             self.gather(order[place + 1])
 
-    def begin(self, direction):
-        """Begin a pass, for which a rank that wants down waits until none wants up."""
-        votes = self.vote(direction)
-        while direction == DOWN and votes[UP]:
-            self.take_part(UP)
-            votes = self.vote(direction)
-        self.gather(self.order(direction)[0])
+    def serve(self, wanted=None):
+        """Take part in the passes of other ranks until that comes which this one wants, if any.
 
-    def vote(self, direction=None):
-        """How many ranks want a pass up and down, int64 [2]."""
-        votes = torch.zeros(2, dtype=torch.long, device=self.device)
-        if direction is not None:
-            votes[direction].fill_(1)
-        dist.all_reduce(votes)
-        return votes
-
-    def serve(self):
-        """Take part in the passes of other ranks until none wants one."""
-        while any(votes := self.vote().tolist()):
-            self.take_part(UP if votes[UP] else DOWN)
-
-    def take_part(self, direction):
-        for i in self.order(direction):
-            self.gather(i)
-            self.wait(i)
+        All want their direction by vote. Up comes first, and then without waiting for the votes.
+        """
+        while True:
+            votes = torch.zeros(2, dtype=torch.long, device=self.device)
+            if wanted is not None:
+                votes[wanted].fill_(1)
+            dist.all_reduce(votes)
+            if wanted == UP:
+                return
+            first = next((way for way in (UP, DOWN) if votes[way]), None)
+            if first == wanted:
+                return
+            for i in self.order(first):
+                self.gather(i)
+                self.wait(i)
 
     def gather(self, i):
         """Begin to bring block i's weights into its buffer, which the block before last has left."""

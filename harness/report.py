@@ -35,22 +35,17 @@ def write_report(folder):
     settings = summary.pop("settings", {})
     model = settings.get("model")
     data = settings.get("data") or ("GSM8K" if model else "made-up word problems")
-    accuracy = {
-        title: [summary.get(f"{kind}_{when}") for when in ("before", "after")]
-        for title, kind in (("pass@1", "accuracy"), ("greedy", "greedy"))
-    }
     held_out = summary.get("held_out_questions", len(before))
-    curve = metrics and save_figure(f"{folder}/curve.png", learning_curve, metrics, accuracy)
+    curve = metrics and save_figure(f"{folder}/curve.png", learning_curve, metrics, summary)
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
         lstrip_blocks=True)
-    templates.filters["percent"] = lambda part: "?" if part is None else f"{part:.1%}"
+    templates.filters["percent"] = lambda part: f"{part:.1%}" if isinstance(part, float) else "?"
     page = templates.get_template("report.html.jinja").render(
         name=Path(folder).resolve().name,
         title=f"{Path(model or 'The built-in policy').name} on {Path(data).name}",
         summary=summary,
         settings=settings,
-        accuracy=accuracy,
         held_out=held_out,
         curve=curve and base64.b64encode(curve).decode(),
         limits=LIMITS,
@@ -183,8 +178,8 @@ def save_figure(path, draw, *data):
     return png.getvalue()
 
 
-def learning_curve(metrics, held_out, plt):
-    """PANELS over the steps. held_out: {"pass@1" or "greedy": (accuracy before, after)}, each may be None."""
+def learning_curve(metrics, summary, plt):
+    """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing."""
     steps = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
@@ -200,8 +195,9 @@ def learning_curve(metrics, held_out, plt):
             noise_axis.set_ylim(bottom=0)
     accuracy_axis = axes[0, 0]
     accuracy_axis.set_ylim(0, 1)
-    for (kind, values), marker in zip(held_out.items(), "os"):
-        accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {kind}")
+    for kind, title, marker in (("accuracy", "pass@1", "o"), ("greedy", "greedy", "s")):
+        values = [summary.get(f"{kind}_{when}") for when in ("before", "after")]
+        accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {title}")
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="validation, pass@1")

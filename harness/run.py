@@ -141,20 +141,19 @@ class Keeper:
                         for name, value in logged.items() if isinstance(value, float)})
         due = step % self.settings.save_every == 0 or step == self.settings.steps
         if self.ranks.main:
-            self.write(logged)
+            self.bar.set_postfix_str(PROGRESS.format(**logged))
+            append_jsonl(f"{self.folder}/metrics.jsonl", logged)
+            self.keep_best(logged.get("accuracy_validation", 0.0))
             if due or step == 1:
                 group = one_group(samples, batch, tokenizer)
                 append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
         if due:
             self.save()
 
-    def write(self, logged):
-        self.bar.set_postfix_str(PROGRESS.format(**logged))
-        append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-        accuracy = logged.get("accuracy_validation", 0.0)
+    def keep_best(self, accuracy):
         best = self.state["best"] or {"accuracy": 0.0}
         if accuracy > best["accuracy"]:
-            self.state["best"] = {"accuracy": accuracy, "step": logged["step"]}
+            self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
             if self.settings.lora_rank:
                 save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
                 print("this is the best policy so far: it is kept in adapter-best")
@@ -164,11 +163,9 @@ class Keeper:
         if not self.ranks.main:
             return
         seconds = time.perf_counter() - self.started
-        found = {k: v for k, v in self.state.items() if k.endswith(("_before", "_after"))}
         summary = {
             "command": command_line(),
-            **found,
-            "best": self.state["best"],
+            **self.state,
             "held_out_questions": held_out_questions,
             "steps": self.settings.steps,
             "seconds": seconds,
@@ -179,7 +176,7 @@ class Keeper:
 
         def change(name):
             known = (f"{name}_before", f"{name}_after")
-            return " -> ".join(f"{found[k]:.1%}" for k in known if k in found)
+            return " -> ".join(f"{summary[k]:.1%}" for k in known if k in summary)
 
         best = self.state["best"]
         if best:

@@ -79,10 +79,7 @@ def make_tables(folder, plots):
     summaries = read_json(f"{folder}/learning/runs.json")
     steps = grouped(read_csv(f"{folder}/learning/steps.csv.gz"), "run")
     for name in SHOWN:
-        summary = summaries[name]
-        held_out = {"pass@1": [summary["accuracy_before"], summary["accuracy_after"]],
-                    "greedy": [summary["greedy_before"], summary["greedy_after"]]}
-        save_figure(f"{folder}/learning/{name}.png", learning_curve, steps[name,], held_out)
+        save_figure(f"{folder}/learning/{name}.png", learning_curve, steps[name,], summaries[name])
 
 
 def main(argv, plots):
