@@ -67,16 +67,15 @@ def fold(block, scales):
     for layer, reader in ((attention.qkv, attention.o), (attention.o, None),
                           (mlp.gate_up, mlp.down), (mlp.down, None)):
         weight = layer.weight.dequantize(torch.float32) * scales.get(layer, 1)
-        bias = None if layer.bias is None else layer.bias.clone()
+        divisor = torch.ones_like(weight[:, 0])
         if reader in scales:                   # the last of the stacked layers, v or up, feeds it
-            last = slice(-layer.sizes[-1], None)
-            weight[last] /= scales[reader][:, None]
-            if bias is not None:
-                bias[last] /= scales[reader]
-        for kind, rows in (("weight", weight), ("bias", bias)):
-            if rows is not None:
-                found |= {f"{name}.{kind}": part
-                          for name, part in zip(layer.names, rows.split(layer.sizes))}
+            divisor[-layer.sizes[-1]:] = scales[reader]
+        tensors = {"weight": weight / divisor[:, None]}
+        if layer.bias is not None:
+            tensors["bias"] = (layer.bias / divisor).to(layer.bias.dtype)
+        for kind, rows in tensors.items():
+            parts = rows.split(layer.sizes)
+            found |= {f"{name}.{kind}": part for name, part in zip(layer.names, parts)}
     return found
 
 

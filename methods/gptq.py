@@ -33,7 +33,6 @@ import qerl
 from harness.export import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
-from methods.parts.quantizers import round_e2m1
 
 
 def inverse_factor(gram, order, damping):
@@ -47,6 +46,14 @@ def inverse_factor(gram, order, damping):
     H.diagonal().add_(damping * H.diag().mean() + 1e-12)
     L = torch.linalg.cholesky(H.flip(0, 1)).flip(0, 1)
     return torch.linalg.solve_triangular(L, torch.eye(len(L)).to(L), upper=True).float()
+
+
+def round_e2m1(x):
+    """x -> the nearest of E2M1's values, ties to the even code."""
+    # Tables that stay on the device, where a CUDA graph may read them.
+    bounds = qerl.table_on(qerl.E2M1_BOUNDS, x.device)
+    magnitudes = qerl.table_on(qerl.E2M1_MAGNITUDES, x.device)
+    return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
 
 
 def round_columns(W, scale, U, rounded, losses):

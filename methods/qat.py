@@ -43,7 +43,7 @@ import qerl
 from harness.export import named_parts, require_16_bit, write_packed_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
-from methods.parts.quantizers import cached_folder, round_e2m1
+from methods.parts.quantizers import cached_folder
 from methods.parts.worked import answer_logits, fit, worked_sequences
 
 TOKENS = 2 ** 20                   # of worked answers to draw from
@@ -77,8 +77,8 @@ class FakeQuantLinear(TrainedLinear):
     def cast(self, dtype):
         _, bias = super().cast(dtype)
         W = self.master.detach()
-        scale = self.scale[..., None]
-        rounded = (round_e2m1(W.unflatten(1, (-1, 16)) / scale) * scale).flatten(1)
+        packed = qerl.encode_e2m1(W, self.scale)
+        rounded = qerl.dequantize_blocks(packed, qerl.E2M1, self.scale, torch.float32)
         return (rounded + (self.master - W)).to(dtype), bias       # the gradient of W is Ŵ's
 
     def packed_tensors(self):

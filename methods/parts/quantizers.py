@@ -31,14 +31,6 @@ def module_of(quantizer):
     return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
-def round_e2m1(x):
-    """x -> the nearest of E2M1's values, ties to the even code."""
-    # Tables that stay on the device, where a CUDA graph may read them.
-    bounds = qerl.table_on(qerl.E2M1_BOUNDS, x.device)
-    magnitudes = qerl.table_on(qerl.E2M1_MAGNITUDES, x.device)
-    return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
-
-
 def model_name(folder):
     """The name of a folder's model; in Hugging Face's cache the folder's own name is only a hash."""
     path = os.path.realpath(folder)
