@@ -286,36 +286,32 @@ def test_pivots_are_drawn_by_success_and_depth():
 
 
 def test_branches_join_the_samples_behind_their_question(qwen):
-    """Two questions of two completions: three failed, and two of these have pivots."""
+    """Two questions of two completions each: one failed, and one more without a pivot."""
     method = neighbour("deep_grpo", max_new_tokens=12)
     method.prepare(None, None, None, ByteText())
-    texts = ["ab\ncd", "right\n.", "no end", "x\ny"]
+    texts = ["ab\ncd", "right\n.", "no end", "right"]
     tokens = torch.tensor([list(text.ljust(8).encode()) for text in texts])
-    length = torch.tensor([5, 7, 6, 3])
+    length = torch.tensor([5, 7, 6, 5])
     rollout = qerl.Rollout(tokens, tokens, tokens, length, length > 0)
+    right = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     questions = [{"prompt": [1, 2]}, {"prompt": [4]}]
-    right = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     samples = train_gsm8k.Samples(questions, rollout, texts, right, right)
+    branch = {"prompt": [1, 2, *b"ab\n"], "begun": "ab\n"}
 
     def complete(asked, phase, **options):
-        prompts = [question["prompt"] for question in asked]
-        branches = qerl.generate(qerl.load_model(qwen[0]), prompts, 12, 2, **options)
-        return train_gsm8k.Samples(asked, branches, ["b1", "b2", "b3", "b4"], right, right)
-    both = method.sampling(lambda: samples, complete, seeded(0))()
-    assert both.questions == [
-        {"prompt": [1, 2]},
-        {"prompt": [1, 2, *b"ab\n"], "begun": "ab\n"},
-        {"prompt": [4]},
-        {"prompt": [4, *b"x\n"], "begun": "x\n"},
-    ]
-    assert both.texts == ["ab\ncd", "right\n.", "b1", "b2", "no end", "x\ny", "b3", "b4"]
-    assert both.rollout.length[2:4].tolist() == [9, 9]              # of 12, less what was begun
-    assert method.state["outcomes"] == [(0.5, 1.0), (0.5, 0.0)]
-    assert method.measured == {"branches": 2, "branch_accuracy": 0.25, "mended": 0.5}
-    # Each stream is half. Branches' are not divided by the deviation.
-    advantages = method.group_advantages(both.rewards, "grpo").flatten()
-    main = math.sqrt(2)
-    assert advantages.tolist() == pytest.approx([-main, main, -1, 1, 0, 0, 0, 0], rel=1e-3)
+        assert asked == (branch,)
+        rollout = qerl.generate(qerl.load_model(qwen[0]), [branch["prompt"]], 12, 2, **options)
+        return train_gsm8k.Samples(asked, rollout, ["b1", "b2"], right[:1], right[:1])
+    joined = method.sampling(lambda: samples, complete, seeded(0))()
+    assert joined.questions == [questions[0], branch, questions[1]]
+    assert joined.texts == [*texts[:2], "b1", "b2", *texts[2:]]
+    assert joined.rollout.length[2:4].tolist() == [9, 9]            # of 12, less what was begun
+    assert method.state["outcomes"] == [(0.5, 1.0)]
+    assert method.measured == {"branches": 1, "branch_accuracy": 0.5, "mended": 1.0}
+    # Each stream's is divided by its share of the groups, not the branches' by the deviation.
+    advantages = method.group_advantages(joined.rewards, "grpo")[:, 1].tolist()
+    usual = 0.5 ** 0.5
+    assert advantages == pytest.approx([usual * 3 / 2, 0.5 * 3, usual * 3 / 2], rel=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,22 +61,23 @@ def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("ended with status") == 2
 
 
+def settings_of_runs(args):
+    """The Settings of the command of each run."""
+    commands = [study.command_of(run, "cpu", args) for run in study.wanted_runs(args).values()]
+    return [train_gsm8k.arguments(command[2:]) for command in commands]
+
+
 def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path, monkeypatch):
-    args = study_arguments(tmp_path, "--group", "4")
-    run = {"name": "run", "arm": "nf4", "lr": 1e-4, "seed": 0}
-    for flags, expected in (("", "rtn"), ("--quantizer gptq", "gptq")):
-        monkeypatch.setitem(study.FLAGS, "nf4", f"--group 2 {flags}")
-        command = study.command_of(run, "cpu", args)
-        settings = train_gsm8k.arguments(command[2:])
-        assert (settings.group, settings.quantizer) == (2, expected)
+    monkeypatch.setitem(study.FLAGS, "nf4", "--group 2")
+    monkeypatch.setitem(study.FLAGS, "mxfp4", "--quantizer gptq")
+    runs = settings_of_runs(study_arguments(tmp_path, "--group", "4", "--seeds", "0"))
+    assert [(s.group, s.quantizer) for s in runs] == [(2, "rtn"), (4, "gptq")]
 
 
 def test_own_starts_make_a_policy_a_seed():
     flags = ["--own-starts", "--seeds", "2", "1", "--arms", "bf16"]
-    args = study.arguments(flags, "a study", "claims")
-    commands = [study.command_of(run, "cpu", args) for run in study.wanted_runs(args).values()]
-    settings = [train_gsm8k.arguments(command[2:]) for command in commands]
-    assert [(s.seed, s.start_seed) for s in settings] == [(2, 2), (1, 1)]
+    runs = settings_of_runs(study.arguments(flags, "a study", "claims"))
+    assert [(s.seed, s.start_seed) for s in runs] == [(2, 2), (1, 1)]
 
 
 def test_a_start_seed_makes_another_policy(cache, monkeypatch):
