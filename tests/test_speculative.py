@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import qerl
-from common import QUICK, run_main, stop_at
+from common import QUICK, run_main
 from harness.folders import read_jsonl
 from methods import speculative
 from test_qerl import NEAR, seeded, with_lora
@@ -24,14 +24,16 @@ def test_frequencies_are_the_policys(quiz, always):
     model = qerl.load_model(quiz, "bf16")
     method = speculative.Neighbour(None)
     rollout = method.generate(
-        model, [[2]], 3, 10000, temperature=0.6, slots=10000, generator=seeded(0))
+        model, [[2]], max_new_tokens=3, group_size=10000, temperature=0.6, slots=10000,
+        generator=seeded(0))
     assert 1.05 < method.measured["tokens_a_pass"] < 2.5
-    number = rollout.tokens @ torch.tensor([81, 9, 1])
     texts = torch.cartesian_prod(*[torch.arange(9)] * 3)                         # [729, 3]
-    logprobs = qerl.token_logprobs(model, [[2]] * 729, texts, torch.full((729,), 3), 0.6)
+    length = torch.full((729,), 3)
+    logprobs = qerl.token_logprobs(model, [[2]] * 729, texts, length, temperature=0.6)
     expected = 10000 * logprobs.sum(1).exp()
-    terms = (number.bincount(minlength=729) - expected) ** 2 / expected
-    terms = terms[expected > 10]
+    number = rollout.tokens @ torch.tensor([81, 9, 1])
+    difference = number.bincount(minlength=729) - expected
+    terms = (difference ** 2 / expected)[expected > 10]
     assert terms.sum() < len(terms) + 4 * (2 * len(terms)) ** 0.5
 
 
@@ -103,10 +105,9 @@ def test_a_draft_is_what_followed_on_the_last_three_tokens():
 
 
 def test_a_resumed_run_keeps_the_acceptance_and_not_the_texts(quiz, tmp_path, monkeypatch):
-    """Each step has all ten questions; the run is stopped in its second."""
-    options = ("--model", quiz, "--data", quiz, *QUICK, "--prompts", 10, "--steps", 3,
-               "--save-every", 1, "--skip-eval-before", "--method", "speculative",
-               "--out", tmp_path / "out")
+    """Each step has all ten questions; the run of two steps goes on to a third."""
+    options = ("--model", quiz, "--data", quiz, *QUICK, "--prompts", 10, "--skip-eval-before",
+               "--method", "speculative", "--out", tmp_path)
     known = []
     generate = speculative.Neighbour.generate
 
@@ -114,10 +115,10 @@ def test_a_resumed_run_keeps_the_acceptance_and_not_the_texts(quiz, tmp_path, mo
         known.append((len(self.texts), self.state["acceptance"]))
         return generate(self, *args, **options)
     monkeypatch.setattr(speculative.Neighbour, "generate", noted)
-    stop_at(2, *options)
-    run_main(*options, "--resume")
-    texts, acceptance = zip(*known)
-    assert texts == (0, 10, 0, 10)
-    assert acceptance[0] == 0.5 != acceptance[1] == acceptance[2]
-    log = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    run_main(*options, "--steps", 2)
+    run_main(*options, "--steps", 3, "--resume")
+    log = read_jsonl(tmp_path / "metrics.jsonl")
+    learned = [m["acceptance"] for m in log]
+    assert known == [(0, 0.5), (10, learned[0]), (0, learned[1])]
+    assert 0.5 not in learned
     assert all(m["speculated"] > 0 and m["tokens_a_pass"] > 1 for m in log)
