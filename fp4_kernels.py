@@ -247,10 +247,6 @@ class TiledWeight:
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
 
     @property
-    def device(self):
-        return self.words.device
-
-    @property
     def nf4(self):
         return self.scales.dtype == torch.bfloat16
 
@@ -260,8 +256,8 @@ class TiledWeight:
         interleaved: with its columns in the order of the tiles.
         """
         row_tiles, column_tiles, _ = self.words.shape
-        weight = torch.empty(64 * row_tiles, 64 * column_tiles, dtype=dtype, device=self.device)
-        by_tma = is_hopper(self.device)
+        weight = self.out_scale.new_empty(64 * row_tiles, 64 * column_tiles, dtype=dtype)
+        by_tma = is_hopper(weight.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
             self.words, self.scales, self.out_scale, self.table,
             tma_descriptor(weight, [64, 128]) if by_tma else weight,
@@ -275,7 +271,7 @@ class TiledWeight:
         at most; scaling: α/r.
         """
         rank = B.shape[1]
-        padded = max(16, 1 << (rank - 1).bit_length())
+        padded = max(16, triton.next_power_of_2(rank))
         A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
         B = F.pad(scaling * B / self.out_scale[:, None], (0, padded - rank))
         bounds = sum(sizes[:1]), sum(sizes[:2])

@@ -59,7 +59,7 @@ def launch_tiles():
     format = qerl.FORMATS["nvfp4"]
     weight = format.tile(*format.quantize(torch.ones(512, 512)))
     lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0)
-    for config in fp4_kernels.configs_on(weight.device):
+    for config in fp4_kernels.configs_on(weight.words.device):
         x = torch.empty(config.rows, 512, dtype=torch.bfloat16)
         fp4_kernels.config_for = lambda *_, chosen=config: chosen
         weight.multiply(x, bias=x[0].float(), residual=x, lora=lora)
