@@ -57,15 +57,16 @@ def test_flags_that_cannot_be_meant_are_named(argv, message):
         train_gsm8k.arguments(["--device", "cpu", *argv.split()])
 
 
-@pytest.mark.parametrize("program,arguments", [
-    ("train_gsm8k", ["--out", ""]),
-    ("bench", ["step", "--out", ""]),
-    ("methods.__main__", [""]),
+@pytest.mark.parametrize("program,arguments,message", [
+    # As an unset variable leaves it: `--out ''` would write to the root of the file system.
+    ("train_gsm8k", ["--out", ""], "'': a value is empty"),
+    ("bench", ["step", "--out", ""], "'': a value is empty"),
+    ("methods.__main__", [""], "'': a value is empty"),
+    ("bench", ["kernels", "--device", "cpu"], "the kernels run on a GPU alone"),
+    ("bench", ["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
 ])
-def test_every_program_refuses_an_empty_value(program, arguments):
-    """As an unset variable leaves it: `--out ''` would write to the root of the file system."""
-    module = importlib.import_module(program)
-    assert "'': a value is empty" in refused(*arguments, program=module)
+def test_every_program_refuses_in_one_line(program, arguments, message):
+    assert message in refused(*arguments, program=importlib.import_module(program))
 
 
 def test_help_tells_the_defaults(monkeypatch, capsys):
@@ -187,21 +188,16 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
 # --------------------------------------------------------------------------------------------------
 # The folder of a run
 
-def test_no_file_is_overwritten(tmp_path):
-    """What a run leaves that was killed before its first step is none."""
+def test_a_folder_that_is_used_is_refused(tmp_path):
+    """By another run, or for files; what a run left that was killed before its first step is none."""
     for name in (".lock", "checkpoint.safetensors.tmp"):
         (tmp_path / name).touch()
-    open_folder(str(tmp_path), resume=False).release()
-    (tmp_path / "eval.json").write_text("mine")
+    with open_folder(str(tmp_path), resume=False):
+        with pytest.raises(qerl.UserError, match="in use"):
+            open_folder(str(tmp_path), resume=False)
+    (tmp_path / "eval.json").touch()
     with pytest.raises(qerl.UserError, match="is not empty"):
         open_folder(str(tmp_path), resume=False)
-
-
-def test_a_folder_in_use_is_refused(tmp_path):
-    lock = open_folder(str(tmp_path), resume=False)
-    with pytest.raises(qerl.UserError, match="in use"):
-        open_folder(str(tmp_path), resume=False)
-    lock.release()
 
 
 def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
@@ -227,6 +223,13 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
         (tmp_path / "checkpoint.safetensors").write_bytes(content)
         with pytest.raises(qerl.UserError, match="checkpoint.safetensors: "):
             read_checkpoint(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="asks Linux what is mapped")
+def test_a_checkpoint_that_was_read_is_not_mapped(finished):
+    """Windows replaces no such file."""
+    checkpoint = read_checkpoint(finished)
+    assert checkpoint and str(finished) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, monkeypatch):

@@ -288,12 +288,3 @@ def test_bench_scaling_measures_processes(tmp_path, capsys):
     alone = {**rows[0], "processes": 1, "prompts": 2}
     assert [line["times one"] for line in speed_ups([alone, rows[0]])] == pytest.approx([1, 2])
     assert math.isnan(next(speed_ups(rows))["times one"])
-
-
-@pytest.mark.parametrize("options,message", [
-    (["kernels"], "--device cpu: the kernels run on a GPU alone"),
-    (["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
-])
-def test_bench_refuses(tmp_path, options, message):
-    options = (*options, "--device", "cpu", "--out", tmp_path / "bench")
-    assert message in refused(*options, program=bench)
