@@ -61,10 +61,8 @@ FAULTS = {
     "harness/run.py": [
         ('"chat_template_kwargs", "data",', '"chat_template_kwargs",',
          "tests/test_bad_input.py -k goes_on_longer"),
-        ('sound = f.metadata()["sha256"] == seal(tensors)', "sound = True",
-         "tests/test_bad_input.py -k flipped_bit"),
-        ("f.get_tensor(name).clone()", "f.get_tensor(name)",
-         "tests/test_bad_input.py -k not_mapped"),
+        ('sound = tensors.pop("sha256").equal(seal(tensors))',
+         'sound = tensors.pop("sha256") is not None', "tests/test_bad_input.py -k flipped_bit"),
         ('(q["question"], q["answer"], q["prompt"])', '(q["question"], q["prompt"])',
          "tests/test_bad_input.py -k does_not_go_on"),
         ("require(state[part] == ours", "require(True",

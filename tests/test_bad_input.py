@@ -225,13 +225,6 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
             read_checkpoint(tmp_path)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="asks Linux what is mapped")
-def test_a_checkpoint_that_was_read_is_not_mapped(finished):
-    """Windows replaces no such file."""
-    checkpoint = read_checkpoint(finished)
-    assert checkpoint and str(finished) not in Path("/proc/self/maps").read_text()
-
-
 def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, monkeypatch):
     """The newest where --out does not name one, and by the schedules of the longer run: its learning
     rate is that of an own run of four steps.
