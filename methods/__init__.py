@@ -104,7 +104,7 @@ def find(name, settings):
     method = neighbour(settings, variant)
     objective = qerl.OBJECTIVES[settings.algo]
     other_ratio = objective.log_ratio or objective.weighted_logprob
-    require(not other_ratio or "policy_loss" not in vars(neighbour),
+    require(not other_ratio or not hasattr(neighbour, "policy_loss"),
             f"--method {name}: its loss is of tokens' ratios, which --algo {settings.algo} does not clip; "
             "use --algo grpo, dapo or dr-grpo")
     method.check()

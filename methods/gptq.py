@@ -35,7 +35,7 @@ from methods import OtherCodes
 from methods.parts.calibration import calibrate
 
 
-def inverse_factor(gram, order, damping):
+def inverse_factor(gram, order):
     """U float32 [in, in], upper triangular, with UᵀU = (H + λI)⁻¹; H is the gram in another order.
 
     H, with rows and columns reversed, has a Cholesky factor. This factor, reversed again, is upper
@@ -43,7 +43,7 @@ def inverse_factor(gram, order, damping):
     such matrices take most of the memory.
     """
     H = gram[order][:, order].double()
-    H.diagonal().add_(damping * H.diag().mean() + 1e-12)
+    H.diagonal().add_(0.01 * H.diag().mean() + 1e-12)
     L = torch.linalg.cholesky(H.flip(0, 1)).flip(0, 1)
     return torch.linalg.solve_triangular(L, torch.eye(len(L)).to(L), upper=True).float()
 
@@ -79,7 +79,7 @@ def column_rounder(shape, device):
     return tensors, run
 
 
-def quantize_gptq(weight, gram, damping=0.01, group=128):
+def quantize_gptq(weight, gram, group=128):
     """weight [out, in], gram [in, in] = Σ x xᵀ -> packed, block_scale, global_scale; GPTQ's codes.
 
     The losses of `group` columns reach the columns behind them in one product.
@@ -89,7 +89,7 @@ def quantize_gptq(weight, gram, damping=0.01, group=128):
     order = gram.diag().argsort(descending=True, stable=True)
     W = weight.float()[:, order]
     column_scale = scale.repeat_interleave(16, 1)[:, order]
-    U = inverse_factor(gram, order, damping)
+    U = inverse_factor(gram, order)
     rounded = torch.empty_like(W)
     for start in range(0, len(order), group):
         now = slice(start, start + group)

@@ -60,7 +60,7 @@ def rilq_loss(model, teacher_hidden, rows):
     return 0.5 * mse + 0.5 * cross_entropy
 
 
-def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
+def compensate(model, teacher, sequences, lr=1e-4, steps=200):
     """Train the model's LoRA by rilq_loss; returns the validation losses, first that of the start.
 
     sequences: those of parts/worked.py. The adapter with the least validation loss stays in the model.
@@ -82,7 +82,7 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200, seed=0):
 
     losses = [validate()]
     best = adapter(model)
-    training_steps = fit(optimizer, loss_of, training, BATCH, device, seed)
+    training_steps = fit(optimizer, loss_of, training, BATCH, device)
     for step, _ in zip(range(1, steps + 1), training_steps):
         if step % EVERY == 0:
             losses.append(validate())

@@ -56,7 +56,7 @@ WEIGHTS = {
 
 
 @torch.no_grad()
-def correction(log_ratio, mask, kind, cap=2.0):
+def correction(log_ratio, mask, kind, cap):
     """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
 
     log_ratio float32 [B, C]: log ρ; mask bool [B, C]; kind: a name in WEIGHTS.

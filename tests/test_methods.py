@@ -351,7 +351,7 @@ def test_a_neighbour_trains_and_resumes(
     """
     monkeypatch.setattr(deep_grpo, "SENTENCE_END", re.compile(r"(?s)."))
     monkeypatch.setattr(rilq, "TEXTS", 10)
-    monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8, 0))
+    monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8))
     monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
@@ -381,6 +381,7 @@ def test_a_neighbour_trains_and_resumes(
     ("noise_control --sigma-start 0 --sigma-end 0", "there is no noise"),
     ("pooled_noise --group 6", "use a --group divisible by 4"),
     ("pooled_noise --tis 2", "leave out --tis"),
+    ("pooled_noise --algo gspo", "use --algo grpo, dapo or dr-grpo"),
     ("fp16 --dtype bfloat16", "computes in float16, not in bfloat16"),
     ("maspo --updates 1", "with one update a rollout the ratio is 1"),
     ("deep_grpo --algo dapo", "use --algo grpo"),

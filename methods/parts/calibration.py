@@ -80,14 +80,14 @@ def inputs_of(layers, block, batches, hidden, ropes):
 
 
 @torch.no_grad()
-def calibrate(model, sequences, batch=8):
+def calibrate(model, sequences):
     """Yield (block, {layer: Inputs}) of each block in turn.
 
     model: one of LeftInFiles; sequences: those of parts/worked.py. A block reads what the blocks
     before it give with the weights that the caller has left in them. After two seconds stderr shows a
     bar.
     """
-    batches = batches_of(sequences, batch, model.device)
+    batches = batches_of(sequences, 8, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):

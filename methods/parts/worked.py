@@ -13,12 +13,12 @@ class Worked(NamedTuple):
     answer: list                   # token ids, with the one that ends a completion
 
 
-def worked_sequences(questions, tokenizer, tokens, seed=0):
+def worked_sequences(questions, tokenizer, tokens):
     """Worked questions in a seeded order, until they have so many tokens; all, if all have fewer.
 
     questions: dicts with "question" and "answer"; tokenizer: a ByteText or a ChatText.
     """
-    order = random.Random(seed).sample(questions, len(questions))
+    order = random.Random(0).sample(questions, len(questions))
     sequences = []
     for question in order:
         work, _, final = question["answer"].rpartition("####")     # other data's has no steps
@@ -64,9 +64,9 @@ def answer_logits(model, rows, hidden=None):
     return logits.float(), rows.tokens.roll(-1, 1)[rows.answered]
 
 
-def fit(optimizer, loss_of, sequences, batch, device, seed=0):
+def fit(optimizer, loss_of, sequences, batch, device):
     """Take optimiser steps, each on `batch` of the sequences, and yield their losses, loss_of(Rows)."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     while True:
         rows = rows_of(rng.sample(sequences, min(batch, len(sequences))), device)
         loss = loss_of(rows)
