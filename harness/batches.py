@@ -137,8 +137,8 @@ def pick_groups(parts, order):
     """The groups of several train_gsm8k.Samples, one below the other, in this order: one Samples."""
     group = parts[0].rewards.shape[1]
     rows = [k * group + g for k in order for g in range(group)]
-    questions = [question for s in parts for question in s.questions]
-    texts = [text for s in parts for text in s.texts]
+    questions = sum([s.questions for s in parts], [])
+    texts = sum([s.texts for s in parts], [])
     return replace(
         parts[0],
         questions=[questions[k] for k in order],

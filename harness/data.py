@@ -21,7 +21,6 @@ from typing import NamedTuple
 import transformers
 
 from harness.answers import last_box, right_answer
-from harness.command import require_flag
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
 from qerl import UserError, reason, require
@@ -40,11 +39,11 @@ class Data(NamedTuple):
 
 def load_questions(settings):
     """The Data that settings of train_gsm8k ask for; none of what is held out is trained on."""
-    data = settings.data
-    if not data and not settings.model:
+    data = settings.data or settings.model and "gsm8k"
+    if not data:
         questions, held_out = made_up_problems()
-    elif not data or data == "gsm8k" or os.path.isdir(data):
-        folder = data if data and os.path.isdir(data) else made_once("openai-gsm8k", download)
+    elif data == "gsm8k" or os.path.isdir(data):
+        folder = data if os.path.isdir(data) else made_once("openai-gsm8k", download)
         questions = read_questions(folder, "train*.jsonl")
         held_out = read_questions(folder, "test*.jsonl")
     else:
@@ -54,11 +53,10 @@ def load_questions(settings):
         held_out = [q for source in settings.eval for q in math_questions(source)]
     tested = {q["question"].strip() for q in held_out}
     kept = [q for q in questions if q["question"].strip() not in tested]
-    require(kept, f"--data {data}: all of its questions are held out, too; give other --data or --eval")
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
-    require_flag(cut > 0, "validation", settings.validation,
-                 f"there are {len(kept)} training questions; lower it")
+    require(cut > 0, f"--data {data}: has {len(kept)} training questions that are not held out; give more, or "
+                     "lower --validation")
     sets = by_set(held_out, held_out).values()
     limit = settings.eval_questions or None
     limited = [question for one_set in sets for question in one_set[:limit]]

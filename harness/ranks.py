@@ -40,16 +40,14 @@ class Ranks:
         self.serve = lambda: None
 
     def start(self, device):
-        """Meet the other ranks -> this one's device, which for "cuda" is its GPU: "cuda:1".
+        """Meet the other ranks -> this one's device, which for any GPU is its own: "cuda:1".
 
         From here on that GPU is the process's current one. Raises UserError.
         """
         if self.count == 1:
             return device
-        require(device in ("cuda", "cpu"),
-                f"--device {device}: torchrun's processes choose their GPUs themselves; use cuda or cpu")
         backend = "gloo"
-        if device == "cuda":
+        if device != "cpu":
             here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
             require(here <= torch.cuda.device_count(),
                     f"--nproc-per-node {here}: only {torch.cuda.device_count()} GPUs are here; start as "

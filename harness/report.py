@@ -104,6 +104,11 @@ def one_group(samples, batch, text):
     """
     chosen = int(qerl.has_signal(samples.rewards).int().argmax())
     group = samples.rewards.shape[1]
+    figures = {
+        "entropy": samples.rollout.entropy,
+        "rollout_logprobs": batch.rollout_logprobs,
+        "training_logprobs": batch.old_logprobs,
+    }
     completions = []
     for i in range(group):
         row = chosen * group + i
@@ -114,9 +119,7 @@ def one_group(samples, batch, text):
             "correct": bool(samples.correct[chosen, i]),
             "advantage": round(batch.advantages[row].item(), 4),
             "tokens": [text.decode([token]) for token in batch.tokens[sampled].tolist()],
-            "entropy": rounded(samples.rollout.entropy[sampled]),
-            "rollout_logprobs": rounded(batch.rollout_logprobs[sampled]),
-            "training_logprobs": rounded(batch.old_logprobs[sampled]),
+            **{name: [round(x, 4) for x in t[sampled].tolist()] for name, t in figures.items()},
         })
     question = samples.questions[chosen]
     return {
@@ -124,10 +127,6 @@ def one_group(samples, batch, text):
         "number": str(question["right"]),
         "completions": completions,
     }
-
-
-def rounded(tensor):
-    return [round(value, 4) for value in tensor.tolist()]
 
 
 # --------------------------------------------------------------------------------------------------

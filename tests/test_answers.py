@@ -330,7 +330,7 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
     sets = load_questions(settings)
     assert ["".join(q["question"] for q in questions) for questions in sets] == ["ab", "", "cdf"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
-    for evaluate_on, message in ((["train.jsonl"], "all of its questions are held out"),
+    for evaluate_on, message in ((["train.jsonl"], "has 0 training questions that are not held out"),
                                  (None, "has no held-out questions; name some by --eval")):
         with pytest.raises(qerl.UserError, match=message):
             load_questions(replace(settings, eval=evaluate_on))

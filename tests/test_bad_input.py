@@ -130,7 +130,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--eval none.jsonl", "No such file or directory: 'none.jsonl'"),
     ("--data no-file", "Is a directory"),
     ("--eval used/answers.pandas", "is no .jsonl, .json or .parquet"),      # the library unpickles it
-    ("--validation 64", "--validation 64: there are 64 training questions; lower it"),
+    ("--validation 64", "has 64 training questions that are not held out"),
     ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
     ("--out used", "used: is not empty"),
