@@ -672,7 +672,6 @@ def main():
         if settings.eval_only:
             evaluate_only(settings)
         else:
-            run.folder = settings.out           # what a stopped run goes on from
             if settings.device != "cpu" and settings.model and not settings.shard:
                 print(forecast(settings, ranks.count))
             train(settings)

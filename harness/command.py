@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import safetensors
 import torch
 
-from harness.folders import CHECKPOINT
+from harness.folders import CHECKPOINT, LOCK
 from harness.ranks import Ranks
 from qerl import UserError, require
 
@@ -161,11 +161,10 @@ LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives an object to be filled in: the folder in which a run lives, so that one can go on with it,
-    and its lock, which is released at the end. Exit status: 2; after Ctrl-C 130, after a closed pipe
-    141.
+    Gives an object to be filled in: the lock of the folder in which a run lives, which is released at
+    the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
-    run = SimpleNamespace(folder=None, lock=None)
+    run = SimpleNamespace(lock=None)
     if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -189,21 +188,19 @@ def one_line():
 
 
 def end(run, message, resumable=False, status=2):
-    """End with an error's line and this status; a new run's folder goes, if nothing but its lock is in it."""
-    out = run.lock and os.path.dirname(run.lock.lock_file)
-    if out and os.listdir(out) == [".lock"]:
+    """End with an error's line and this status.
+
+    The line says how to go on, if there is something to go on with; a new run's folder goes, if
+    nothing but its lock is in it.
+    """
+    folder = run.lock and os.path.dirname(run.lock.lock_file)
+    if folder and os.listdir(folder) == [LOCK]:
         run.lock.release()                  # Windows removes no open file
-        shutil.rmtree(out, ignore_errors=True)                # "." or a link stays
-    advice = how_to_go_on(run.folder) if resumable else ""
-    print(f"error: {message}{advice}", file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)             # "." or a link stays
+    elif resumable and folder and os.path.exists(f"{folder}/{CHECKPOINT}"):
+        message = f"{message}; go on with --resume --out {folder}"
+    print(f"error: {message}", file=sys.stderr)
     Ranks().leave(status)
-
-
-def how_to_go_on(folder):
-    """What to type after a stop, if there is something to go on with."""
-    if not folder or not os.path.exists(f"{folder}/{CHECKPOINT}"):
-        return ""
-    return f"; go on with --resume --out {folder}"
 
 
 def flush_quietly():

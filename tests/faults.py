@@ -98,7 +98,7 @@ FAULTS = {
     "harness/command.py": [
         ('require(not any(word == "" or', "require(True or any(word or",
          "tests/test_bad_input.py -k every_program"),
-        ("        shutil.rmtree(out, ignore_errors=True)", "        pass",
+        ("        shutil.rmtree(folder, ignore_errors=True)", "        pass",
          "tests/test_bad_input.py -k no_empty_folder"),
     ],
     "studies/study.py": [
