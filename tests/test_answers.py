@@ -203,17 +203,14 @@ def test_a_random_reward_knows_nothing_of_the_answer():
     assert 160 < sum(rewards) < 240
 
 
-@pytest.mark.parametrize("opened,rewards", {
-    "\n<think>\n": [2.2, 2.0],
-    "": [2.0, 2.2],
-}.items())
-def test_what_the_prompt_has_opened_counts_for_the_format(opened, rewards):
-    tokenizer = SimpleNamespace(prompt=lambda question: question + opened, decode=str)
-    asked = with_prompts([{"question": "2+3?", "answer": "#### 5"}], tokenizer, 100)
+def test_what_the_prompt_has_opened_counts_for_the_format():
+    tokenizer = SimpleNamespace(prompt=str, decode=str)
+    questions = [{"question": f"2+3?{opened}", "answer": "#### 5"} for opened in ("", "\n<think>\n")]
+    asked = with_prompts(questions, tokenizer, 100)
     rest = "x\n</think>\n<answer>\\boxed{5}</answer>"
-    rollout = qerl.Rollout(torch.zeros(2, 1), *[None] * 4)
-    samples = train_gsm8k.score(asked, rollout, [rest, "<think>" + rest], "paper")
-    assert samples.rewards.tolist() == [pytest.approx(rewards)]
+    rollout = qerl.Rollout(torch.zeros(4, 1), *[None] * 4)
+    samples = train_gsm8k.score(asked, rollout, [rest, "<think>" + rest] * 2, "paper")
+    assert samples.rewards.flatten().tolist() == pytest.approx([2.0, 2.2, 2.2, 2.0])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
 """What a run is said to take before anything is loaded, beside what was measured."""
-import csv
-import gzip
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import train_gsm8k
 from common import run_main
 from harness.machine import GPUS, estimate, forecast
 from studies.random_models import config_of
+from studies.results import read_csv
 from test_qerl import HERE
 from train_gsm8k import Settings
 
@@ -45,11 +44,10 @@ def test_a_step_on_an_h100_is_within_a_quarter_of_the_recorded_one():
 
 def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
     """GSM8K on an H200, with the run's mean length and share of groups. Earlier code took longer."""
-    with gzip.open(RESULTS / "learning/steps.csv.gz", "rt") as f:
-        steps = list(csv.DictReader(f))
+    steps = read_csv(str(RESULTS / "learning/steps.csv.gz"))
 
     def column(run, name):
-        return [float(step[name]) for step in steps if step["run"] == run]
+        return [step[name] for step in steps if step["run"] == run]
 
     known = {f.name for f in fields(Settings)}
     runs = {name: run["settings"] for name, run in recorded("learning/runs").items()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from harness.ranks import Ranks
 from harness.run import read_checkpoint
 from methods.deep_grpo import CutSampler
 from studies.step import speed_ups
-from test_qerl import CONFIGS, CUDA, HERE, SIZES, WIDE, gpu, gradient, make_folder, relative
+from test_qerl import CONFIGS, CUDA, HERE, SIZES, WIDE, gradient, make_folder, relative
 from test_qerl import with_lora
 
 
@@ -184,24 +183,23 @@ def test_ranks_have_the_flags_of_the_first_and_the_same_content():
         ranks.agree({"weights": "b"})
 
 
-def passes_of(model, temperature):
+def passes_of(model):
     """A model's logits, a rollout's tokens and a gradient."""
     tokens = torch.arange(60, device=model.device).view(2, 30) + 5
     torch.manual_seed(3)
     with torch.no_grad():
         logits = model(tokens)
-    rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=temperature)
+    rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
     model(tokens).square().mean().backward()
     return logits, rollout.tokens, gradient(model)
 
 
-@pytest.mark.parametrize("device,backend,temperature,tolerance", [
-    ("cpu", "gloo", 1.0, 0),
-    # With the kernels; a decode step, its vote and its gatherings are recorded as one CUDA graph.
-    pytest.param("cuda", "nccl", 0.0, 1e-3, marks=gpu),
-])
-def test_gathered_weights_compute_the_same(deep, tmp_path, device, backend, temperature, tolerance):
-    """No layer keeps its own weight between passes."""
+def test_gathered_weights_compute_the_same(deep, tmp_path):
+    """No layer keeps its own weight between passes.
+
+    On a GPU a decode step, its vote and its gatherings are recorded as one CUDA graph.
+    """
+    device, backend, tolerance = ("cuda", "nccl", 1e-3) if CUDA else ("cpu", "gloo", 0)
     distributed.init_process_group(
         backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -212,18 +210,17 @@ def test_gathered_weights_compute_the_same(deep, tmp_path, device, backend, temp
         packed = [layers.packed_tensors(layer.weight)[0] for layer in cut.quantized_layers()]
         assert len({t.untyped_storage().data_ptr() for t in packed}) == 2        # for three blocks
         torch.testing.assert_close(
-            passes_of(cut, temperature), passes_of(whole, temperature),
-            rtol=tolerance, atol=tolerance / 100)
+            passes_of(cut), passes_of(whole), rtol=tolerance, atol=tolerance / 100)
         passes.serve()                              # nobody wants a pass
     finally:
         distributed.destroy_process_group()
 
 
-def test_ranks_keep_equal_pieces_of_a_layer(qwen, monkeypatch):
+def test_ranks_keep_equal_pieces_of_a_layer(qwen):
     """None has more than its share, but for padding."""
     def loaded_by(rank):
-        monkeypatch.setattr(layers, "Ranks", lambda: types.SimpleNamespace(rank=rank, count=3))
-        model = qerl.load_model(qwen[0], checkpoint_class=layers.ShardedCheckpoint)
+        with mock.patch.dict(os.environ, numbers_of(rank, 3)):
+            model = qerl.load_model(qwen[0], checkpoint_class=layers.ShardedCheckpoint)
         return model.quantized_layers()
 
     whole = qerl.load_model(qwen[0]).quantized_layers()
