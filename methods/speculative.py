@@ -7,8 +7,9 @@ as long as one over many.
 
 The formula (Leviathan et al., arXiv 2211.17192; drafts from earlier epochs: DAS, arXiv 2511.13841;
 both from secondary notes). The draft x_1 ... x_K of a sequence is what followed on its last three
-tokens in another completion of the same question, of this rollout or of earlier epochs. One pass over the
-sequence's last token and the draft gives K + 1 distributions, and a token is drawn from each:
+tokens in another completion of the same question, in this rollout or in the last one that had the
+question. One pass over the sequence's last token and the draft gives K + 1 distributions, and a token
+is drawn from each:
 
     y_j ~ p(· | the tokens so far, x_1 ... x_j),    j = 0 ... K
 
@@ -29,9 +30,9 @@ metrics.jsonl has a (`acceptance`), the tokens that a sequence got from a pass w
 (`tokens_a_pass`), the share of all tokens that came from such passes (`speculated`), and in seconds
 the rollout, to compare with that of the same command and `--method qerl`.
 
-What differs from QeRL: the sampler, which also goes down to fewer slots. Memory keeps the texts of
-earlier epochs, checkpoints do not: a resumed run begins without them, so that its samples differ from
-those of a run that was never stopped, with the same distribution.
+What differs from QeRL: the sampler, which also goes down to fewer slots. Memory keeps each question's
+last texts, checkpoints do not: a resumed run begins without them, so that its samples differ from those
+of a run that was never stopped, with the same distribution.
 
 The papers' results: DAS shortens a rollout by 30 to 50 % [secondary]. Ours: a rollout is 1.07 times
 as fast for 512 completions of 1.5B in the second and third epoch (results/README.md), because most
@@ -54,7 +55,6 @@ from qerl import IDLE
 ROWS = 100                     # 7B in NVFP4 on an H200: 2.6 ms a step for 1 row, 5.9 for 128
 CONTEXT = 3                    # so many last tokens are looked up
 PLACES = 2 ** 23               # in the table
-KEPT = 8                       # completions a question, the last of earlier epochs
 
 
 def best_draft(slots, acceptance):
@@ -102,18 +102,17 @@ class SpeculativeSampler(qerl.Sampler):
 
     fewest = 4
 
-    def __init__(self, earlier, acceptance, counts, model, count, slots, max_len, *args):
-        """earlier: texts of each prompt, int32 [number, max_new_tokens]; acceptance: that of drafts.
+    def __init__(self, earlier, question, acceptance, counts, model, count, slots, max_len, *args):
+        """earlier: other completions of these questions, int32 [count, max_new_tokens], or zeros.
 
-        counts int64 [3]: passes of a sequence with a draft, tokens they gave, drafts that failed.
+        question int64 [count]: the number of each one's question; acceptance: that of drafts; counts
+        int64 [3]: passes of a sequence with a draft, tokens they gave, drafts that failed.
         """
-        self.earlier = torch.cat(earlier)
+        self.earlier = earlier
+        idle = question.new_tensor([IDLE])                                       # of the spare row
+        self.question = torch.cat([question, idle, question]).to(model.device)
         self.acceptance = acceptance
         self.counts = counts
-        group = count // len(earlier)
-        question = [i for i in range(len(earlier)) for _ in range(group)] + [IDLE]    # of the spare row
-        question += [i for i, texts in enumerate(earlier) for _ in texts]
-        self.question = torch.tensor(question, device=model.device)
         super().__init__(model, count, slots, max_len + 7, *args)                # a draft may overhang
 
     def record(self):
@@ -122,9 +121,8 @@ class SpeculativeSampler(qerl.Sampler):
         if self.K:
             texts = torch.cat([self.tokens, self.earlier.to(self.tokens)])
             self.tokens = texts[:len(self.tokens)]     # what is written there is seen by the lookup
-            rest = len(texts) - len(self.length[:-1])
-            lengths = F.pad(self.length[:-1], (0, rest), value=texts.shape[1])   # nobody asks for padding
-            self.lookup = Lookup(texts, self.question, lengths)
+            whole = torch.full_like(self.length, texts.shape[1])     # padding is never looked up
+            self.lookup = Lookup(texts, self.question, torch.cat([self.length[:-1], whole]))
             self.ahead = torch.arange(self.K + 1, device=texts.device)[:, None]
         super().record()
 
@@ -171,19 +169,20 @@ class Neighbour(Method):
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
         self.state = {"acceptance": 0.5}               # a guess
-        self.texts = {}                                # a prompt's last completions
+        self.texts = {}                                # a prompt's completions, when it was last asked
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
         asked = list(map(tuple, prompts))
-        none = torch.zeros(0, max_new_tokens, dtype=torch.int32)
-        earlier = [self.texts.get(prompt, none) for prompt in asked]
+        none = torch.zeros(group_size, max_new_tokens, dtype=torch.int32)
+        earlier = torch.cat([self.texts.get(prompt, none) for prompt in asked])
+        question = torch.arange(len(earlier)) // group_size
         counts = torch.zeros(3, dtype=torch.long, device=model.device)
-        rollout = qerl.generate(
-            model, prompts, max_new_tokens, group_size, **options,
-            sampler_class=partial(SpeculativeSampler, earlier, self.state["acceptance"], counts))
+        sampler_class = partial(
+            SpeculativeSampler, earlier, question, self.state["acceptance"], counts)
+        rollout = qerl.generate(model, prompts, max_new_tokens, group_size,
+                                sampler_class=sampler_class, **options)
         tokens = F.pad(rollout.tokens, (0, max_new_tokens - rollout.tokens.shape[1])).int().cpu()
-        for prompt, before, texts in zip(asked, earlier, tokens.split(group_size)):
-            self.texts[prompt] = torch.cat([texts, before])[:KEPT]
+        self.texts |= zip(asked, tokens.split(group_size))
         passes, tokens, failed = counts.tolist()
         if passes:
             accepted = tokens - passes
