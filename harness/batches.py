@@ -43,18 +43,18 @@ class Batch:
         """The rows of all minibatches but the first."""
         return sum(self.minibatches[1:], [])
 
-    def rows(self, chosen):
-        """These rows (a list of ints) as a batch of their own."""
-        kept = {name: value[chosen] for name, value in vars(self).items()
-                if isinstance(value, torch.Tensor)}
-        prompts = [self.prompts[i] for i in chosen]
-        return replace(self, prompts=prompts, index=chosen, minibatches=None, **kept)
-
     def micro_batches(self, chosen, budget):
-        """These rows as batches of at most `budget` tokens each: see cut_rows."""
+        """These rows as batches of their own of at most `budget` tokens each: see cut_rows."""
         prompts = [self.prompts[i] for i in chosen]
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         for piece in cut_rows(prompts, self.length[chosen].tolist(), budget):
-            yield self.rows([chosen[i] for i in piece])
+            rows = [chosen[i] for i in piece]
+            yield replace(
+                self,
+                prompts=[prompts[i] for i in piece],
+                index=rows,
+                **{name: tensor[rows] for name, tensor in tensors.items()},
+            )
 
 
 def make_batch(samples, advantages, algo, settings, ranks):

@@ -183,9 +183,8 @@ def learning_curve(metrics, summary, plt):
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
         axis.plot(steps, [m.get(key) for m in metrics], color="tab:blue", linewidth=1.2)
-        axis.set(title=title, xlabel="step", ylabel=unit)
+        axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
-        axis.set_ylim(bottom=0)
         if noisy:
             noise_axis = axis.twinx()
             noise_axis.plot(steps, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2,
