@@ -124,7 +124,7 @@ class Neighbour(Method):
         parents, depths, questions, room = zip(*pivots)
         limits = torch.tensor(room).repeat_interleave(samples.rewards.shape[1])
         branched = complete(
-            questions, "branches", sampler_class=functools.partial(CutSampler, limits))
+            list(questions), "branches", sampler_class=functools.partial(CutSampler, limits))
         mended = branched.correct.amax(1)
         self.measured["branch_accuracy"] = branched.correct.mean().item()
         self.measured["mended"] = mended.mean().item()

@@ -1,8 +1,7 @@
 """QuRL: an 8-bit rollout whose clipping follows the truncation, and whose steps show in the codes.
 
-    python train_gsm8k.py --method qurl:acr                   ACR alone, with QeRL's rollout
-    python train_gsm8k.py --method qurl --lora-rank 0 --beta 0 --lr 1e-6    both, on an INT8 rollout
-                                                              (qurl:fp8: FP8)
+    python train_gsm8k.py --method qurl:acr            ACR alone, with QeRL's rollout
+    python train_gsm8k.py --method qurl --lr 1e-6      both, all weights, on an INT8 rollout; qurl:fp8: FP8
 
 The problem (arXiv 2602.13953, abstract; the formulas are from secondary notes, two of which agree).
 FlashRL's truncated weights make long runs collapse. And steps of RL are so small that rounding
@@ -65,7 +64,9 @@ class Neighbour(flashrl.Neighbour):
 
     @classmethod
     def defaults(cls, variant):
-        return dict(tis=2.0) if variant == "acr" else super().defaults(variant)
+        if variant == "acr":
+            return dict(tis=2.0)
+        return dict(**super().defaults(variant), lora_rank=0, beta=0.0)
 
     def check(self):
         settings = self.settings
@@ -74,8 +75,7 @@ class Neighbour(flashrl.Neighbour):
         if self.variant != "acr":
             super().check()
             require(settings.lora_rank == 0,
-                    f"{name}: UAQ is for weights that are trained; use --lora-rank 0 --beta 0 and a lower "
-                    "--lr, or --method qurl:acr")
+                    f"{name}: UAQ is for weights that are trained; use --lora-rank 0, or --method qurl:acr")
 
     def prepare(self, model, folder, questions, tokenizer):
         if self.variant != "acr":
