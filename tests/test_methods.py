@@ -305,7 +305,7 @@ def test_branches_join_the_samples_behind_their_question(qwen):
     branch = {"prompt": [1, 2, *b"ab\n"], "begun": "ab\n"}
 
     def complete(asked, phase, **options):
-        assert asked == (branch,)
+        assert asked == [branch]
         model = qerl.load_model(qwen[0])
         rollout = qerl.generate(model, [branch["prompt"]], 12, 2, **options)
         return train_gsm8k.Samples(asked, rollout, ["b1", "b2"], one_right, one_right)
