@@ -188,6 +188,10 @@ class Format:
     table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
 
+    def pack(self, weight):
+        """A weight [out, in] as an object that can multiply."""
+        return PackedWeight(self, *self.quantize(weight))
+
     def dequantize(self, packed, block_scale, global_scale, dtype):
         """Eq. 6: the three -> weight [out, in] in dtype; global_scale may be [1] or [out, 1]."""
         if self.table is None:

@@ -59,7 +59,7 @@ class TrainedLinear(qerl.QuantLinear):
 
     def prepare_decoding(self, dtype):
         weight, self.decode_bias = self.cast(dtype)
-        self.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight.detach()))
+        self.weight = qerl.FORMATS["bf16"].pack(weight.detach())
 
     def decode(self, x, residual=None):
         return self.weight.multiply(x, self.decode_bias, residual)

@@ -52,7 +52,7 @@ def keep_decoded(model, small=1e8):
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:
         weight = layer.weight.dequantize(dtype)
-        layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
+        layer.weight = qerl.FORMATS["bf16"].pack(weight)
 
 
 def fitted(settings, model, longest):

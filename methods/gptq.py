@@ -115,8 +115,8 @@ def choose_codes(model, sequences):
         for layer, seen in inputs.items():
             parts = quantize_gptq(layer.weight.dequantize(torch.float32), seen.gram)
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
-            kept = qerl.keep_16_bit(qerl.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype))
-            layer.weight = qerl.PackedWeight(qerl.FORMATS["bf16"], *kept)
+            rounded = qerl.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype)
+            layer.weight = qerl.FORMATS["bf16"].pack(rounded)
     column_rounder.cache_clear()
     return found
 

@@ -43,7 +43,7 @@ def merged_weight(layer, dtype):
     if torch.equal(row, row.to(dtype).float()):
         return None
     weight = current_weight(layer).to(dtype)
-    return qerl.PackedWeight(qerl.FORMATS["bf16"], *qerl.keep_16_bit(weight))
+    return qerl.FORMATS["bf16"].pack(weight)
 
 
 class MergingSampler(qerl.Sampler):
