@@ -13,6 +13,7 @@ import torch
 
 import fp4_kernels
 import qerl
+from methods.parts import eight_bit
 from studies.random_models import random_model
 
 
@@ -72,3 +73,6 @@ if __name__ == "__main__":
         launch_model(weights, torch.bfloat16 if capability >= 80 else torch.float16)
     if capability not in (75, 90):          # which have no tiles; on which the tests run them
         launch_tiles()
+    if capability >= 89:                    # which have FP8
+        eight_bit.quantize(torch.empty(300, 3584, dtype=torch.bfloat16), "fp8")
+        eight_bit.transposed(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))

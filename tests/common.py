@@ -91,22 +91,6 @@ def run_python(*args, cwd=HERE, **environment):
                           env={**os.environ, **environment})
 
 
-def compiled_for(target, *program):
-    """What a Python program prints that compiles kernels for an absent GPU: (name, number, ...) each."""
-    from triton.backends.nvidia import compiler
-    try:
-        compiler.get_ptxas(target)
-    except RuntimeError as e:
-        pytest.skip(f"needs NVIDIA's assembler: {e}")
-    done = run_python(*program, TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return [(name, *map(int, numbers)) for name, *numbers in lines]
-
-
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
-
-
 def killed_at(event, number, *args):
     """Run the training in a child that a SIGKILL ends before call `number` of a function.
 

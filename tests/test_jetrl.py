@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qerl
-from common import all_trained, compiled_for
+from common import all_trained
 from harness.layers import train_all_weights
 from methods import flashrl, jetrl
 from methods.parts import eight_bit
@@ -71,24 +71,6 @@ def test_kernel_transposes_bytes(columns):
     codes = torch.randint(256, (256, columns), dtype=torch.uint8, device=KERNEL_DEVICE)
     found = eight_bit.transposed(codes)
     assert torch.equal(found, codes.T) and found.is_contiguous()
-
-
-COMPILE = """
-import torch
-from methods.parts import eight_bit
-from studies import cross_compile
-cross_compile.pretend(89)
-eight_bit.quantize(torch.empty(300, 3584, dtype=torch.bfloat16), "fp8")
-eight_bit.transposed(torch.empty(256, 3584, dtype=torch.float8_e4m3fn))
-"""
-
-
-@pytest.mark.skipif(qerl.kernels is None, reason="needs Triton")
-def test_fp8_kernels_compile():
-    """For the oldest GPUs with FP8."""
-    names, shared = zip(*compiled_for(89, "-c", COMPILE))
-    assert names == ("quantize_kernel", "transpose_kernel")
-    assert max(shared) <= 2 ** 15
 
 
 @gpu

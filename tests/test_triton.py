@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import qerl
-from common import compiled_for, neighbour, run_python
+from common import neighbour, run_python
 from methods import merged, speculative
 from qerl import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
@@ -28,7 +28,8 @@ def test_the_interpreter_runs_the_kernels():
     if CUDA or kernels.INTERPRETED:
         pytest.skip("the kernel tests run by themselves")
     chosen = "kernel and not interpreter and not compile"
-    result = run_python("-m", "pytest", "-q", "-k", chosen, TRITON_INTERPRET="1")
+    files = ("tests/test_triton.py", "tests/test_jetrl.py")
+    result = run_python("-m", "pytest", "-q", *files, "-k", chosen, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-2000:]
     assert "skipped" not in result.stdout.splitlines()[-1]
 
@@ -96,16 +97,29 @@ SHARED = {
 }
 
 
+def compiled_for(target):
+    """(name, shared memory, tile's sizes if it is linear_kernel) of each kernel, compiled for a GPU."""
+    from triton.backends.nvidia import compiler
+    try:
+        compiler.get_ptxas(target)
+    except RuntimeError as e:
+        pytest.skip(f"needs NVIDIA's assembler: {e}")
+    done = run_python("-m", "studies.cross_compile", target, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [(name, *map(int, numbers)) for name, *numbers in lines]
+
+
 @needs_triton
 @pytest.mark.parametrize("target", SHARED)
 def test_kernels_compile_for(monkeypatch, target):
-    """Compiled, not run, for a GPU that is not here: all of a step, and linear_kernel's every
-    tile, but for Hopper's, which the kernel tests run.
+    """Compiled, not run, for a GPU that is not here: all of a step, FP8's of methods/, and
+    linear_kernel's every tile, but for Hopper's, which the kernel tests run.
 
     They fit into its memory, and as many programs of linear_kernel as are meant to run at once do.
     """
-    compiled = compiled_for(target, "-m", "studies.cross_compile", str(target))
-    assert len({name for name, *_ in compiled}) == (11 if target == 75 else 13)
+    compiled = compiled_for(target)
+    assert len({name for name, *_ in compiled}) == 11 + 2 * (target >= 80) + 2 * (target >= 89)
     monkeypatch.setattr(kernels, "capability", lambda device: divmod(target, 10))
     programs = {(config.rows, config.R, config.C): config.programs
                 for config in kernels.configs_on(None)}
