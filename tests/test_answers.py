@@ -55,8 +55,8 @@ FIVE = [
 ]
 
 
-@pytest.mark.parametrize("text,five",
-                         [(text, False) for text in NOT_FIVE] + [(text, True) for text in FIVE])
+@pytest.mark.parametrize(
+    "text,five", (dict.fromkeys(NOT_FIVE, False) | dict.fromkeys(FIVE, True)).items())
 def test_only_one_clear_number_counts(text, five):
     """Of a completion and, behind "####", of the right answer."""
     for completion in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}",
@@ -269,8 +269,6 @@ def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
     write_jsonl(tmp_path / "train.jsonl", [{"question": "fine", "answer": "#### 5"}, row])
     with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
         read_questions(tmp_path, "*")
-    with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
-        math_questions(f"{tmp_path}/train.jsonl")
 
 
 @pytest.mark.parametrize("question,demand", [
@@ -342,7 +340,7 @@ def test_long_prompts_are_counted_and_skipped(capsys):
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     """pass@1 is the mean of three answers to each question; the first of them is kept."""
     rows = [{"question": "a question", "right": Decimal(n), "source": source}
-            for source, n, count in (("a", 70, 2), ("b", 27, 1)) for _ in range(count)]
+            for source, n in (("a", 70), ("a", 70), ("b", 27))]
     texts = [["70", "no", "no"],
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
     monkeypatch.setattr(train_gsm8k, "answer_all", lambda *_: texts.pop())
