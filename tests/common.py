@@ -26,6 +26,97 @@ QUIZ_EOS = 4
 QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", r"\boxed{1}", r"\boxed{2}",
                "<think></think><answer>1</answer>", "<think></think><answer>2</answer>"]
 
+# The flags of a run of a second or two.
+QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
+         "--lora-rank", 2, "--lr", 1e-3, "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
+LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs and what they are made of
+
+def run_main(*args, program=train_gsm8k):
+    """Run a program with this command line."""
+    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, args)]):
+        program.main()
+
+
+def refused(*args, program=train_gsm8k):
+    """The one line with which a command ends, exit status 2."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="^2$"):
+        run_main(*args, program=program)
+    (line,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    return line
+
+
+def neighbour(name, **settings):
+    """A method as --method NAME finds it, with its defaults."""
+    values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
+    return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
+
+
+def all_trained(folder):
+    """A model whose weights, biases and norms are all trained."""
+    model = qerl.load_model(folder, "bf16")
+    train_all_weights(model)
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs that are stopped, and other processes
+
+def stop_at(step, *args):
+    """Run until the checkpoint of this step is due, and stop there as Ctrl-C does."""
+    write = harness.run.write_checkpoint
+
+    def stop(folder, content):
+        if content["state"]["step"] == step:
+            raise KeyboardInterrupt
+        write(folder, content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.run, "write_checkpoint", stop)
+        with pytest.raises(SystemExit, match="130"):
+            run_main(*args)
+
+
+def killed_at(event, number, *args):
+    """Run the training in a child that a SIGKILL ends before call `number` of a function.
+
+    event: the function's (module, name). Returns how often it was called; None if the child was
+    killed.
+    """
+    original = getattr(*event)
+    fork = multiprocessing.get_context("fork")
+    calls = fork.Value("i")
+
+    def counted(*given, **options):
+        calls.value += 1
+        if calls.value == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*given, **options)
+
+    def train():
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        torch.set_num_threads(1)
+        setattr(*event, counted)
+        run_main(*args)
+
+    child = fork.Process(target=train)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return None if child.exitcode else calls.value
+
+
+def run_python(*args, cwd=HERE, **environment):
+    """A finished process of python with these arguments."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, **environment})
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run did
 
 def recorded(monkeypatch):
     """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
@@ -51,17 +142,9 @@ def recorded(monkeypatch):
     return calls
 
 
-LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
-
-
-def run_main(*args, program=train_gsm8k):
-    """Run a program with this command line."""
-    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, args)]):
-        program.main()
-
-
-QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
-         "--lora-rank", 2, "--lr", 1e-3, "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
+def files_below(folder):
+    """{name: bytes} of all files below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def without_times(path):
@@ -69,76 +152,6 @@ def without_times(path):
     steps = map(json.loads, path.read_text().splitlines())
     return [{name: value for name, value in step.items()
              if name not in ("seconds", "tokens_per_s", "peak_memory_gb")} for step in steps]
-
-
-def refused(*args, program=train_gsm8k):
-    """The one line with which a command ends, exit status 2."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="^2$"):
-        run_main(*args, program=program)
-    (line,) = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-    return line
-
-
-def files_below(folder):
-    """{name: bytes} of all files below a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def run_python(*args, cwd=HERE, **environment):
-    """A finished process of python with these arguments."""
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True,
-                          env={**os.environ, **environment})
-
-
-def killed_at(event, number, *args):
-    """Run the training in a child that a SIGKILL ends before call `number` of a function.
-
-    event: the function's (module, name). Returns how often it was called; None if the child was
-    killed.
-    """
-    original = getattr(*event)
-    fork = multiprocessing.get_context("fork")
-    calls = fork.Value("i")
-
-    def counted(*given, **options):
-        calls.value += 1
-        if calls.value == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*given, **options)
-
-    def train():
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        torch.set_num_threads(1)
-        setattr(*event, counted)
-        sys.argv = ["train_gsm8k.py", *map(str, args)]
-        train_gsm8k.main()
-
-    child = fork.Process(target=train)
-    child.start()
-    child.join()
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return None if child.exitcode else calls.value
-
-
-def neighbour(name, **settings):
-    """A method as --method NAME finds it, with its defaults."""
-    values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
-    return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
-
-
-def stop_at(step, *args):
-    """Run until the checkpoint of this step is due, and stop there as Ctrl-C does."""
-    write = harness.run.write_checkpoint
-
-    def stop(folder, content):
-        if content["state"]["step"] == step:
-            raise KeyboardInterrupt
-        write(folder, content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.run, "write_checkpoint", stop)
-        with pytest.raises(SystemExit, match="130"):
-            run_main(*args)
 
 
 def tensors_of_checkpoint(out):
@@ -159,10 +172,3 @@ def assert_same_run(one, other):
     for a, b in zip(*map(tensors_of_checkpoint, (one, other)), strict=True):
         assert a.equal(b)
     return log
-
-
-def all_trained(folder):
-    """A model whose weights, biases and norms are all trained."""
-    model = qerl.load_model(folder, "bf16")
-    train_all_weights(model)
-    return model
