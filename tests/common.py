@@ -80,6 +80,9 @@ def stop_at(step, *args):
             run_main(*args)
 
 
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
+
+
 def killed_at(event, number, *args):
     """Run the training in a child that a SIGKILL ends before call `number` of a function.
 
