@@ -1,4 +1,6 @@
 """What memory holds, as a run finds it out and keeps it."""
+import json
+
 import torch
 
 import qerl
@@ -38,24 +40,20 @@ def test_slots_are_what_memory_holds(family, monkeypatch):
         assert machine.fitted(train_gsm8k.Settings(), model, longest).slots == slots
 
 
-def test_a_run_keeps_what_memory_held_when_it_began(quick, monkeypatch):
+def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
     """Otherwise a resumed run would draw other numbers and add in another order."""
-    found = []
-    load_all = train_gsm8k.load_all
+    def fitted(file, *flags):
+        run_main(*quick, *flags)
+        settings = json.loads((tmp_path / "run" / file).read_text())["settings"]
+        return settings["slots"], settings["micro_tokens"]
 
-    def watched(*given):
-        *loaded, settings = load_all(*given)
-        found.append((settings.slots, settings.micro_tokens))
-        return *loaded, settings
-
-    monkeypatch.setattr(train_gsm8k, "load_all", watched)
     free(monkeypatch, 10 ** 6)
-    run_main(*quick, "--steps", 1)
+    begun = fitted("summary.json", "--steps", 1)
+    assert 1 < begun[0] < 256
     free(monkeypatch, 10 ** 9)
-    for flags in (["--eval-only"], ["--steps", 2], ["--steps", 3, "--slots", 5]):
-        run_main(*quick, "--resume", *flags)
-    assert 1 < found[0][0] < 256
-    assert found[1:] == [found[0], found[0], (5, 512)]
+    assert fitted("eval.json", "--resume", "--eval-only") == begun
+    assert fitted("summary.json", "--resume", "--steps", 2) == begun
+    assert fitted("summary.json", "--resume", "--steps", 3, "--slots", 5) == (5, 512)
 
 
 def test_pieces_are_what_memory_holds(qwen, monkeypatch):

@@ -34,15 +34,13 @@ def test_cut_rows_by_hand():
 
 
 def test_questions_come_once_a_pass_in_a_new_order_each():
-    """Three of ten a step, so that a step may end one pass and begin another."""
-    def asked(seed):
-        steps = (train_gsm8k.next_questions("abcdefghij", i, 3, seed) for i in range(0, 300, 3))
-        return "".join(itertools.chain(*steps))
-
-    order = asked(0)
-    passes = {order[i:i + 10] for i in range(0, 300, 10)}
-    assert len(passes) == 30 and {"".join(sorted(one)) for one in passes} == {"abcdefghij"}
-    assert asked(0) == order != asked(1)
+    """A step may end one pass and begin another."""
+    questions = "abcdefghij"
+    order = train_gsm8k.next_questions(questions, 0, 300, seed=0)
+    passes = {tuple(order[i:i + 10]) for i in range(0, 300, 10)}
+    assert len(passes) == 30 and all("".join(sorted(one)) == questions for one in passes)
+    assert train_gsm8k.next_questions(questions, 8, 3, seed=0) == order[8:11]
+    assert train_gsm8k.next_questions(questions, 0, 300, seed=1) != order
 
 
 # --------------------------------------------------------------------------------------------------
