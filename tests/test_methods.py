@@ -255,7 +255,7 @@ def test_pooled_noise_shares_each_group_among_four_draws(qwen):
     prompts = [[5, 6, 7], [8, 9]]
     method = neighbour("pooled_noise")
     with method.adaptive_quantization_noise(model, 0.3, seeded(2)):
-        rollout = method.generate(model, prompts, 6, 8, slots=256, generator=seeded(1))
+        rollout = method.generate(model, prompts, 6, 8, generator=seeded(1))
     repeated = [p for p in prompts for _ in range(8)]
     noise = seeded(2)
     for draw in range(4):

@@ -66,7 +66,8 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
         return (nearest(blocks, stored * alpha) - blocks).square().sum(1)
     ours = decoded(*four_over_six.quantize_four_over_six(weight)).view(-1, 16)
     errors = (ours - blocks).square().sum(1)
-    assert_close(errors, torch.minimum(errors_with(6), errors_with(4)), rtol=1e-4, atol=1e-12)
+    best = torch.minimum(errors_with(6), errors_with(4))
+    assert_close(errors, best, rtol=1e-4, atol=1e-12)
 
 
 def textbook_gptq(weight, gram):
@@ -79,9 +80,9 @@ def textbook_gptq(weight, gram):
     inverse = (gram + damping * torch.eye(len(gram))).double().inverse()
     for j in gram.diag().argsort(descending=True):
         result[:, j] = nearest(W[:, j], scale[:, j])
-        loss = (W[:, j] - result[:, j]) / inverse[j, j]
-        W = W - torch.outer(loss, inverse[j])
-        inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+        of_column = inverse[j] / inverse[j, j]
+        W = W - torch.outer(W[:, j] - result[:, j], of_column)
+        inverse = inverse - torch.outer(inverse[:, j], of_column)
     return result.float()
 
 
@@ -231,13 +232,15 @@ def test_losses_equal_transformers(qwen, tmp_path):
     other, theirs = make_folder(tmp_path, seed=1)
     student, teacher = (qerl.load_model(folder, "bf16") for folder in (qwen[0], other))
     rows = worked.rows_of(TWO, "cpu")
-    found = (rilq.rilq_loss(student, teacher.hidden(rows.tokens), rows),
-             qat.answer_loss(student, teacher, rows))
     hidden, q = by_transformers(qwen[1])
     wanted, p = by_transformers(theirs)
-    expected = (0.5 * F.mse_loss(hidden, wanted) + 0.5 * F.nll_loss(q, ANSWERS),
-                (p.exp() * (p - q)).sum(-1).mean())
-    assert_close(found, expected, rtol=1e-4, atol=0)
+    mse = F.mse_loss(hidden, wanted)
+    cross_entropy = F.nll_loss(q, ANSWERS)
+    found = rilq.rilq_loss(student, teacher.hidden(rows.tokens), rows)
+    assert_close(found, 0.5 * mse + 0.5 * cross_entropy, rtol=1e-4, atol=0)
+    divergences = (p.exp() * (p - q)).sum(-1)
+    found = qat.answer_loss(student, teacher, rows)
+    assert_close(found, divergences.mean(), rtol=1e-4, atol=0)
 
 
 def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):

@@ -46,19 +46,23 @@ def test_greedy_completions_are_the_plain_samplers(family):
     prompts = [[i, 3, 2 * i + 1] for i in range(20)]
     endless = qerl.generate(model, prompts, 24, temperature=0)
     eos = set(endless.tokens[:6, 3].tolist())
-    plain = qerl.generate(model, prompts, 24, 2, temperature=0, eos=eos)
+    options = dict(max_new_tokens=24, group_size=2, temperature=0, eos=eos)
+    plain = qerl.generate(model, prompts, **options)
     assert plain.finished.any() and not plain.finished.all()
     method = speculative.Neighbour(None)
     for slots, acceptance in ((40, 0.1), (40, 0.5), (6, 0.5)):
         method.state["acceptance"] = acceptance
-        found = method.generate(model, prompts, 24, 2, temperature=0, eos=eos, slots=slots)
+        found = method.generate(model, prompts, slots=slots, **options)
         for name, tensor in vars(plain).items():
             assert_close(getattr(found, name), tensor, **NEAR)
         assert method.measured["speculated"] == 1 or acceptance == 0.1
     assert method.measured["tokens_a_pass"] > 1.5
 
 
-@pytest.mark.parametrize("wrong,acceptance,tokens_a_pass", [(0, 1.0, 7.0), (1, 0.1, 1.0)])
+@pytest.mark.parametrize("wrong,acceptance,tokens_a_pass", [
+    (0, 1.0, 7.0),
+    (1, 0.1, 1.0),
+])
 def test_right_drafts_make_several_tokens_a_pass(
         qwen, monkeypatch, always, wrong, acceptance, tokens_a_pass):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
@@ -100,7 +104,8 @@ def test_a_draft_is_what_followed_on_the_last_three_tokens():
     length = torch.tensor([4, 6, 5, 6])
     lookup = speculative.Lookup(texts, question, length)
     row = torch.tensor([0, 3])
-    drafts = lookup.draft(row, column=torch.tensor([4, 0]), K=2)
+    column = torch.tensor([4, 0])
+    drafts = lookup.draft(row, column, K=2)
     assert drafts.T.tolist() == [[5, 8], [1, 2]]       # behind 2 3 4, not behind 5 3 4
 
 
