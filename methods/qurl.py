@@ -1,7 +1,7 @@
 """QuRL: an 8-bit rollout whose clipping follows the truncation, and whose steps show in the codes.
 
     python train_gsm8k.py --method qurl:acr            ACR alone, with QeRL's rollout
-    python train_gsm8k.py --method qurl --lr 1e-6      both, all weights, on an INT8 rollout; qurl:fp8: FP8
+    python train_gsm8k.py --method qurl                both, all weights, on an INT8 rollout; qurl:fp8: FP8
 
 The problem (arXiv 2602.13953, abstract; the formulas are from secondary notes, two of which agree).
 FlashRL's truncated weights make long runs collapse. And steps of RL are so small that rounding
@@ -66,7 +66,7 @@ class Neighbour(flashrl.Neighbour):
     def defaults(cls, variant):
         if variant == "acr":
             return dict(tis=2.0)
-        return dict(**super().defaults(variant), lora_rank=0, beta=0.0)
+        return dict(**super().defaults(variant), lora_rank=0, beta=0.0, lr=1e-6)
 
     def check(self):
         settings = self.settings
