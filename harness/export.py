@@ -98,10 +98,10 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    theirs, shapes = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (stored, ours))
-    require(theirs == shapes,
-            f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear layers, "
-            "without --lora-rank")
+    shapes = {name: tensor.shape for name, tensor in ours.items()}
+    require({name: tensor.shape for name, tensor in stored.items()} == shapes,
+            f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear "
+            "layers, without --lora-rank")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}

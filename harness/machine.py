@@ -33,10 +33,11 @@ def free_memory(device):
 
 
 def keep_decoded(model, small=1e8):
-    """Replace 4-bit weights that no kernel multiplies by their values, if these take half of the free memory.
+    """Replace 4-bit weights that no kernel multiplies by their values, if there is room.
 
-    The values, and so all results, are the same to the last bit. A PackedWeight that stays is decoded anew for each token of a rollout; those of a small model stay,
-    so that one can watch them being decoded.
+    They may take half of the free memory. The values, and so all results, are the same to the last
+    bit. A PackedWeight that stays is decoded anew for each token of a rollout; those of a small model
+    stay, so that one can watch them being decoded.
     """
     dtype = model.embedding.dtype
     layers = [

@@ -1,6 +1,6 @@
 """A run's report.html: its curve, completions token by token, answers before and after.
 
-    python -c "from harness.report import write_report; write_report('runs/NAME')"       of one that stopped
+    python -c "import harness.report; harness.report.write_report('runs/NAME')"     of a stopped run
 
 The page is one file and loads nothing. Its text and its looks are in report.html.jinja.
 """

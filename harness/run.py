@@ -20,14 +20,14 @@ from qerl import require
 
 
 # Settings that are a process's own: where a run lives, what is done with it.
-FREE = {"out", "resume", "eval_only", "keep_activations", "shard", "preset", "save_quantized", "dry_run",
-        "gpu"}
+FREE = {"out", "resume", "eval_only", "keep_activations", "shard", "preset", "save_quantized",
+        "dry_run", "gpu"}
 # Others that flags may change for the rest of a run.
 CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens"}
 # What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes
 # with the instruction.
-POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha", "train_norms",
-          "reward", "chat_template_kwargs", "data", "adapter"}
+POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
+          "train_norms", "reward", "chat_template_kwargs", "data", "adapter"}
 
 
 def lasting(settings):
@@ -244,7 +244,8 @@ def resumed(given):
     """
     out = given.get("out") or newest_run()
     then = read_checkpoint(out)["settings"]
-    now = {**given, "device": given.get("device", then["device"]).partition(":")[0]}   # any GPU will do
+    device = given.get("device", then["device"])
+    now = {**given, "device": device.partition(":")[0]}                    # any GPU will do
     fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
     for name in sorted(fixed & now.keys() & then.keys()):
         require(now[name] == then[name],
@@ -278,6 +279,6 @@ def require_finite_rollout(rollout):
 
 @torch.no_grad()
 def require_finite_policy(model, prompt):
-    """After an update: refuse logits after a prompt that are NaN or infinite, as by such parameters."""
+    """After an update: refuse logits that are NaN or infinite, as such parameters make them."""
     tokens = torch.tensor([prompt], device=model.device)
     require_finite({"after this update the logits": model(tokens)[:, -1]})
