@@ -182,11 +182,15 @@ def keep_16_bit(weight):
 
 @dataclass(eq=False)
 class Format:
-    """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
+    """A way to store a weight [out, in] as (packed, block_scale, global_scale).
+
+    One whose codes have more than 4 bits has a `dequantize` of its own, in a subclass.
+    """
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
     table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
+    tiled: bool = False              # whether fp4_kernels knows it
 
     def pack(self, weight):
         """A weight [out, in] as an object that can multiply."""
@@ -211,9 +215,9 @@ class Format:
 
 
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two),
-    "nf4": Format(quantize_nf4, 64, NF4),
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
+    "nf4": Format(quantize_nf4, 64, NF4, tiled=True),
     "bf16": Format(keep_16_bit, 1),
 }
 
@@ -234,7 +238,7 @@ class PackedWeight:
     """
     # TiledWeight alone has True here. It stores its columns in the order in which the GPU's threads
     # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
-    # attention and silu_mul write x "interleaved" for it.
+    # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
     interleaved = False
 
     def __init__(self, format, *parts):
@@ -280,8 +284,8 @@ class FrozenLinear(torch.autograd.Function):
         h = None if A is None else x @ A.T                                       # [n, layers * r]
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
-        # In the second forward of recompute_in_backward (the first has no gradients) the block's
-        # result is not needed again: its backward starts from the result's gradient.
+        # The second forward of recompute_in_backward (the first has no gradients) only saves anew what
+        # backward needs. `down` is a block's last product, whose value nobody reads then.
         if layer.output_unread and ctx.needs_input_grad[0]:
             return x.new_zeros(len(x), len(weight))
         if h is not None and weight.shape[0] > weight.shape[1]:
@@ -441,7 +445,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     some are skipped, perhaps that of `start` or `end`. "exponential" needs start and end positive, or
     both 0.
     """
-    # In Eq. 8 K counts the noisy stages here, so that the last has `end`, as in the authors' code.
+    # Eq. 8's K is here the number of noisy stages, so that the last has `end`, as in the authors' code.
     # Algorithm 1's line 7 takes all stages, and would stop short of it; appendix F ends at σ_start.
     sigma = SCHEDULES[schedule]
     stage = step * stages // steps
@@ -841,7 +845,7 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # subclasses lower some
+        self.limit = torch.full_like(self.length, max_new_tokens)      # methods/deep_grpo.py lowers some
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         for layer in model.quantized_layers():
             layer.prepare_decoding(model.embedding.dtype)
@@ -851,7 +855,7 @@ class Sampler:
         """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
 
         With top-p the graph is of `forward` alone: it would keep the memory of the sort's temporaries.
-        Without kernels the twins run, and some wait for the GPU, which a graph cannot. (None, not
+        Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None, not
         self.step: a sampler that refers to itself would keep its cache after the call.)
         """
         self.replay = None
@@ -1021,7 +1025,7 @@ def adapters_off(model):
         for layer in layers:
             layer.use_adapter = use_adapter
     now = {name: trained[name].data for name in model.reference}
-    put(model.reference, use_adapter=trained.keys() == model.reference.keys())
+    put(model.reference, use_adapter=any("lora" in name for name in model.reference))
     try:
         yield
     finally:
@@ -1046,12 +1050,12 @@ def deviation(rewards):
 class Objective:
     """What tells one objective from another; the defaults are GRPO's.
 
-    The loss of a token is divided by `length` of its completion, and by `count` of all processes'
-    minibatch.
+    The loss of a token is divided by `length` of its completion, and by count(mask), which is summed
+    over all processes. With clip_low = clip_high = 0 weighted_logprob makes REINFORCE.
     """
     length: Callable = own_length   # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
     count: Callable = len           # mask -> a number
-    scale: Callable = deviation     # rewards [P, G] -> what r - mean(r) is divided by
+    divisor: Callable = deviation   # rewards [P, G] -> what r - mean(r) is divided by
     log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
@@ -1063,37 +1067,37 @@ OBJECTIVES = {
     # Eq. 3: the mean over completions of the mean over their tokens
     "grpo": Objective(),
     # arXiv 2503.14476: the mean over all tokens
-    "dapo": Objective(lambda mask, limit: 1, torch.sum, redraw=True, drop_truncated=True),
+    "dapo": Objective(length=lambda mask, limit: 1, count=torch.sum, redraw=True, drop_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
-    "dr-grpo": Objective(lambda mask, limit: limit, scale=lambda rewards: 1),
+    "dr-grpo": Objective(length=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
     "gspo": Objective(log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
-    "cispo": Objective(lambda mask, limit: 1, torch.sum, weighted_logprob=True,
+    "cispo": Objective(length=lambda mask, limit: 1, count=torch.sum, weighted_logprob=True,
                        defaults=dict(clip_low=1.0, clip_high=4.0)),
     # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
     # ratio of a completion is the product of its tokens'
-    "rloo": Objective(scale=lambda rewards: 1 - 1 / rewards.shape[1],
+    "rloo": Objective(divisor=lambda rewards: 1 - 1 / rewards.shape[1],
                       log_ratio=lambda x, mask: x.sum(1, keepdim=True)),
 }
 
 
-def group_advantages(rewards, algorithm="grpo"):
+def group_advantages(rewards, objective="grpo"):
     """rewards [P, G] -> advantages [P, G] (Eq. 4), exactly 0 in groups without signal.
 
-    algorithm: a name in OBJECTIVES.
+    objective: a name in OBJECTIVES.
     """
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / OBJECTIVES[algorithm].scale(rewards)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / OBJECTIVES[objective].divisor(rewards)
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
-def token_weights(mask, algorithm="grpo", limit=None):
+def token_weights(mask, objective="grpo", limit=None):
     """The weight of each token in the loss: mask bool [N, C] of a (mini)batch -> float32 [N, C].
 
-    algorithm: a name in OBJECTIVES; limit: the most tokens of a completion, which dr-grpo asks for.
+    objective: a name in OBJECTIVES; limit: the most tokens of a completion, which dr-grpo asks for.
     """
-    objective = OBJECTIVES[algorithm]
+    objective = OBJECTIVES[objective]
     mask = mask.float()
     count = torch.as_tensor(objective.count(mask)).clamp_min(1)
     return mask / objective.length(mask, limit) / count
@@ -1105,7 +1109,7 @@ def bounded(log_ratio):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_high=0.28,
-                ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0, algorithm="grpo"):
+                ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0, objective="grpo"):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs [B, C]; advantages [B] or [B, C];
@@ -1113,9 +1117,9 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     token_weights. Over a whole minibatch they add up to 1, so that the losses of its micro-batches
     simply add up to its loss. KL is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ:
     never negative, and unbiased if π_θ drew the tokens (here π_rollout did). With tis, the cap of
-    truncated_importance, that multiplies the gain, not the KL. algorithm: a name in OBJECTIVES.
+    truncated_importance, that multiplies the gain, not the KL. objective: a name in OBJECTIVES.
     """
-    objective = OBJECTIVES[algorithm]
+    objective = OBJECTIVES[objective]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
     if tis:
         advantage = advantage * truncated_importance(old_logprobs, rollout_logprobs, tis)
@@ -1409,8 +1413,7 @@ class Checkpoint:
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        in_codes = format.table is not None
-        if in_codes and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 

@@ -518,7 +518,7 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
     return trainer
 
 
-@pytest.mark.parametrize("algorithm,options", {
+@pytest.mark.parametrize("objective,options", {
     "grpo": dict(loss_type="grpo"),
     "dapo": dict(loss_type="dapo", beta=0.04, use_bias_correction_kl=False, temperature=0.7),
     "dr-grpo": dict(loss_type="dr_grpo"),
@@ -527,7 +527,7 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
     "cispo": dict(loss_type="cispo", epsilon_high=1.28),
     "rloo": dict(kind="RLOO", beta=0.0),
 }.items())
-def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, options):
+def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     """The gradients compared are those of the norms. No token of the last completion counts."""
     trainer = trl_trainer(qwen[0], tmp_path, **options)
     torch.manual_seed(0)
@@ -541,11 +541,11 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, algorithm, options):
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
     mask[3] = False
     advantages = torch.tensor([1.1, -1.0, -0.9, 0.0])
-    weights = qerl.token_weights(mask, algorithm, 20)
-    clip_low = 1.0 if algorithm == "cispo" else 0.2
+    weights = qerl.token_weights(mask, objective, 20)
+    clip_low = 1.0 if objective == "cispo" else 0.2
     loss, kl = qerl.policy_loss(
         logprobs, old, advantages, weights, clip_low, 0.28, reference if trainer.beta else None,
-        trainer.beta, algorithm=algorithm)
+        trainer.beta, objective=objective)
     loss.backward()
     theirs = trainer._compute_loss(trainer.model, {
         "prompt_ids": torch.tensor(prompts),

@@ -10,7 +10,7 @@
 """
 # Read from top to bottom: the settings, the loop (`train`) and its `update`, then the loop's parts:
 # loading, sampling and scoring, the optimiser, evaluation. What a run needs and the story does not,
-# such as checkpoints and plots, is in the folder harness/. `algo` in the loop is the module qerl; with
+# such as checkpoints and plots, is in the folder harness/. `method` in the loop is the module qerl; with
 # --method it is a neighbour in the folder methods/, which has some functions of its own and qerl's
 # others. Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
 # completion.
@@ -162,13 +162,13 @@ PRESETS = {
 def train(settings):
     """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
     ranks = Ranks()                                    # as many processes as torchrun started, or one
-    algo = find_algo(settings)                         # the module qerl, or a neighbour
-    model, tokenizer, data, settings = load_all(settings, algo, ranks)
+    method = find_method(settings)                     # the module qerl, or a neighbour
+    model, tokenizer, data, settings = load_all(settings, method, ranks)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
     generators = [sampling_rng, noise_rng]
-    keeper = Keeper(settings, ranks, model, optimizer, scaler, generators, algo, sum(data, []))
+    keeper = Keeper(settings, ranks, model, optimizer, scaler, generators, method, sum(data, []))
     state = keeper.state                               # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -177,7 +177,7 @@ def train(settings):
     def complete(asked, phase="rollout", **options):
         """Sample a group of completions for each of these questions, and score them."""
         with clock(phase):
-            rollout = algo.generate(
+            rollout = method.generate(
                 model, [q["prompt"] for q in asked], settings.max_new_tokens, settings.group,
                 temperature=settings.temperature, top_p=settings.top_p, eos=tokenizer.eos,
                 slots=settings.slots, generator=sampling_rng, **options)
@@ -191,42 +191,42 @@ def train(settings):
         state["drawn"] += len(asked)
         return complete(ranks.share(asked, settings.updates))
 
-    if algo is not qerl:
-        draw = algo.sampling(draw, complete, noise_rng)
+    if method is not qerl:
+        draw = method.sampling(draw, complete, noise_rng)
 
     for step in keeper.steps(clock):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
                                  settings.sigma_end, settings.schedule)
-        with algo.adaptive_quantization_noise(model, sigma, noise_rng):
+        with method.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = draw()                    # questions -> completions -> rewards
             if qerl.OBJECTIVES[settings.algo].redraw:         # further draws share this step's noise
                 samples = dynamic_sampling(samples, draw, ranks, settings.updates)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
-        advantages = algo.group_advantages(samples.rewards, settings.algo)                # [P, G]
-        batch = make_batch(samples, advantages, algo, settings, ranks)
+        advantages = method.group_advantages(samples.rewards, settings.algo)              # [P, G]
+        batch = make_batch(samples, advantages, method, settings, ranks)
 
         # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
         # first minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
             for rows in batch.micro_batches(batch.later_rows, settings.micro_tokens):
-                batch.old_logprobs[rows.index] = algo.token_logprobs(
+                batch.old_logprobs[rows.index] = method.token_logprobs(
                     model, rows.prompts, rows.tokens, rows.length, settings.temperature)
-            with algo.adapters_off(model):
+            with method.adapters_off(model):
                 taught = batch.taught_rows if settings.beta else []
                 for rows in batch.micro_batches(taught, settings.micro_tokens):
-                    batch.ref_logprobs[rows.index] = algo.token_logprobs(
+                    batch.ref_logprobs[rows.index] = method.token_logprobs(
                         model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
         with clock("update"):
-            update_metrics = update(algo, model, batch, optimizer, scaler, settings, ranks)
+            update_metrics = update(method, model, batch, optimizer, scaler, settings, ranks)
 
         # Log, evaluate and save.
         metrics = {"step": step + 1, "sigma": sigma, **update_metrics,
-                   **describe(samples, batch, clock, algo), **getattr(algo, "measured", {})}
+                   **describe(samples, batch, clock, method), **getattr(method, "measured", {})}
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
             metrics |= evaluate(model, tokenizer, data.validation, settings, "validation", ranks)
         keeper.log(metrics, samples, batch, tokenizer)
@@ -235,7 +235,7 @@ def train(settings):
     keeper.finish(len(data.held_out))
 
 
-def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
+def update(method, model, batch, optimizer, scaler, settings, ranks=Ranks()):
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
@@ -245,15 +245,16 @@ def update(algo, model, batch, optimizer, scaler, settings, ranks=Ranks()):
     trained = qerl.trainable(model).values()
     for number, minibatch in enumerate(batch.minibatches):
         for rows in batch.micro_batches(minibatch, settings.micro_tokens):
-            logprobs = algo.token_logprobs(
+            logprobs = method.token_logprobs(
                 model, rows.prompts, rows.tokens, rows.length, settings.temperature)
             if number == 0:                    # the policy has not moved since it sampled
                 rows.old_logprobs = logprobs.detach()
                 batch.old_logprobs[rows.index] = rows.old_logprobs
-            loss, kl = algo.policy_loss(                                                  # Eq. 3
+            loss, kl = method.policy_loss(                                                # Eq. 3
                 logprobs, rows.old_logprobs, rows.advantages, rows.weights,
-                settings.clip_low, settings.clip_high, rows.ref_logprobs, settings.beta,
-                rows.rollout_logprobs, settings.tis, settings.algo)
+                clip_low=settings.clip_low, clip_high=settings.clip_high,
+                ref_logprobs=rows.ref_logprobs, beta=settings.beta,
+                rollout_logprobs=rows.rollout_logprobs, tis=settings.tis, objective=settings.algo)
             scaler.scale(loss).backward()
             kls.append(kl.item())
         ranks.add_gradients(trained)
@@ -292,7 +293,7 @@ def instruction(scheme):
     return SYSTEM["paper" if "paper" in re.split(r"[+*]", scheme) else "answer"]
 
 
-def find_algo(settings):
+def find_method(settings):
     """The module qerl or, with --method, a neighbour: an object whose other functions are qerl's."""
     if settings.method == "qerl":
         return qerl
@@ -300,7 +301,7 @@ def find_algo(settings):
     return methods.find(settings.method, settings)
 
 
-def load_all(settings, algo, ranks=Ranks()):
+def load_all(settings, method, ranks=Ranks()):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
     data = load_questions(settings)
     if settings.model:
@@ -310,7 +311,7 @@ def load_all(settings, algo, ranks=Ranks()):
         folder = warm_start(settings.start_seed)
         tokenizer = ByteText()
     device = use_device(settings.device)
-    stored = stored_folder(settings, algo, folder, data.train, tokenizer)
+    stored = stored_folder(settings, method, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
         stored, settings.weights, settings.lora_rank, settings.device,
@@ -342,19 +343,19 @@ def load_all(settings, algo, ranks=Ranks()):
     require(len(data.held_out) >= ranks.count,
             f"held-out questions: {len(data.held_out)}, fewer than the {ranks.count} processes; raise "
             "--eval-questions, give more of them, or start fewer processes")
-    if algo is not qerl:
-        algo.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
+    if method is not qerl:
+        method.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
     return model, tokenizer, data, fitted(settings, model, longest)
 
 
-def stored_folder(settings, algo, folder, questions, tokenizer):
+def stored_folder(settings, method, folder, questions, tokenizer):
     """The folder whose weights are loaded: the model's, or one with the codes of --quantizer."""
     stored = folder
     if settings.quantizer != "rtn":
         from methods.parts.quantizers import quantized_folder
         stored = quantized_folder(folder, settings.quantizer, questions, tokenizer, settings.device)
-    return stored if algo is qerl else algo.stored_model(stored, folder, questions, tokenizer)
+    return stored if method is qerl else method.stored_model(stored, folder, questions, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -550,7 +551,7 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     return result
 
 
-def describe(samples, batch, clock, algo):
+def describe(samples, batch, clock, method):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
@@ -561,7 +562,7 @@ def describe(samples, batch, clock, algo):
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     policies = batch.old_logprobs, batch.rollout_logprobs, batch.taught
-    kl, largest_ratio = algo.mismatch(*policies)
+    kl, largest_ratio = method.mismatch(*policies)
     return {
         "reward": torch.cat([s.rewards for s in draws]).mean().item(),
         "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
@@ -584,7 +585,7 @@ def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     saved = read_checkpoint(settings.out) if settings.resume else None
     ranks = Ranks()
-    model, tokenizer, data, settings = load_all(settings, find_algo(settings), ranks)
+    model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
     if saved:
         state = saved["state"]
         require_same(state, model.fingerprints, settings.out)
@@ -623,10 +624,10 @@ def arguments(argv=None):
         given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
     preset = given.get("preset") or (None if given.get("model") else "small")
     values = dict(PRESETS.get(preset, {}))
-    algo = given.get("algo", "grpo")
-    if algo != "grpo":
+    objective = given.get("algo", "grpo")
+    if objective != "grpo":
         values["beta"] = 0.0                    # the other objectives are without a KL term
-    values |= qerl.OBJECTIVES[algo].defaults
+    values |= qerl.OBJECTIVES[objective].defaults
     values |= method_defaults(given.get("method", "qerl"))
     weights = (values | given).get("weights", Settings.weights)
     if preset == "paper" and weights == "bf16":
@@ -637,7 +638,7 @@ def arguments(argv=None):
         values |= adapter_settings(given["adapter"], given.get("model"))
     settings = Settings(**{**values, **given})
     check_settings(settings)
-    find_algo(settings)                                # it refuses settings that it cannot use
+    find_method(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)
     dtype = settings.dtype
     if dtype == "auto":

@@ -57,10 +57,10 @@ class Batch:
             )
 
 
-def make_batch(samples, advantages, algo, settings, ranks):
+def make_batch(samples, advantages, method, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    samples: train_gsm8k.Samples; advantages: float32 [P, G]; algo: the module qerl or a neighbour. A
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; method: the module qerl or a neighbour. A
     minibatch has neighbouring rows, mostly whole groups. A group whose rewards are equal has
     advantages of 0: without a KL term its rows are left out of the minibatches, and the weights of
     the others stay. (If no group has a signal the first stays, so that there is something to log.)
@@ -80,7 +80,7 @@ def make_batch(samples, advantages, algo, settings, ranks):
         count = torch.as_tensor(qerl.OBJECTIVES[settings.algo].count(mask[rows]), device=mask.device)
         fraction = count / ranks.total(count).clamp_min(1)
         weights.append(
-            algo.token_weights(mask[rows], settings.algo, settings.max_new_tokens) * fraction)
+            method.token_weights(mask[rows], settings.algo, settings.max_new_tokens) * fraction)
     unknown = torch.zeros_like(rollout.logprobs)
     return Batch(
         prompts=[question["prompt"] for question in samples.questions for _ in range(group)],

@@ -155,7 +155,7 @@ def estimate(config, settings, gpu, length, taught=1.0):
     lora = settings.lora_rank * (4 * d + 2 * (q + kv) + 3 * (d + wide))
     output = config.vocab_size * d
     # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale (of NF4 16)
-    frozen = blocks * block * (2 if settings.weights == "bf16" else 9 / 16)
+    frozen = blocks * block * (9 / 16 if qerl.FORMATS[settings.weights].tiled else 2)
     multiplied = 2 * (blocks * (block + lora) + output) / speed                # seconds a token
 
     # Memory: what is trained has float32, a gradient and AdamW's two moments.
@@ -208,7 +208,7 @@ def forecast(settings, processes):
     share = replace(settings, prompts=settings.prompts / processes)
     needed, step = estimate(config, share, (memory, *speeds), length, taught)
     minutes = settings.steps * step / 60
-    return (f"{model} takes at least {needed / 1e9:.1f} of {memory / 1e9:.0f} GB, more where it is free, "
+    return (f"{model} takes at least {needed / 1e9:.1f} of {memory / 1e9:.0f} GB, more if more is free, "
             f"and about {minutes:.0f} minutes on an {name}: {settings.steps} steps of {step:.1f} s, if "
             f"completions have {length} tokens, half of --max-new-tokens, and {taught:.0%} of the groups "
             "are trained on")

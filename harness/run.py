@@ -54,7 +54,7 @@ class Keeper:
     far, seconds, accuracies.
     """
 
-    def __init__(self, settings, ranks, model, optimizer, scaler, generators, algo, questions):
+    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and, with --resume, put them where the checkpoint had them.
 
         settings: with what memory holds; generators: list of torch.Generator; questions: all, whose
@@ -67,7 +67,7 @@ class Keeper:
         self.optimizer = optimizer
         self.scaler = scaler
         self.generators = generators
-        self.algo = algo
+        self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         begun_with = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
         planned = None
@@ -83,7 +83,7 @@ class Keeper:
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
 
-    def restore(self, settings, state, model, optimizer, scaler, generators, method):
+    def restore(self, settings, state, model, optimizer, scaler, generators, method_state):
         """Go on from what `save` has stored."""
         self.state = state
         self.model.load_state_dict(model, strict=False)
@@ -91,8 +91,8 @@ class Keeper:
         self.scaler.load_state_dict(scaler)
         for generator, stored in zip(self.generators, generators):
             generator.set_state(stored)
-        if method:
-            self.algo.state = method
+        if method_state:
+            self.method.state = method_state
         done = state["step"]
         steps = self.settings.steps
         require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
@@ -127,7 +127,7 @@ class Keeper:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "generators": [generator.get_state() for generator in self.generators],
-            "method": getattr(self.algo, "state", {}),
+            "method_state": getattr(self.method, "state", {}),
         })
 
     def log(self, metrics, samples, batch, tokenizer):

@@ -51,7 +51,7 @@ class Neighbour(Method):
                 "--method maspo: is defined without importance weights; use --tis 0")
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, *_):
+                    ref_logprobs, beta, **_):
         advantage = advantages[:, None]
         ratio = qerl.bounded(logprobs - old_logprobs).exp()
         w = maspo_weights(ratio.detach(), old_logprobs, advantage)

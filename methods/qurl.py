@@ -86,7 +86,7 @@ class Neighbour(flashrl.Neighbour):
         return sampled_by.adaptive_quantization_noise(model, sigma, generator)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, tis, *_):
+                    ref_logprobs, beta, rollout_logprobs, tis, **_):
         r = kept_of_weight(old_logprobs, rollout_logprobs, tis)
         return qerl.policy_loss(
             logprobs, old_logprobs, advantages, weights,

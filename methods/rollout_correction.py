@@ -79,7 +79,7 @@ class Neighbour(Method):
         return correction(old_logprobs - rollout_logprobs, mask, self.variant, cap)
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                    ref_logprobs, beta, rollout_logprobs, *_):
+                    ref_logprobs, beta, rollout_logprobs, **_):
         advantages = advantages[:, None]
         if self.variant == "bypass":
             old_logprobs = rollout_logprobs

@@ -53,7 +53,7 @@ def refused(*args, program=train_gsm8k):
 def neighbour(name, **settings):
     """A method as --method NAME finds it, with its defaults."""
     values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
-    return train_gsm8k.find_algo(train_gsm8k.Settings(**values))
+    return train_gsm8k.find_method(train_gsm8k.Settings(**values))
 
 
 def all_trained(folder):

@@ -73,7 +73,7 @@ FAULTS = {
     ],
     "harness/machine.py": [
         ("2 * size <= free", "size <= free", "tests/test_memory.py -k decoded"),
-        ("else 9 / 16)", "else 1 / 2)", "tests/test_estimate.py -k memory"),
+        ("(9 / 16 if", "(1 / 2 if", "tests/test_estimate.py -k memory"),
     ],
     "train_gsm8k.py": [
         ("or scaler.get_scale() <= 1 else", "or True else", "tests/test_run.py -k float16"),

@@ -79,8 +79,8 @@ def test_a_loss_has_the_gradient_of_its_formula(name):
     advantages = torch.tensor([1000.0, -0.5, 2.0, -2.5, 0.7])
     method = neighbour(name, updates=2)
     loss, _ = method.policy_loss(
-        logprobs, old, advantages, weights, 0.2, 0.28, reference, 0.1, old - log_rho,
-        method.settings.tis)
+        logprobs, old, advantages, weights, clip_low=0.2, clip_high=0.28, ref_logprobs=reference,
+        beta=0.1, rollout_logprobs=old - log_rho, tis=method.settings.tis)
     ratio = (logprobs - old).exp()
     gain = gains(ratio, log_rho, old, advantages[:, None])[name]
     x = reference - logprobs

@@ -118,10 +118,10 @@ def draws_of_a_step(rollouts, settings):
     return draws, groups
 
 
-def set_advantages(group, algo):
+def set_advantages(group, objective):
     """Eq. 4 of one group; Dr. GRPO does not divide."""
     rewards = torch.tensor([row.reward for row in group])
-    divisor = 1 if algo == "dr-grpo" else rewards.std() + 1e-4
+    divisor = 1 if objective == "dr-grpo" else rewards.std() + 1e-4
     for row in group:
         row.teaches = teaches(group)
         row.advantage = ((row.reward - rewards.mean()) / divisor).item() if row.teaches else 0.0
@@ -355,8 +355,8 @@ def losses_times(*factors):
     policy_loss = qerl.policy_loss
     factors = itertools.chain(factors, itertools.repeat(1))
 
-    def multiplied(*args):
-        loss, kl = policy_loss(*args)
+    def multiplied(*args, **options):
+        loss, kl = policy_loss(*args, **options)
         return loss * next(factors), kl
 
     return mock.patch.object(qerl, "policy_loss", multiplied)

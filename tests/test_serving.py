@@ -122,7 +122,7 @@ def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, 
     """Validation questions are apart when the codes are saved, too."""
     asked = []
 
-    def note(settings, algo, folder, questions, tokenizer):
+    def note(settings, method, folder, questions, tokenizer):
         asked.append([question["question"] for question in questions])
         raise qerl.UserError("noted")
     monkeypatch.setattr(train_gsm8k, "stored_folder", note)

@@ -353,7 +353,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
     monkeypatch.setattr(kernels, "MOST_PARTS", 2)      # of 192 tokens
     monkeypatch.setattr(speculative, "best_draft", lambda slots, acceptance: 3)
     prompts = [[5, 6] * n for n in (1, 32, 127, 150)]
-    algo = neighbour(method)
+    method = neighbour(method)
     admit = qerl.Sampler.admit
 
     def prefill(*args):                    # which would take the interpreter minutes
@@ -362,7 +362,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
 
     def generated():
         model = one_block(tmp_path, name, dtype=torch.float32)
-        return algo.generate(model, prompts, count, 1, temperature=0)
+        return method.generate(model, prompts, count, 1, temperature=0)
 
     with pytorch_alone():
         expected = generated()
@@ -387,17 +387,17 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(merged, "MERGED_ABOVE", 64)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(60)] * 2
-    algo = neighbour(name)
+    method = neighbour(name)
     for _ in range(2):
         if name == "speculative":
-            algo.state["acceptance"] = 0.9             # else so many slots would have no drafts
-        rollout = algo.generate(model, prompts, 40, 1, top_p=top_p, slots=70)
+            method.state["acceptance"] = 0.9             # else so many slots would have no drafts
+        rollout = method.generate(model, prompts, 40, 1, top_p=top_p, slots=70)
     with torch.no_grad():
         logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
     errors = (logprobs - rollout.logprobs).abs()
     assert errors[rollout.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
-    assert name != "speculative" or algo.measured["tokens_a_pass"] > 1
+    assert name != "speculative" or method.measured["tokens_a_pass"] > 1
 
 
 @gpu
