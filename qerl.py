@@ -1188,7 +1188,7 @@ def pack(prompts, length):
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
     places = ends[P:] - ends[P]                        # where completions begin, and the last ends
     before = torch.arange(ends[P], ends[-1]) - 1
-    before[places[:-1]] = ends[1:][owner] - 1
+    before[places[:-1]] = ends[1:][owner] - 1          # of a completion's first token its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     position, before, ends, group_ends = (
         to_device(t, length.device) for t in (position, before, ends, group_ends))

@@ -290,7 +290,7 @@ SYSTEM["random"] = SYSTEM["answer"]
 
 def instruction(scheme):
     """The system's message of a --reward, which asks for the format that the reward looks for."""
-    return SYSTEM["paper" if "paper" in re.split(r"[+*]", scheme) else "answer"]
+    return SYSTEM["paper" if "paper" in re.split(r"[\s+*]+", scheme) else "answer"]
 
 
 def find_method(settings):
@@ -340,9 +340,10 @@ def load_all(settings, method, ranks=Ranks()):
     find_reward(settings.reward)("", data.train[0])    # one that fails does so before all else
     if ranks.main:
         print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
-    require(len(data.held_out) >= ranks.count,
-            f"held-out questions: {len(data.held_out)}, fewer than the {ranks.count} processes; raise "
-            "--eval-questions, give more of them, or start fewer processes")
+    fewest = min(len(data.held_out), len(data.validation) or ranks.count)
+    require(fewest >= ranks.count,
+            f"held-out questions: {fewest}, fewer than the {ranks.count} processes; raise --eval-questions "
+            "and --validation, give more of them, or start fewer processes")
     if method is not qerl:
         method.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
@@ -407,7 +408,7 @@ def find_reward(scheme):
     """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
     terms = []
     for term in scheme.split("+"):
-        weight, _, name = term.strip().rpartition("*")
+        weight, _, name = map(str.strip, term.rpartition("*"))
         try:
             weight = float(weight or 1)
         except ValueError:
@@ -498,7 +499,8 @@ def set_learning_rate(optimizer, step, settings):
 
 def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
     """The texts of `samples` answers to each question, to which each process gives its part."""
-    first, last = (len(questions) * (ranks.rank + end) // ranks.count for end in (0, 1))
+    first = len(questions) * ranks.rank // ranks.count
+    last = len(questions) * (ranks.rank + 1) // ranks.count
     prompts = [question["prompt"] for question in questions[first:last]]
     rng = torch.Generator(model.device).manual_seed(settings.seed)
     ranks.differ(rng, settings.seed, 0)
@@ -620,6 +622,8 @@ def arguments(argv=None):
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if "model" in given:
         given["model"] = full_name(given["model"])
+    if given.get("dtype") == "auto":
+        del given["dtype"]                      # the default, or with --resume what the run has
     if given.get("resume"):
         given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
     preset = given.get("preset") or (None if given.get("model") else "small")

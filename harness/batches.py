@@ -71,7 +71,8 @@ def make_batch(samples, advantages, method, settings, ranks):
     if qerl.OBJECTIVES[settings.algo].drop_truncated:      # (the authors' code does so for GRPO, too)
         mask = mask & rollout.finished[:, None]
     teaches = qerl.has_signal(samples.rewards)
-    teaches[0] |= not teaches.any()
+    if not teaches.any():
+        teaches[0] = True
     teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
     minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
     weights = []

@@ -122,31 +122,31 @@ def check_settings(settings):
     each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
     updates = settings.updates
     processes = Ranks().count
-    together = [
-        ("prompts", settings.prompts % (updates * processes) == 0,
+    together = [            # a flag, when it counts, what must then be so
+        ("prompts", True, settings.prompts % (updates * processes) == 0,
          f"is not divisible by --updates {updates} in {processes} process(es); change one of them"),
-        ("eval_every", settings.validation or not settings.eval_every,
+        ("eval_every", settings.eval_every, settings.validation,
          "needs questions to evaluate on; give --validation, how many"),
-        ("sigma_end", settings.schedule != "exponential" or
+        ("sigma_end", settings.schedule == "exponential",
          (settings.sigma_start > 0) == (settings.sigma_end > 0),
          "an exponential schedule needs both sigmas positive (or both 0: no noise)"),
-        ("quantizer", settings.quantizer == "rtn" or settings.weights == "nvfp4",
+        ("quantizer", settings.quantizer != "rtn", settings.weights == "nvfp4",
          "chooses codes of NVFP4; use --weights nvfp4, or --quantizer rtn"),
-        ("lora_rank", settings.lora_rank or
+        ("lora_rank", settings.lora_rank == 0,
          settings.weights == "bf16" and not settings.beta and not settings.shard,
          "trains the weights themselves; use --weights bf16 and --beta 0, and leave --shard out"),
-        ("dry_run", settings.model and not settings.shard or not settings.dry_run,
+        ("dry_run", settings.dry_run, settings.model and not settings.shard,
          "knows real models alone, and no --shard; name one with --model"),
-        ("method", settings.method == "qerl" or processes == 1,
+        ("method", settings.method != "qerl", processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
-        ("save_quantized", settings.save_quantized is None or
+        ("save_quantized", settings.save_quantized is not None,
          settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
          and not settings.resume and not settings.eval_only,
          "saves a real model as --quantizer makes it, and does nothing else; name it with --model, and "
          "leave --weights, --method, --resume and --eval-only out"),
     ]
-    for name, ok, what in together:
-        require_flag(ok, name, getattr(settings, name), what)
+    for name, counts, ok, what in together:
+        require_flag(not counts or ok, name, getattr(settings, name), what)
     check_device(settings.device)
 
 

@@ -81,7 +81,8 @@ def adapter_settings(folder, model):
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
                         "format, such as runs/NAME/adapter")
     require(usual, f"--adapter {folder}: is not plain LoRA; use one without rsLoRA and DoRA")
-    if model and os.path.basename(os.path.normpath(model)) not in base:
+    first = os.environ.get("RANK", "0") == "0"         # of torchrun's processes
+    if first and model and os.path.basename(os.path.normpath(model)) not in base:
         print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
 

@@ -23,7 +23,7 @@ from qerl import require
 
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max,
-          "peak_memory_gb": max, "step": max}
+          "peak_memory_gb": max}
 
 
 class Ranks:

@@ -87,7 +87,8 @@ class Keeper:
         """Go on from what `save` has stored."""
         self.state = state
         self.model.load_state_dict(model, strict=False)
-        self.optimizer.load_state_dict(optimizer)
+        of_parameters = {int(number): values for number, values in optimizer["state"].items()}
+        self.optimizer.load_state_dict({**optimizer, "state": of_parameters})      # JSON made texts of them
         self.scaler.load_state_dict(scaler)
         for generator, stored in zip(self.generators, generators):
             generator.set_state(stored)
@@ -207,7 +208,7 @@ def write_checkpoint(folder, content):
 
     def number(tensor):
         tensors[str(len(tensors))] = tensor.cpu().contiguous()
-        return {"tensor": str(len(tensors) - 1)}
+        return {"@tensor": str(len(tensors) - 1)}
 
     text = json.dumps(content, default=number, allow_nan=False)
     tensors["content"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -229,10 +230,7 @@ def read_checkpoint(folder):
     require(sound, f"{path}: is damaged; start a new run in another --out, and keep this folder's adapter")
 
     def place(found):
-        if "tensor" in found:
-            return tensors[found["tensor"]]
-        # JSON made texts of the optimiser's numbers.
-        return {int(key) if key.isdigit() else key: value for key, value in found.items()}
+        return tensors[found["@tensor"]] if "@tensor" in found else found
 
     return json.loads(bytes(tensors["content"].tolist()), object_hook=place)
 

@@ -182,7 +182,7 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
     run_main(*options)
     tomorrow = SimpleNamespace(now=lambda: datetime(2100, 1, 2))
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", tomorrow)
-    run_main(*options, "--resume")
+    run_main(*options, "--resume", "--dtype", "auto")
     assert len(list(cache.glob("*gptq*"))) == 1
 
 

@@ -67,9 +67,9 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
     """With its weight, and beside one of ours; it gets the question as a dict."""
     own = own_reward(tmp_path, "return -len(completion.split()) + float(question['right'])")
     assert train_gsm8k.find_reward(own) is train_gsm8k.find_reward(own)      # its file is run once
-    both = train_gsm8k.find_reward(f"answer+0.5*{own}")
+    both = train_gsm8k.find_reward(f"answer + 0.5 * {own}")
     assert both("so \\boxed{5}", {"right": 5}) == 1 + 0.5 * 3
-    assert train_gsm8k.instruction(f"0.1*{own}+paper") == train_gsm8k.SYSTEM["paper"]
+    assert train_gsm8k.instruction(f"0.1*{own} + 2 * paper") == train_gsm8k.SYSTEM["paper"]
 
 
 @pytest.mark.parametrize("body,said", [
