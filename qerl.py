@@ -511,8 +511,7 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     """Put one token of each slot into a layer's cache and attend to all that are there.
 
     qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
-    Returns [slots, heads * D]. methods/speculative.py puts in T tokens of each slot at once: T * slots
-    rows, first the next token of each slot, then the one after it, each with its own cache.filled.
+    Returns [slots, heads * D].
     """
     kv_cache = cache.layers[layer]
     filled = cache.filled
@@ -520,17 +519,17 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
         return kernels.decode_attention(qkv, cos, sin, kv_cache, filled, interleaved)
     _, slots, kv_heads, _, D = kv_cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
-    q, k, v = qkv.view(len(qkv), -1, D).split([heads, kv_heads, kv_heads], 1)    # [rows, heads, D]
-    q = rotary(q, cos, sin)
-    slot = torch.arange(len(qkv), device=qkv.device) % slots
-    kv_cache[:, slot, :, filled] = torch.stack([rotary(k, cos, sin), v], 1)      # [rows, 2, kv_heads, D]
+    q, k, v = qkv.view(slots, -1, D).split([heads, kv_heads, kv_heads], 1)       # [slots, heads, D]
+    slot = torch.arange(slots, device=qkv.device)
+    kv_cache[0, slot, :, filled] = rotary(k, cos, sin)
+    kv_cache[1, slot, :, filled] = v
 
     longest = filled.max() + 1
-    k, v = kv_cache[:, :, :, :longest]
-    there = torch.arange(longest, device=qkv.device) <= filled.view(-1, slots).T[:, None, :, None]
-    q = q.view(-1, slots, heads, D).permute(1, 2, 0, 3)                          # [slots, heads, T, D]
+    k, v = kv_cache[:, :, :, :longest]                                           # of all tokens so far
+    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
+    q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
-    return y.permute(2, 0, 1, 3).reshape(len(qkv), -1)
+    return y.flatten(1)
 
 
 class Attention(nn.Module):

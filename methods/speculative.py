@@ -131,10 +131,22 @@ class SpeculativeSampler(qerl.Sampler):
         if not self.K:
             return super().forward()
         self.draft = self.lookup.draft(self.completion, self.position, self.K)
+        tokens = torch.cat([self.token[None], self.draft])                       # [K + 1, slots]
+        filled = self.cache.filled + self.ahead
+        if qerl.use_kernels(self.model.embedding):
+            hidden = self.decode(tokens.flatten(), filled.flatten())
+        else:
+            hidden = torch.cat([self.decode(*row) for row in zip(tokens, filled)])
+        self.logits = F.linear(hidden, self.model.lm_head)
+
+    def decode(self, tokens, filled):
+        """Hidden states of these tokens, whose places in the cache are `filled`.
+
+        The kernels take several tokens of a slot at once: all slots' next tokens, then those behind.
+        """
         cache = copy.copy(self.cache)                  # the same keys and values
-        cache.filled = (self.cache.filled + self.ahead).flatten()
-        tokens = torch.cat([self.token, self.draft.flatten()])
-        self.logits = F.linear(self.model.decode(tokens, cache), self.model.lm_head)
+        cache.filled = filled
+        return self.model.decode(tokens, cache)
 
     def draw(self):
         """Draw, write down the tokens that count, and return the last of them."""
