@@ -605,7 +605,7 @@ class Config(NamedTuple):
     registers: int       # of a thread at most; an SM has 65,536 for all its threads
 
 
-# Found by searches on an H200. Of those with the same rows the first is for small layers and the
+# Found by searches on an H200. Among configs with the same rows the first is for small layers and the
 # last for large ones.
 CONFIGS = [Config(*numbers) for numbers in (
     # rows, R, C, warps, stages, programs, registers
@@ -962,7 +962,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
                   LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                   WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
                   WGMMA: tl.constexpr):
-    """y [M, N], where W has `column_tiles` tiles along the input; LinearPlan explains the other
+    """y [M, N], where W has `column_tiles` tiles along the input; plan_linear explains the other
     numbers.
 
     If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
@@ -1133,14 +1133,17 @@ def silu_mul(gate_up, interleaved=False):
     return FusedSiluMul.apply(gate_up.contiguous(), interleaved)
 
 
+COLUMNS = 1024             # of gate and of up, of a program
+
+
 class FusedSiluMul(torch.autograd.Function):
     @staticmethod
     def launch(kernel, gate_up, *others, **options):
-        """A program has 1,024 of the n columns of a row of gate and of up."""
+        """A program has COLUMNS of the n columns of a row of gate and of up."""
         n = gate_up.shape[-1] // 2
         rows = gate_up.numel() // (2 * n)
-        kernel[(rows * triton.cdiv(n, 1024),)](
-            gate_up, *others, n, SIZE=1024, num_warps=4, **options)
+        kernel[(rows * triton.cdiv(n, COLUMNS),)](
+            gate_up, *others, n, SIZE=COLUMNS, num_warps=4, **options)
 
     @staticmethod
     def forward(ctx, gate_up, interleaved):
@@ -1527,6 +1530,9 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
 #
 #     dlogprob/dlogits = 1[token] - softmax(logits)
 
+LOGITS = 4096              # of a row at a time
+
+
 def token_logprob(logits, tokens, gradient=False):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
@@ -1535,10 +1541,10 @@ def token_logprob(logits, tokens, gradient=False):
     n, V = logits.shape
     logprob = torch.empty(n, device=logits.device)
     log_Z = torch.empty(n, device=logits.device)
-    token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=4096, num_warps=8)
+    token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=LOGITS, num_warps=8)
     if gradient:
-        token_logprob_gradient_kernel[(n * triton.cdiv(V, 4096),)](
-            logits, tokens, log_Z, V, SIZE=4096, num_warps=8)
+        token_logprob_gradient_kernel[(n * triton.cdiv(V, LOGITS),)](
+            logits, tokens, log_Z, V, SIZE=LOGITS, num_warps=8)
     return logprob
 
 

@@ -84,9 +84,12 @@ class FakeQuantLinear(TrainedLinear):
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
         packed = qerl.encode_e2m1(self.master.detach(), self.scale)
+        block_scales, global_scales = self.scales
+        layers = zip(self.names, packed.split(self.sizes), block_scales.split(self.sizes),
+                     global_scales.split(self.sizes))
         found = {}
-        for name, *parts, one in zip(self.names, *(t.split(self.sizes) for t in (packed, *self.scales))):
-            found |= named_parts(name, *parts, one[0])
+        for name, codes, block_scale, global_scale in layers:
+            found |= named_parts(name, codes, block_scale, global_scale[0])
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)
             found |= {f"{name}.bias": bias for name, bias in zip(self.names, biases)}

@@ -195,14 +195,14 @@ class Neighbour(Method):
                                 sampler_class=sampler_class, **options)
         tokens = F.pad(rollout.tokens, (0, max_new_tokens - rollout.tokens.shape[1])).int().cpu()
         self.texts |= zip(asked, tokens.split(group_size))
-        passes, tokens, failed = counts.tolist()
+        passes, given, failed = counts.tolist()
         if passes:
-            accepted = tokens - passes
+            accepted = given - passes
             # Never 0, or no draft would ever be tried again.
             self.state["acceptance"] = max(0.1, accepted / max(1, accepted + failed))
         self.measured = {
             "acceptance": self.state["acceptance"],
-            "tokens_a_pass": tokens / max(1, passes),
-            "speculated": tokens / int(rollout.length.sum()),
+            "tokens_a_pass": given / max(1, passes),
+            "speculated": given / int(rollout.length.sum()),
         }
         return rollout

@@ -6,7 +6,7 @@
     python bench.py claims --model FOLDER --data FOLDER          a real model, one run a GPU
     python bench.py claims --tables                              only the tables and the pictures
 
-How runs are made, stopped and resumed: studies/study.py. Beside the runs stand tables.md, phases.md
+studies/study.py says how runs are made, stopped and resumed. Beside the runs stand tables.md, phases.md
 and the pictures made of them; flags that are not named here go to train_gsm8k.py. --arms takes all
 arms of studies/factorial.py.
 """

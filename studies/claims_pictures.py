@@ -32,7 +32,7 @@ def named(model, lr):
 def plot_curves(runs, plt):
     """CURVES over the steps, a column a model, a line an arm of LINES.
 
-    Of the learning rates of which a model has most runs it shows the best in training. runs: rows with
+    A model's is the learning rate with most runs or, of several such, the best in training. runs: rows with
     their steps as "metrics", of LINES alone. A curve is the mean of the seeds, and of a step and the
     four before it; its band is a standard error to either side.
     """

@@ -127,7 +127,10 @@ def best_rates(by):
     """
     best = {}
     for arm, lr in sorted(by, key=lambda setting: (-len(by[setting]), setting[1])):
-        lead = differences(by, [((arm, lr), (arm, best.setdefault(arm, lr)))], "training_accuracy")
+        if arm not in best:
+            best[arm] = lr
+            continue
+        lead = differences(by, [((arm, lr), (arm, best[arm]))], "training_accuracy")
         if lead and mean(lead) > 0:
             best[arm] = lr
     return best
@@ -143,7 +146,8 @@ def questions_of(by, asked=QUESTIONS):
     best = best_rates(by)
     for what, pairs in asked.items():
         seeds = {lr: len(differences(by, at_rate(pairs, lr), "accuracy_after")) for lr in rates}
-        most = [lr for lr in rates if seeds[lr] == max(seeds.values()) > 1]
+        top = max(seeds.values())
+        most = [lr for lr in rates if top > 1 and seeds[lr] == top]
         yield from ((what, rate_text(lr), at_rate(pairs, lr)) for lr in rates)
         if len({best.get(arm) for pair in pairs for arm in pair}) > 1:
             yield what, "own best", [((a, best.get(a)), (b, best.get(b))) for a, b in pairs]
@@ -153,9 +157,9 @@ def questions_of(by, asked=QUESTIONS):
 
 
 def larger_rates(by):
-    """The same of what a larger rate changes in an arm, and in NVFP4 + AQN alone.
+    """As questions_of, for pairs of learning rates: each arm at the larger minus itself at the smaller.
 
-    The latter, "both", is as in the paper, whose 16 bit has the smaller rate.
+    "both" is the paper's comparison: NVFP4 + AQN at the larger rate minus BF16 at the smaller.
     """
     for low, high in combinations(rates_of(by), 2):
         change = f"{rate_text(low)} to {rate_text(high)}"

@@ -55,7 +55,7 @@ def cut_lengths(longest, ranks):
     """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
 
     All ranks draw those of all and take their own, so that one rank has longer ones than another,
-    and as many processes as one likes have the same lengths in all.
+    and all processes together have the same lengths, whatever their number.
     """
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(len(longest) * ranks.count, generator=generator).chunk(ranks.count)[ranks.rank]

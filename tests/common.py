@@ -174,4 +174,6 @@ def assert_same_run(one, other):
             assert files[name] == other_files[name], name
     for a, b in zip(*map(tensors_of_checkpoint, (one, other)), strict=True):
         assert a.equal(b)
+    state, other_state = (harness.run.read_checkpoint(out)["method_state"] for out in (one, other))
+    assert state == other_state
     return log

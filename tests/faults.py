@@ -69,6 +69,7 @@ FAULTS = {
          "tests/test_bad_input.py -k does_not_go_on"),
         ('require_finite({"the', 'len({"the',
          "tests/test_bad_input.py -k nan_ends"),
+        ("if method_state:", "if False:", "tests/test_methods.py -k 'resumes and noise_control'"),
         ('accuracy > best["accuracy"]', "accuracy > 0", "tests/test_options.py -k best_adapter"),
     ],
     "harness/machine.py": [

@@ -341,6 +341,7 @@ MADE_ONCE = ("four_over_six", "awq", "gptq", "qat:distil")          # weights of
     ("jetrl --lora-rank 0 --beta 0", "entropy"),
     ("jetrl:training", "mismatch_kl"),
     ("rilq --beta 0.1", "kl"),
+    ("speculative", "acceptance"),
     *((name, "sigma") for name in MADE_ONCE),
 ])
 def test_a_neighbour_trains_and_resumes(
@@ -363,7 +364,7 @@ def test_a_neighbour_trains_and_resumes(
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     run_main(*options, whole)
-    stop_at(2, *options, stopped)
+    stop_at(3, *options, stopped)
     run_main(*options, stopped, "--resume")
     log = assert_same_run(whole, stopped)
     assert all(m["gradient_norm"] > 0 for m in log)

@@ -1,5 +1,6 @@
 """studies/peers.py without its peers: TRL's settings, and the refusal."""
 import pytest
+import trl
 
 import bench
 from common import refused
@@ -12,9 +13,8 @@ def test_trl_makes_one_update_of_all_completions(name, prompts, group):
     settings = settings_for("cpu")
     tuning = peers.tuning_for(name, prompts * group, settings.max_new_tokens)
     arguments = peers.trainer_arguments("out", settings, prompts, group, 4, tuning)
-    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
-    assert rows == prompts * group
-    assert arguments["vllm_max_model_length"] == 8 + settings.max_new_tokens
+    config = trl.GRPOConfig(**arguments, use_cpu=True, bf16=False)
+    assert config.generation_batch_size == prompts * group
 
 
 def test_missing_packages_are_one_line(monkeypatch, tmp_path):

@@ -5,8 +5,6 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import qerl
-from common import QUICK, run_main
-from harness.folders import read_jsonl
 from methods import speculative
 from test_qerl import NEAR, seeded, with_lora
 
@@ -107,23 +105,3 @@ def test_a_draft_is_what_followed_on_the_last_three_tokens():
     column = torch.tensor([4, 0])
     drafts = lookup.draft(row, column, K=2)
     assert drafts.T.tolist() == [[5, 8], [1, 2]]       # behind 2 3 4, not behind 5 3 4
-
-
-def test_a_resumed_run_keeps_the_acceptance_and_not_the_texts(quiz, tmp_path, monkeypatch):
-    """Each step has all ten questions; the run of two steps goes on to a third."""
-    options = ("--model", quiz, "--data", quiz, *QUICK, "--prompts", 10, "--skip-eval-before",
-               "--method", "speculative", "--out", tmp_path)
-    known = []
-    generate = speculative.Neighbour.generate
-
-    def noted(self, *args, **options):
-        known.append((len(self.texts), self.state["acceptance"]))
-        return generate(self, *args, **options)
-    monkeypatch.setattr(speculative.Neighbour, "generate", noted)
-    run_main(*options, "--steps", 2)
-    run_main(*options, "--steps", 3, "--resume")
-    log = read_jsonl(tmp_path / "metrics.jsonl")
-    learned = [m["acceptance"] for m in log]
-    assert known == [(0, 0.5), (10, learned[0]), (0, learned[1])]
-    assert 0.5 not in learned
-    assert all(m["speculated"] > 0 and m["tokens_a_pass"] > 1 for m in log)

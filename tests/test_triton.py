@@ -1,7 +1,6 @@
 """Triton's kernels against the PyTorch that they replace, on a GPU or in Triton's interpreter."""
 import contextlib
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -253,38 +252,11 @@ def test_kernel_linear_plans_fit(rows, out, columns, bounds):
     for rank, configs in itertools.product((0, 16, 128), choices):
         config = kernels.config_for(rows, out, columns, bounds, rank, configs)
         programs, _ = kernels.plan_linear(rows, out, columns, bounds, rank, 3 * rank, 132, configs)
-        assert math.gcd(out, *bounds) % (64 * config.R) == 0
         assert programs <= config.programs * 132
 
 
 # --------------------------------------------------------------------------------------------------
 # In between
-
-@runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_gradients_of_many_columns(dtype):
-    """SwiGLU and log-probabilities in several blocks, and x's gradient: against PyTorch in float64."""
-    torch.manual_seed(0)
-    x, lm_head, tokens = there(
-        torch.randn(14, 2200),
-        torch.randn(4500, 1100) / 8,
-        torch.arange(0, 4500, 330),
-    )
-
-    def computed(dtype):
-        gate_up = x.to(dtype).requires_grad_()
-        hidden = qerl.silu_mul(gate_up)
-        logprobs = qerl.OutputLogprobs.apply(hidden, lm_head.to(dtype), tokens, 5)
-        gradient, = torch.autograd.grad(logprobs.sum(), gate_up)
-        return hidden.double(), logprobs.double(), gradient.double()
-
-    found = computed(dtype)
-    with pytorch_alone():
-        expected = computed(torch.float64)
-    for ours, right in zip(found, expected):
-        # The interpreter truncates to bfloat16.
-        assert relative(ours, right) < (2e-5 if dtype == torch.float32 else 3e-2)
-
 
 # --------------------------------------------------------------------------------------------------
 # Output
@@ -323,8 +295,10 @@ def one_block(tmp_path, name, **options):
     ("qwen3", True),
     ("wide", False),
 ])
-def test_kernels_train_as_pytorch(tmp_path, tiles, name, recomputed):
+def test_kernels_train_as_pytorch(tmp_path, monkeypatch, tiles, name, recomputed):
     """Log-probabilities and the gradient of LoRA and norms."""
+    monkeypatch.setattr(kernels, "COLUMNS", 128)
+    monkeypatch.setattr(kernels, "LOGITS", 128)
     prompts = [[5, 6, 7], [8], [5, 6, 7]]
     completions, length = there(torch.randint(250, (3, 5)), torch.tensor([5, 2, 3]))
 
