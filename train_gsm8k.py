@@ -413,7 +413,8 @@ def find_reward(scheme):
             weight = float(weight or 1)
         except ValueError:
             raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME, to "
-                            "subtract -WEIGHT*NAME")
+                            "subtract --reward=-WEIGHT*NAME")
+        require(math.isfinite(weight), f"--reward {scheme}: {weight} is no finite weight")
         earned = partial(reward, scheme=name) if name in SYSTEM else own_reward(name)
         terms.append((weight, earned))
     return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)

@@ -230,9 +230,9 @@ def own_reward(name):
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
-        value = guarded(name, own, completion, question)
-        require(guarded(name, math.isfinite, value),
-                f"--reward {name}: gave {value}, which is no finite number")
+        value = guarded(name, own, completion, dict(question))       # its changes are its own
+        require(guarded(name, math.isfinite, value) and abs(value) < 1e30,
+                f"--reward {name}: gave {value}, which is no finite number below 1e30")
         return float(value)
 
     return earned
@@ -250,7 +250,7 @@ def reward_fingerprint(scheme):
 def guarded(name, function, *arguments):
     try:
         return function(*arguments)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         # None if the function takes other arguments.
         places = [f" ({f.filename}:{f.lineno})" for f in frames if f.filename != __file__]

@@ -41,9 +41,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
+def JSON_object(text):
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
 KINDS = {
     bool: {"action": "store_true"},
-    dict: {"type": json.loads, "metavar": "JSON"},
+    dict: {"type": JSON_object, "metavar": "JSON"},
     list: {"nargs": "+", "metavar": "NAME"},
 }
 
@@ -115,6 +122,7 @@ def check_settings(settings):
             require_flag(value is None or ok(value), name, value, what)
     each(vars(settings), lambda x: not isinstance(x, (int, float)) or 0 <= x < math.inf,
          "must not be negative or infinite")
+    each(["seed", "start_seed"], lambda n: n < 1e18, "must be below 1e18")
     each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
           "save_every", "eval_samples", "lr", "gradient_clip", "temperature", "lora_alpha"],
          lambda x: x > 0, "must be positive")
@@ -141,9 +149,9 @@ def check_settings(settings):
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
         ("save_quantized", settings.save_quantized is not None,
          settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
-         and not settings.resume and not settings.eval_only,
+         and not settings.resume and not settings.eval_only and not settings.adapter and processes == 1,
          "saves a real model as --quantizer makes it, and does nothing else; name it with --model, and "
-         "leave --weights, --method, --resume and --eval-only out"),
+         "leave --weights, --method, --adapter, --resume, --eval-only and torchrun out"),
     ]
     for name, counts, ok, what in together:
         require_flag(not counts or ok, name, getattr(settings, name), what)

@@ -55,7 +55,7 @@ def load_questions(settings):
     kept = [q for q in questions if q["question"].strip() not in tested]
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
-    require(cut > 0, f"--data {data}: has {len(kept)} training questions that are not held out; give "
+    require(cut > 0, f"--data {data or '(the built-in problems)'}: has {len(kept)} training questions that are not held out; give "
                      "more, or lower --validation")
     sets = by_set(held_out, held_out).values()
     limit = settings.eval_questions or None
@@ -196,7 +196,7 @@ def rows_of(source):
 
 def jsonl_rows(path):
     with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
+        for number, line in enumerate(f.read().rstrip().splitlines(), 1):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):           # bytes that are no UTF-8 are a ValueError
@@ -227,8 +227,8 @@ def answer_of(row):
 
 
 def is_text(value):
-    """Is it a text with something in it?"""
-    return isinstance(value, str) and bool(value.strip())
+    """Is it a text with something in it, and without half characters, which JSON can hold?"""
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
 def bare(question):

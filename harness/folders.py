@@ -78,7 +78,7 @@ def require_empty(folder):
     """Refuse to write into a folder with files in it, but for what a stop before the first step leaves."""
     is_new = not os.path.lexists(folder)
     require(is_new or os.path.isdir(folder) and set(os.listdir(folder)) <= {LOCK, f"{CHECKPOINT}.tmp"},
-            f"{folder}: is not empty; choose another folder, or go on with the run in it by --resume")
+            f"{folder}: is not empty; choose another folder, or go on by --resume if a run is in it")
 
 
 def read_jsonl(path):

@@ -134,30 +134,35 @@ class Keeper:
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
 
-        Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too.
+        Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too. A
+        best adapter comes with a checkpoint, which knows its step.
         """
         logged = self.ranks.join(metrics)
         self.state["step"] = step = logged["step"]
         require_finite({f"step {step}: the values of {name}": value
                         for name, value in logged.items() if isinstance(value, float)})
         due = step % self.settings.save_every == 0 or step == self.settings.steps
+        better = False
         if self.ranks.main:
             self.bar.set_postfix_str(PROGRESS.format(**logged))
             append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-            self.keep_best(logged.get("accuracy_validation", 0.0))
+            better = self.keep_best(logged.get("accuracy_validation", 0.0))
             if due or step == 1:
                 group = one_group(samples, batch, tokenizer)
                 append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
-        if due:
+        if due or better:
             self.save()
 
     def keep_best(self, accuracy):
+        """Is it the highest so far? Then its adapter is kept, too."""
         best = self.state["best"] or {"accuracy": 0.0}
-        if accuracy > best["accuracy"]:
+        better = accuracy > best["accuracy"]
+        if better:
             self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
             if self.settings.lora_rank:
                 save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
                 print("this is the best policy so far: it is kept in adapter-best")
+        return better
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""

@@ -1,4 +1,5 @@
 """Answers, rewards and questions."""
+import json
 import math
 import re
 import time
@@ -258,6 +259,7 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     {"question": "a", "answer": "#### 2-3"},
     {"question": "a", "answer": "#### 5 #### 6"},
     {"question": " ", "answer": "#### 5"},
+    {"question": "half \ud800", "answer": "#### 5"},
     {"question": [{"role": "user"}], "answer": "#### 5"},
     {"question": "a", "answer": math.nan},
     {"problem": "a", "solution": "so it is 5"},
@@ -266,7 +268,9 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     "no object",
 ])
 def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
-    write_jsonl(tmp_path / "train.jsonl", [{"question": "fine", "answer": "#### 5"}, row])
+    """An empty line at the end is none."""
+    lines = [json.dumps({"question": "fine", "answer": "#### 5"}), json.dumps(row), "", ""]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
         read_questions(tmp_path, "*")
 

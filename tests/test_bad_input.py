@@ -50,7 +50,7 @@ from test_qerl import HERE
     ("--dry-run --model m --shard", "and no --shard"),
     ("--save-quantized out", "saves a real model .* name it with --model"),
     ("--save-quantized out --model m --weights bf16", "leave --weights, .* out"),
-    ("--save-quantized out --model m --eval-only", "and --eval-only out"),
+    ("--save-quantized out --model m --eval-only", "--eval-only and torchrun out"),
 ])
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(qerl.UserError, match=message):
@@ -135,6 +135,9 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--validation 64", "has 64 training questions that are not held out"),
     ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
+    ("--seed 99999999999999999999", "must be below 1e18"),
+    ("--reward nan*answer", "nan is no finite weight"),
+    ("--chat-template-kwargs [1]", "invalid JSON_object value"),
     ("--out used", "used: is not empty"),
     ("--resume", "run: no checkpoint is there"),
 ])

@@ -13,6 +13,7 @@ import train_gsm8k
 from common import LEARNING, refused, run_main
 from harness.export import adapter_settings, adapter_tensors, load_adapter
 from harness.folders import read_jsonl
+from harness.run import read_checkpoint
 from test_qerl import TOKENS, relative
 
 
@@ -21,6 +22,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     last = [q["question"] for q in read_jsonl(f"{data}/train.jsonl")[-8:]]
     accuracies = iter([0.2, 0.5, 0.3])
     adapters = []
+    known = []                             # the best so far, as a checkpoint has it after a kill
     evaluate = train_gsm8k.evaluate
     next_questions = train_gsm8k.next_questions
 
@@ -32,6 +34,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
         result = evaluate(model, tokenizer, questions, settings, when, ranks)
         if when == "validation":
             assert [q["question"] for q in questions] == last
+            known.append(read_checkpoint(tmp_path)["state"]["best"])
             adapters.append({name: t.clone() for name, t in adapter_tensors(model).items()})
             result["accuracy_validation"] = next(accuracies)
         return result
@@ -42,6 +45,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
              "--validation", 8, "--eval-every", 2, "--skip-eval-before", "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
+    assert known == [None, {"accuracy": 0.2, "step": 2}, summary["best"]]
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
     best = load_file(tmp_path / "adapter-best/adapter_model.safetensors")
     torch.testing.assert_close(best, adapters[1], rtol=0, atol=0)
@@ -75,6 +79,7 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
 @pytest.mark.parametrize("body,said", [
     ("return 1 / 0", "ZeroDivisionError: division by zero ({path}:2)"),
     ("return float('nan')", "gave nan, which is no finite number"),
+    ("raise SystemExit", "SystemExit: "),
     ("return '1'", "TypeError: must be real number, not str"),
     ("return len(completion) + len(words)\nwords = 5", "TypeError: object of type 'int' has no len() ({path}:2)"),
     ("return 1 +", "SyntaxError"),
