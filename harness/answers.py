@@ -253,6 +253,7 @@ def guarded(name, function, *arguments):
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         # None if the function takes other arguments.
-        places = [f" ({f.filename}:{f.lineno})" for f in frames if f.filename != __file__]
+        places = [f" ({f.filename}:{f.lineno})" for f in frames
+                  if f.filename != __file__ and not f.filename.startswith("<")]
         raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
                         + "".join(places[-1:]))

@@ -102,7 +102,7 @@ def load_adapter(model, folder):
     shapes = {name: tensor.shape for name, tensor in ours.items()}
     require({name: tensor.shape for name, tensor in stored.items()} == shapes,
             f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear "
-            "layers, without --lora-rank")
+            "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
