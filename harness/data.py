@@ -47,8 +47,8 @@ def load_questions(settings):
         questions = read_questions(folder, "train*.jsonl")
         held_out = read_questions(folder, "test*.jsonl")
     else:
-        require(settings.eval, f"--data {data}: is no folder; of a dataset's file or name, name the held-out "
-                               "questions by --eval")
+        require(settings.eval, f"--data {data}: is no folder, and a dataset has no held-out questions; name "
+                               "some by --eval")
         questions, held_out = math_questions(data), []
     if settings.eval:
         held_out = [q for source in settings.eval for q in math_questions(source)]
