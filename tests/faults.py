@@ -30,7 +30,7 @@ FAULTS = {
         ("(stage - 1) / max(K - 1, 1)", "(stage - 1) / K", "test_qerl.py -k schedules"),
         ("of_likelier >= top_p", "of_likelier > top_p", "test_qerl.py -k nucleus"),
         ("busy <= len(idle)", "busy <= len(idle) + 1", "test_qerl.py -k fewer_slots"),
-        ("kv_cache[:, slot, :, filled] =", "kv_cache[:, slot, :, filled - 1] =",
+        ("kv_cache[1, slot, :, filled] =", "kv_cache[1, slot, :, filled - 1] =",
          "test_qerl.py -k 'training_logprobs or fewer_slots'"),
         ("torch.where(has_signal(rewards)[:, None], advantages, 0)", "advantages",
          "test_qerl.py -k group_relative"),
