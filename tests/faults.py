@@ -162,8 +162,8 @@ FAULTS = {
     ],
     "harness/batches.py": [
         ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),
-        ("algo.token_weights(mask[rows],",
-         "algo.token_weights(mask[rows] & teaches[rows][:, None],",
+        ("method.token_weights(mask[rows],",
+         "method.token_weights(mask[rows] & teaches[rows][:, None],",
          "tests/test_run.py -k equations"),
     ],
 }
