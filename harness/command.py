@@ -99,7 +99,7 @@ def full_name(model):
     if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
         return model
     chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
-    if os.environ.get("RANK", "0") == "0":             # of torchrun's processes the first speaks
+    if Ranks().main:
         print(f"--model {model} means Qwen/{model}{chat}")
     return f"Qwen/{model}{chat}"
 

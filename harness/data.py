@@ -56,8 +56,8 @@ def load_questions(settings):
     kept = [q for q in questions if q["question"].strip() not in tested]
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
-    require(cut > 0, f"--data {data or '(the built-in problems)'}: has {len(kept)} training questions that are not held out; give "
-                     "more, or lower --validation")
+    require(cut > 0, f"--data {data or '(the built-in problems)'}: has {len(kept)} training questions that "
+                     "are not held out; give more, or lower --validation")
     sets = by_set(held_out, held_out).values()
     limit = settings.eval_questions or None
     limited = [question for one_set in sets for question in one_set[:limit]]

@@ -87,8 +87,9 @@ class Keeper:
         """Go on from what `save` has stored."""
         self.state = state
         self.model.load_state_dict(model, strict=False)
+        # JSON made texts of the parameters' numbers.
         of_parameters = {int(number): values for number, values in optimizer["state"].items()}
-        self.optimizer.load_state_dict({**optimizer, "state": of_parameters})      # JSON made texts of them
+        self.optimizer.load_state_dict({**optimizer, "state": of_parameters})
         self.scaler.load_state_dict(scaler)
         for generator, stored in zip(self.generators, generators):
             generator.set_state(stored)
