@@ -346,8 +346,11 @@ class QuantLinear(nn.Module):
         """
         if not self.use_adapter:
             return None, None
-        A = self.alpha / self.rank * self.lora_A
-        return A.to(dtype), torch.block_diag(*self.lora_B.to(dtype).split(self.sizes))
+        A = self.lora_A if self.alpha == self.rank else self.alpha / self.rank * self.lora_A
+        B = self.lora_B.to(dtype)
+        if len(self.sizes) > 1:
+            B = torch.block_diag(*B.split(self.sizes))
+        return A.to(dtype), B
 
     def forward(self, x):
         rows = x.flatten(0, -2)
@@ -777,11 +780,16 @@ def length_mask(length, longest):
     return torch.arange(longest, device=length.device) < length[:, None]
 
 
-def nucleus(probs, top_p):
-    """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V]."""
-    ordered, index = probs.sort(-1, descending=True)
-    of_likelier = ordered.cumsum(-1) - ordered         # the probability of all likelier tokens
-    ordered[of_likelier >= top_p] = 0
+def nucleus(probs, top_p, count=1024):
+    """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V].
+
+    To sort all tokens would take most of a rollout's time: the `count` likeliest mostly suffice.
+    """
+    ordered, index = probs.topk(min(count, probs.shape[1]))
+    total = ordered.cumsum(-1)
+    if count < probs.shape[1] and (total[:, -1] < top_p).any():
+        return nucleus(probs, top_p, probs.shape[1])
+    ordered[total - ordered >= top_p] = 0              # where all likelier tokens have top_p already
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 

@@ -36,8 +36,8 @@ from harness.folders import write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
-from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_policy
-from harness.run import require_finite_rollout, require_same, resumed
+from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
+from harness.run import require_same, resumed
 from harness.small_policy import ByteText, warm_start
 from qerl import UserError, require
 
@@ -263,7 +263,6 @@ def update(method, model, batch, optimizer, scaler, settings, ranks=Ranks()):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    require_finite_policy(model, batch.prompts[0])
     metrics = {
         "kl": sum(kls) / len(batch.minibatches),
         # Of the last minibatch; 0 where float16 overflowed: the step is left out, the scale halved.

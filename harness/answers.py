@@ -89,6 +89,7 @@ def given_answer(completion):
     return answer if tag and box is None else box
 
 
+@functools.lru_cache(2 ** 10)                  # a reward asks again
 def is_right(completion, answer, anywhere=False):
     """Does a completion answer with this number (Decimal) or TeX (string)?
 

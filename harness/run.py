@@ -143,6 +143,8 @@ class Keeper:
         require_finite({f"step {step}: the values of {name}": value
                         for name, value in logged.items() if isinstance(value, float)})
         due = step % self.settings.save_every == 0 or step == self.settings.steps
+        if due:                            # otherwise the next rollout tells
+            require_finite_policy(self.model, batch.prompts[0])
         better = False
         if self.ranks.main:
             self.bar.set_postfix_str(PROGRESS.format(**logged))
@@ -283,6 +285,6 @@ def require_finite_rollout(rollout):
 
 @torch.no_grad()
 def require_finite_policy(model, prompt):
-    """After an update: refuse logits that are NaN or infinite, as such parameters make them."""
+    """Refuse logits that are NaN or infinite, as such parameters make them."""
     tokens = torch.tensor([prompt], device=model.device)
     require_finite({"after this update the logits": model(tokens)[:, -1]})

@@ -28,7 +28,7 @@ FAULTS = {
         ("norm.weight.detach() + sigma * z", "norm.weight.detach() * (1 + sigma * z)",
          "test_qerl.py -k normal_around"),
         ("(stage - 1) / max(K - 1, 1)", "(stage - 1) / K", "test_qerl.py -k schedules"),
-        ("of_likelier >= top_p", "of_likelier > top_p", "test_qerl.py -k nucleus"),
+        ("total - ordered >= top_p", "total - ordered > top_p", "test_qerl.py -k nucleus"),
         ("busy <= len(idle)", "busy <= len(idle) + 1", "test_qerl.py -k fewer_slots"),
         ("kv_cache[1, slot, :, filled] =", "kv_cache[1, slot, :, filled - 1] =",
          "test_qerl.py -k 'training_logprobs or fewer_slots'"),
@@ -70,6 +70,7 @@ FAULTS = {
         ('require_finite({"the', 'len({"the',
          "tests/test_bad_input.py -k nan_ends"),
         ("if method_state:", "if False:", "tests/test_methods.py -k 'resumes and noise_control'"),
+        ("        if due:   ", "        if False: ", "tests/test_bad_input.py -k nan_ends"),
         ('accuracy > best["accuracy"]', "accuracy > 0", "tests/test_options.py -k best_adapter"),
     ],
     "harness/machine.py": [
@@ -78,8 +79,6 @@ FAULTS = {
     ],
     "train_gsm8k.py": [
         ("or scaler.get_scale() <= 1 else", "or True else", "tests/test_run.py -k float16"),
-        ("    require_finite_policy(model, batch.prompts[0])", "    pass",
-         "tests/test_bad_input.py -k nan_ends"),
         ("{**values, **given})", "{**given, **values})", "tests/test_bad_input.py -k flags_win"),
         ("next_questions(data.train,", "next_questions(sum(data, []),",
          "tests/test_options.py -k best_adapter"),

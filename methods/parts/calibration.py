@@ -52,7 +52,8 @@ class Inputs:
 
     def add(self, layer, arguments):
         x = arguments[0][self.mask].float()                                      # [n, in]
-        self.gram.addmm_(x.T, x)
+        for part in x.split(2048):         # a GPU's longer sums of outliers are too rough for GPTQ
+            self.gram.addmm_(part.T, part)
         self.magnitude += x.abs().sum(0)
         self.count += len(x)
 
@@ -87,7 +88,7 @@ def calibrate(model, sequences):
     before it give with the weights that the caller has left in them. After two seconds stderr shows a
     bar.
     """
-    batches = batches_of(sequences, 8, model.device)
+    batches = batches_of(sequences, 32, model.device)
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
