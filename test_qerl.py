@@ -112,8 +112,15 @@ def family(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
+def made_qwen(tmp_path_factory):
+    """(folder, transformers' model) of one of them."""
     return make_folder(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def qwen(made_qwen):
+    """Its folder."""
+    return made_qwen[0]
 
 
 def with_lora(folder, **options):
@@ -123,6 +130,12 @@ def with_lora(folder, **options):
     for p in qerl.trainable(model).values():
         p.data += 0.05 * torch.randn_like(p)
     return model
+
+
+@pytest.fixture
+def model(qwen):
+    """qwen with such a LoRA."""
+    return with_lora(qwen)
 
 
 def gradient(model):
@@ -143,9 +156,8 @@ def sample_two_each(model):
 
 
 @pytest.fixture
-def sampled(qwen):
+def sampled(model):
     """(model, its rollout)"""
-    model = with_lora(qwen[0])
     return model, sample_two_each(model)
 
 
@@ -178,7 +190,7 @@ def test_qerl_works_alone(qwen, tmp_path):
     step, = re.findall(r"run by the tests -->\n```python\n(.*?)```", readme, re.DOTALL)
     shutil.copy(f"{HERE}/qerl.py", tmp_path)
     (tmp_path / "try.py").write_text(BEFORE + step + AFTER, encoding="utf-8")
-    result = subprocess.run([sys.executable, "try.py", qwen[0]], cwd=tmp_path, capture_output=True,
+    result = subprocess.run([sys.executable, "try.py", qwen], cwd=tmp_path, capture_output=True,
                             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True)
     assert result.stdout.strip() == "True True", result.stderr
 
@@ -347,9 +359,8 @@ def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_recomputed_blocks_give_the_same_gradient(qwen, monkeypatch, recompute):
+def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute):
     """Each weight is decoded once forward and once backward, and none is kept between the two."""
-    model = with_lora(qwen[0])
     expected = gradient_of(model, model(TOKENS).square().mean())
     if recompute:
         model.recompute_in_backward()
@@ -370,10 +381,10 @@ def test_recomputed_blocks_give_the_same_gradient(qwen, monkeypatch, recompute):
 
 
 def test_reference_policy_is_the_model_without_adapters(qwen):
-    plain = qerl.load_model(qwen[0])(TOKENS)
-    fresh = qerl.load_model(qwen[0], lora_rank=4)
+    plain = qerl.load_model(qwen)(TOKENS)
+    fresh = qerl.load_model(qwen, lora_rank=4)
     assert torch.equal(fresh(TOKENS), plain)           # where training starts
-    tuned = with_lora(qwen[0], train_norms=True)
+    tuned = with_lora(qwen, train_norms=True)
     with qerl.adapters_off(tuned):
         assert torch.equal(tuned(TOKENS), plain)
     assert not torch.allclose(tuned(TOKENS), plain)
@@ -398,10 +409,9 @@ def test_greedy_completions_equal_transformers(family, options):
 def test_a_completion_ends_at_its_first_eos_or_at_the_limit(sampled):
     _, rollout = sampled
     assert rollout.finished.any()
-    rows = zip(rollout.tokens.tolist(), rollout.length.tolist(), rollout.finished.tolist())
-    for tokens, n, finished in rows:
-        assert [token < 20 for token in tokens[:n]] == [False] * (n - 1) + [finished]
-        assert finished or n == 16
+    ends = rollout.tokens < 20                         # as is padding
+    assert ends.any(1).equal(rollout.finished)
+    assert rollout.length.equal(torch.where(rollout.finished, ends.int().argmax(1) + 1, 16))
 
 
 @pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
@@ -437,13 +447,12 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     ("prompts", []),
     ("prompts", [[1], []]),
 ])
-def test_generate_names_an_argument_out_of_range(qwen, name, value):
-    model = qerl.load_model(qwen[0])
+def test_generate_names_an_argument_out_of_range(model, name, value):
     with pytest.raises(ValueError, match=f"generate: {name} is out of range"):
         qerl.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
-def test_fewer_slots_at_the_end_change_nothing(qwen):
+def test_fewer_slots_at_the_end_change_nothing(model):
     """33 slots against 4. 16 completions end first, 17 need over half."""
     seen = []
 
@@ -457,7 +466,6 @@ def test_fewer_slots_at_the_end_change_nothing(qwen):
             seen.append(len(self.completion))
             return super().rollout()
 
-    model = with_lora(qwen[0])
     prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
 
     def rollout(slots):
@@ -531,13 +539,13 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
 }.items())
 def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     """The gradients compared are those of the norms. No token of the last completion counts."""
-    trainer = trl_trainer(qwen[0], tmp_path, **options)
+    trainer = trl_trainer(qwen, tmp_path, **options)
     torch.manual_seed(0)
     prompts = [[5, 6, 7, 8]] * 4
     length = torch.tensor([9, 4, 7, 1])
     mask = qerl.length_mask(length, 9)
     completions = torch.randint(20, 250, (4, 9)) * mask
-    ours = qerl.load_model(qwen[0], weights="bf16", lora_rank=2, train_norms=True)
+    ours = qerl.load_model(qwen, weights="bf16", lora_rank=2, train_norms=True)
     logprobs = qerl.token_logprobs(ours, prompts, completions, length, trainer.temperature)
     # So far apart that some ratios are clipped.
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
@@ -678,18 +686,18 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
         save_file(wrong | load_file(shard), shard)
     for stray in ("a", "z", *["model"] * len(sharding)):
         save_file(wrong, tmp_path / f"{stray}.safetensors")
-    assert torch.equal(qerl.load_model(folder)(TOKENS), qerl.load_model(qwen[0])(TOKENS))
+    assert torch.equal(qerl.load_model(folder)(TOKENS), qerl.load_model(qwen)(TOKENS))
     shard.unlink()
     torch.save(wrong, tmp_path / "pytorch_model.bin")
     refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
 
 
-def test_compressed_tensors_folder_is_read_as_it_is(qwen, tmp_path):
+def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     """NVFP4A16 made with the library: each layer with its own global scale, two left in 16 bit.
 
     One of them, UP, is stacked with GATE in 4 bits. Among them stand tensors that change nothing.
     """
-    folder, theirs = qwen
+    folder, theirs = made_qwen
     decoded = copy.deepcopy(theirs)
 
     def compress(tensors):
@@ -738,7 +746,7 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
             tensors[name] = edit(tensor)
 
     layer, _, _ = name.partition(".weight")
-    refused(break_tensor(qwen[0], tmp_path, damage), f"{layer}.* {message}")
+    refused(break_tensor(qwen, tmp_path, damage), f"{layer}.* {message}")
 
 
 @pytest.mark.parametrize("config,message", [
@@ -750,7 +758,7 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
     (dict(hidden_act="gelu"), "activation gelu"),
 ])
 def test_unusable_configs_are_named(qwen, tmp_path, config, message):
-    refused(break_tensor(qwen[0], tmp_path, lambda t: None, **config), message)
+    refused(break_tensor(qwen, tmp_path, lambda t: None, **config), message)
 
 
 def test_features_that_no_block_divides_are_named():

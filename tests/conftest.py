@@ -1,6 +1,6 @@
 """Fixtures that several test files use."""
 # First, because test_qerl sets the number of threads before PyTorch starts.
-from test_qerl import family, qwen  # noqa: F401
+from test_qerl import family, made_qwen, model, qwen  # noqa: F401
 
 import itertools
 import random
@@ -31,10 +31,10 @@ def quiz(tmp_path_factory):
         num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
         eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for p in model.parameters():
+    policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in policy.parameters():
         p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
-    model.save_pretrained(folder)
+    policy.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
@@ -65,7 +65,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def quick(qwen, data, tmp_path):
     """The command line of a run of a few seconds in tmp_path/run; flags behind it win."""
-    return ("--model", qwen[0], "--data", data, *QUICK, "--out", tmp_path / "run")
+    return ("--model", qwen, "--data", data, *QUICK, "--out", tmp_path / "run")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,7 +91,7 @@ def finished(qwen, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "lasting", theirs)
-        run_main("--model", qwen[0], "--data", data, *QUICK, "--steps", 2, "--out", out)
+        run_main("--model", qwen, "--data", data, *QUICK, "--steps", 2, "--out", out)
     return out
 
 

@@ -112,7 +112,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
             ("no-questions", "tokenizer_config.json", {"chat_template": "Hello."}),
             ("no-end", "tokenizer_config.json", {"eos_token": None}),
             ("far-end", "generation_config.json", {"eos_token_id": 9999})):
-        shutil.copytree(qwen[0], name)
+        shutil.copytree(qwen, name)
         stored = json.loads(Path(name, file).read_text())
         Path(name, file).write_text(json.dumps(stored | values))
     Path("no-end/generation_config.json").write_text("{}")
@@ -157,7 +157,7 @@ def test_a_tokenizer_of_another_model_is_refused():
 def chatty(qwen, tmp_path):
     """(folder of a model whose template writes the date and ends turns, the token that ends them)"""
     folder = tmp_path / "chatty"
-    shutil.copytree(qwen[0], folder)
+    shutil.copytree(qwen, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.chat_template = (
@@ -254,7 +254,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
 
 def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick):
     folder = tmp_path / "all"
-    for source in (qwen[0], data):
+    for source in (qwen, data):
         shutil.copytree(source, folder, dirs_exist_ok=True)
     (folder / "own.py").write_text("def short(completion, question):\n    return len(completion)\n")
     options = (*quick, "--model", folder, "--data", folder, "--reward", f"{folder}/own.py:short",

@@ -27,7 +27,7 @@ def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms)
 def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
     """Nor is the user asked: transformers would ask, for a model_type that it does not know."""
     own = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
-    folder = break_tensor(qwen[0], tmp_path, lambda t: None, model_type="own", auto_map=own)
+    folder = break_tensor(qwen, tmp_path, lambda t: None, model_type="own", auto_map=own)
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
@@ -59,7 +59,7 @@ def modelopt_layout(tensors):
 ])
 def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path, edit, stored):
     def logits(edit, stored):
-        break_tensor(qwen[0], tmp_path, edit, quantization_config=stored)
+        break_tensor(qwen, tmp_path, edit, quantization_config=stored)
         return qerl.load_model(str(tmp_path))(TOKENS)
 
     assert_close(logits(edit, stored), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)

@@ -132,7 +132,7 @@ def test_a_recomputed_fp8_model_has_the_same_gradients(qwen, variant):
     """In float32 beside activations in bfloat16."""
     gradients = []
     for recompute in (False, True):
-        model = with_lora(qwen[0], dtype=torch.bfloat16)
+        model = with_lora(qwen, dtype=torch.bfloat16)
         if recompute:
             model.recompute_in_backward()
         fp8_neighbour(variant, model)
@@ -143,9 +143,8 @@ def test_a_recomputed_fp8_model_has_the_same_gradients(qwen, variant):
     assert gradients[0].dtype == torch.float32
 
 
-def test_training_in_fp8_leaves_the_rollout_as_it_was(qwen):
+def test_training_in_fp8_leaves_the_rollout_as_it_was(model):
     """Also after passes of training, which it changes. Prompts and decoding read the 4-bit weights."""
-    model = with_lora(qwen[0])
 
     def results():
         rollout = qerl.generate(model, PROMPTS, 8, temperature=0)
@@ -167,7 +166,7 @@ def test_one_fp8_flow_is_one_policy(qwen, kind):
     codes, a mismatch of up to 1e-5. So the model is in float64 here, where the order is no matter.
     """
     def mismatch(make):
-        model = with_lora(qwen[0], weights="bf16", dtype=torch.float64)
+        model = with_lora(qwen, weights="bf16", dtype=torch.float64)
         if kind == "all weights":
             train_all_weights(model)
         rollout, logprobs = sampled_and_scored(make(model), model)

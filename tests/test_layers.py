@@ -31,7 +31,7 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, real):
     for name in ("qerl.py", "fp4_kernels.py", "train_gsm8k.py"):
         shutil.copy(Path(HERE, name), tmp_path)
     shutil.copytree(Path(HERE, "harness"), tmp_path / "harness")
-    options = ["--model", qwen[0], "--data", data] if real else []
+    options = ["--model", qwen, "--data", data] if real else []
     done = run_python("train_gsm8k.py", *options, *QUICK, "--steps", 1, "--eval-questions", 2,
                       "--skip-eval-before", "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

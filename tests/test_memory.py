@@ -10,18 +10,12 @@ from harness import machine
 from test_qerl import TOKENS, with_lora
 
 
-def cache_bytes(model, slots, length):
-    """What so many sequences of this length take in the KV cache."""
-    return sum(kv.nbytes for kv in qerl.KVCache(model, slots, length).layers)
-
-
 def free(monkeypatch, size):
     monkeypatch.setattr(machine, "free_memory", lambda device: size)
 
 
-def test_weights_stay_decoded_in_half_of_the_free_memory(qwen, monkeypatch):
+def test_weights_stay_decoded_in_half_of_the_free_memory(model, monkeypatch):
     """The results are the same to the last bit."""
-    model = qerl.load_model(qwen[0])
     packed = [layer.weight for layer in model.quantized_layers()]
     expected = model(TOKENS)
     size = sum(weight.dequantize(torch.float32).nbytes for weight in packed)
@@ -33,11 +27,22 @@ def test_weights_stay_decoded_in_half_of_the_free_memory(qwen, monkeypatch):
         assert model(TOKENS).equal(expected)
 
 
-def test_slots_are_what_memory_holds(family, monkeypatch):
-    model = qerl.load_model(family[0])
-    free(monkeypatch, 1.0001 * cache_bytes(model, 3, 100) / 0.7)
-    for longest, slots in ((100, 3), (101, 2), (10 ** 6, 1), (1, 256)):
-        assert machine.fitted(train_gsm8k.Settings(), model, longest).slots == slots
+def test_slots_and_pieces_are_what_memory_holds(family, monkeypatch):
+    """Pieces beside the logits and what is trained: two moments and a gradient, float32."""
+    model = with_lora(family[0])
+    three = 1.0001 * sum(kv.nbytes for kv in qerl.KVCache(model, 3, 100).layers) / 0.7
+    trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
+    logits = 3 * 2048 * model.config.vocab_size * 4
+    thousand = trained + logits + 1000.1 * 4 * machine.activations(model.config, 2, 0) / 0.8
+    for bytes_free, longest, slots, micro_tokens in (
+            (three, 100, 3, 512),
+            (three, 101, 2, 512),
+            (three, 1, 256, 512),
+            (thousand, 10 ** 6, 1, 1000),
+            (1e15, 10 ** 6, 256, 16384)):
+        free(monkeypatch, bytes_free)
+        fitted = machine.fitted(train_gsm8k.Settings(), model, longest)
+        assert (fitted.slots, fitted.micro_tokens) == (slots, micro_tokens)
 
 
 def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
@@ -56,20 +61,8 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch
     assert fitted("summary.json", "--resume", "--steps", 3, "--slots", 5) == (5, 512)
 
 
-def test_pieces_are_what_memory_holds(qwen, monkeypatch):
-    """Beside the logits and what is trained: two moments and a gradient, float32."""
-    model = with_lora(qwen[0])
-    trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
-    logits = 3 * 2048 * model.config.vocab_size * 4
-    thousand = trained + logits + 1000.1 * 4 * machine.activations(model.config, 2, 0) / 0.8
-    for bytes_free, tokens in ((1e15, 16384), (0, 512), (thousand, 1000)):
-        free(monkeypatch, bytes_free)
-        assert machine.fitted(train_gsm8k.Settings(), model, 100).micro_tokens == tokens
-
-
-def test_blocks_keep_their_activations_where_memory_allows(qwen, monkeypatch):
+def test_blocks_keep_their_activations_where_memory_allows(model, monkeypatch):
     """As few blocks as possible are recomputed; with a token more, one block more is."""
-    model = with_lora(qwen[0])
     model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
     for recomputed in (0, 3, 40):
         room = 1000 * machine.activations(model.config, 40, recomputed)

@@ -127,7 +127,7 @@ def test_8_bit_codes_equal_compressed_tensors(format, whole, preset):
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_an_eight_bit_layer_multiplies_rounded_operands(qwen, format):
     """Stacked layers with bias and LoRA, which is merged before it is rounded."""
-    layer = with_lora(qwen[0], weights="bf16").blocks[0].attention.qkv
+    layer = with_lora(qwen, weights="bf16").blocks[0].attention.qkv
 
     def rounded(a):
         codes, scale = eight_bit.quantize(a, format)
@@ -172,7 +172,7 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
 def test_lora_is_merged_for_a_rollout_unless_rounding_would_lose_it(qwen, weights):
     """methods/merged.py. MXFP4's values are bfloat16 numbers."""
-    model = with_lora(qwen[0], weights=weights, dtype=torch.bfloat16)
+    model = with_lora(qwen, weights=weights, dtype=torch.bfloat16)
     layer = model.blocks[0].mlp.down
     packed = layer.weight
     x = torch.randn(5, 192).bfloat16()
@@ -188,7 +188,7 @@ def test_lora_is_merged_for_a_rollout_unless_rounding_would_lose_it(qwen, weight
 
 def test_update_aware_scaling_keeps_the_policy(qwen):
     """The weights that read a norm are smaller: a step of the optimiser is larger for them."""
-    plain, scaled = (all_trained(qwen[0]) for _ in range(2))
+    plain, scaled = (all_trained(qwen) for _ in range(2))
     qurl.scale_for_updates(scaled, 1.5)
     assert_close(scaled(TOKENS), plain(TOKENS), **NEAR)
     for a, b in zip(plain.quantized_layers(), scaled.quantized_layers()):
@@ -240,18 +240,16 @@ def test_noise_control_goes_by_steps(variant, steps, sigmas):
     ("first", [0, 1]),
     ("last", [2, 3]),
 ])
-def test_shaped_noise_goes_to_the_norms_of_a_place(qwen, place, noisy):
+def test_shaped_noise_goes_to_the_norms_of_a_place(model, place, noisy):
     """Norms: two in each of two blocks, and the last."""
-    model = qerl.load_model(qwen[0])
     method = neighbour(f"shaped_noise:{place}")
     with method.adaptive_quantization_noise(model, 0.01, None):
         found = [norm.noisy_weight is not None for norm in scales(model)]
     assert found == [i in noisy for i in range(5)]
 
 
-def test_pooled_noise_shares_each_group_among_four_draws(qwen):
+def test_pooled_noise_shares_each_group_among_four_draws(model):
     """Completion g of each prompt was sampled under draw g // 2, and is as likely under it, anew."""
-    model = with_lora(qwen[0])
     prompts = [[5, 6, 7], [8, 9]]
     method = neighbour("pooled_noise")
     with method.adaptive_quantization_noise(model, 0.3, seeded(2)):
@@ -290,7 +288,7 @@ def test_pivots_are_drawn_by_success_and_depth():
     assert deep_grpo.fit_success(50 * success) == (0, 0)         # too little to fit
 
 
-def test_branches_join_the_samples_behind_their_question(qwen):
+def test_branches_join_the_samples_behind_their_question(model):
     """Two questions of two completions each: one failed, and one more without a pivot."""
     method = neighbour("deep_grpo", max_new_tokens=12)
     method.prepare(None, None, None, ByteText())
@@ -306,7 +304,6 @@ def test_branches_join_the_samples_behind_their_question(qwen):
 
     def complete(asked, phase, **options):
         assert asked == [branch]
-        model = qerl.load_model(qwen[0])
         rollout = qerl.generate(model, [branch["prompt"]], 12, 2, **options)
         return train_gsm8k.Samples(asked, rollout, ["b1", "b2"], one_right, one_right)
     joined = method.sampling(lambda: samples, complete, seeded(0))()
@@ -358,7 +355,7 @@ def test_a_neighbour_trains_and_resumes(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
     kind = re.match(r"\w+", command)[0].replace("_", "-")
     quick = QUICK[:-2] if kind in quantizers.QUANTIZERS else QUICK         # without --quantizer rtn
-    options = ["--model", qwen[0], "--data", data, *quick, "--steps", 3, "--stages", 3,
+    options = ["--model", qwen, "--data", data, *quick, "--steps", 3, "--stages", 3,
                "--save-every", 1, "--eval-questions", 1, "--skip-eval-before",
                "--method", *command.split(), "--out"]
     whole = tmp_path / "whole"
@@ -406,7 +403,7 @@ def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     """packed: a folder in NVFP4."""
     monkeypatch.chdir(tmp_path)
     if "packed" in command:
-        export.save_packed(qwen[0], "packed", "cpu")
+        export.save_packed(qwen, "packed", "cpu")
     flags = ("--device", "cpu", "--data", data, "--max-new-tokens", 8, "--out", "out")
     assert message in refused(*flags, "--method", *command.split())
 

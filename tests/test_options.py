@@ -107,8 +107,8 @@ def peft_adapter(folder, out, layers="all-linear"):
 
 def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
     """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
-    theirs = peft_adapter(qwen[0], tmp_path / "adapter")
-    ours = qerl.load_model(qwen[0], "bf16", lora_rank=2, lora_alpha=8)
+    theirs = peft_adapter(qwen, tmp_path / "adapter")
+    ours = qerl.load_model(qwen, "bf16", lora_rank=2, lora_alpha=8)
     ours.fingerprints = {}
     load_adapter(ours, tmp_path / "adapter")
     with torch.no_grad():
@@ -126,17 +126,17 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
 def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
     options = (*quick, "--adapter", tmp_path)
     assert "adapter_config.json cannot be read" in refused(*options)
-    peft_adapter(qwen[0], tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    peft_adapter(qwen, tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
     assert "does not fit; use an adapter of this model" in refused(*options)
     assert "warning" not in capsys.readouterr().out
     adapter_settings(tmp_path, "another/Model")
-    assert f"was trained on {qwen[0]}, not on another/Model" in capsys.readouterr().out
+    assert f"was trained on {qwen}, not on another/Model" in capsys.readouterr().out
 
 
 def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, capsys):
     """Qwen3's way to switch thinking off; the first prompt is shown with its special tokens."""
     model = tmp_path / "model"
-    shutil.copytree(qwen[0], model)
+    shutil.copytree(qwen, model)
     (model / "chat_template.jinja").write_text(
         "{{ messages[1].content }}<eos>{% if enable_thinking is false %}<think></think>{% endif %}")
     run_main(*quick, "--model", model, "--eval-only", "--eval-samples", 4,

@@ -34,7 +34,7 @@ from test_qerl import with_lora
 @pytest.fixture
 def several(qwen, data):
     """The flags of a run of two processes, but for --out."""
-    return ("--model", qwen[0], "--data", data, *QUICK, "--prompts", 8, "--group", 4,
+    return ("--model", qwen, "--data", data, *QUICK, "--prompts", 8, "--group", 4,
             "--updates", 2, "--lr", 1e-2, "--reward", "random", "--save-every", 1,
             "--skip-eval-before", "--eval-questions", 5)
 
@@ -220,10 +220,10 @@ def test_ranks_keep_equal_pieces_of_a_layer(qwen):
     """None has more than its share, but for padding."""
     def loaded_by(rank):
         with mock.patch.dict(os.environ, numbers_of(rank, 3)):
-            model = qerl.load_model(qwen[0], checkpoint_class=layers.ShardedCheckpoint)
+            model = qerl.load_model(qwen, checkpoint_class=layers.ShardedCheckpoint)
         return model.quantized_layers()
 
-    whole = qerl.load_model(qwen[0]).quantized_layers()
+    whole = qerl.load_model(qwen).quantized_layers()
     for layer, *parts in zip(whole, *map(loaded_by, range(3))):
         share = sum(t.nbytes for t in layers.packed_tensors(layer.weight)) / 3
         for part in parts:

@@ -37,7 +37,7 @@ def correlated():
 def asked(qwen, data):
     """(questions, the tokenizer, both as worked sequences)"""
     questions = read_questions(data, "train*.jsonl")[:20]
-    text = train_gsm8k.ChatText(qwen[0], "")
+    text = train_gsm8k.ChatText(qwen, "")
     return questions, text, worked.worked_sequences(questions, text, 10 ** 6)
 
 
@@ -136,9 +136,9 @@ def test_folded_scales_change_no_logit(tmp_path):
 
 
 @pytest.mark.parametrize("quantizer", ["awq", "gptq"])
-def test_calibrated_codes_are_nearer_to_the_16_bit_model(qwen, asked, cache, capsys, quantizer):
+def test_calibrated_codes_are_nearer_to_the_16_bit_model(made_qwen, asked, cache, capsys, quantizer):
     """Of the text that they were calibrated on. A folder of codes keeps them."""
-    folder, theirs = qwen
+    folder, theirs = made_qwen
     questions, text, _ = asked
     path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
@@ -151,7 +151,7 @@ def test_calibrated_codes_are_nearer_to_the_16_bit_model(qwen, asked, cache, cap
 
 
 def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, asked):
-    model = qerl.load_model(qwen[0], "bf16", checkpoint_class=calibration.LeftInFiles)
+    model = qerl.load_model(qwen, "bf16", checkpoint_class=calibration.LeftInFiles)
     layers = model.quantized_layers()
     in_memory = []
     for layer in layers:
@@ -170,10 +170,10 @@ def test_codes_are_found_by_one_process(qwen, cache, capsys):
     def make(path):
         made.append(path)
         time.sleep(0.3)
-        shutil.copy(f"{qwen[0]}/model.safetensors", path)
+        shutil.copy(f"{qwen}/model.safetensors", path)
 
     def find(_):
-        return quantizers.cached_folder(qwen[0], "slow", ["key"], make)
+        return quantizers.cached_folder(qwen, "slow", ["key"], make)
     first = find(0)
     os.rename(first, f"{first}.tmp")
     with ThreadPoolExecutor(3) as pool:
@@ -193,7 +193,7 @@ def test_codes_are_found_by_one_process(qwen, cache, capsys):
 
 @pytest.mark.parametrize("scheme,whole", [("answer", 1.0), ("paper", 2.2)])
 def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
-    text = train_gsm8k.ChatText(qwen[0], train_gsm8k.SYSTEM[scheme])
+    text = train_gsm8k.ChatText(qwen, train_gsm8k.SYSTEM[scheme])
     *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200")
     answer = text.decode(tokens)
     assert last in text.eos and "<<" not in answer
@@ -227,13 +227,14 @@ def by_transformers(model):
     return torch.cat(hidden), torch.cat(logprobs)
 
 
-def test_losses_equal_transformers(qwen, tmp_path):
+def test_losses_equal_transformers(made_qwen, tmp_path):
     """RILQ's has the final hidden states of all tokens and the answers' cross-entropy, QAT's is KL."""
-    other, theirs = make_folder(tmp_path, seed=1)
-    student, teacher = (qerl.load_model(folder, "bf16") for folder in (qwen[0], other))
+    folder, their_student = made_qwen
+    other, their_teacher = make_folder(tmp_path, seed=1)
+    student, teacher = (qerl.load_model(folder, "bf16") for folder in (folder, other))
     rows = worked.rows_of(TWO, "cpu")
-    hidden, q = by_transformers(qwen[1])
-    wanted, p = by_transformers(theirs)
+    hidden, q = by_transformers(their_student)
+    wanted, p = by_transformers(their_teacher)
     mse = F.mse_loss(hidden, wanted)
     cross_entropy = F.nll_loss(q, ANSWERS)
     found = rilq.rilq_loss(student, teacher.hidden(rows.tokens), rows)
@@ -243,12 +244,13 @@ def test_losses_equal_transformers(qwen, tmp_path):
     assert_close(found, divergences.mean(), rtol=1e-4, atol=0)
 
 
-def test_straight_through_gradient_is_that_of_the_rounded_weight(qwen):
+def test_straight_through_gradient_is_that_of_the_rounded_weight(made_qwen):
     """transformers' loss and gradients, the decoded weights being its parameters."""
-    student = qat.fake_quantised(qwen[0])
+    folder, theirs = made_qwen
+    student = qat.fake_quantised(folder)
     loss = qat.answer_loss(student, None, worked.rows_of(TWO, "cpu"))
     loss.backward()
-    theirs = copy.deepcopy(qwen[1]).requires_grad_(True)
+    theirs = copy.deepcopy(theirs).requires_grad_(True)
     parameters = dict(theirs.named_parameters())
     for name, p in parameters.items():
         if name.endswith("_proj.weight"):
@@ -266,8 +268,8 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked, monkeypatch):
     questions, text, _ = asked
     monkeypatch.setattr(rilq, "TEXTS", 10)
     sequences = rilq.texts_of(questions, text)
-    teacher = qerl.load_model(qwen[0], "bf16")
-    model = qerl.load_model(qwen[0], lora_rank=4)
+    teacher = qerl.load_model(qwen, "bf16")
+    model = qerl.load_model(qwen, lora_rank=4)
     start = rilq.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)
     assert len(losses) == 1 + rilq.PATIENCE
@@ -279,10 +281,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked, monkeypatch):
 
 def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tmp_path, cache):
     questions, text, sequences = asked
-    start = quantizers.quantized_folder(qwen[0], "gptq", questions, text, "cpu")
+    start = quantizers.quantized_folder(qwen, "gptq", questions, text, "cpu")
     student = qat.fake_quantised(start)
     ordinary = qerl.load_model(start)
-    teacher = qerl.load_model(qwen[0], "bf16")
+    teacher = qerl.load_model(qwen, "bf16")
     rows = worked.rows_of(sequences, "cpu")
 
     def loss(model):
@@ -290,7 +292,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tm
     assert loss(student) == pytest.approx(loss(ordinary), rel=1e-4)
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert loss(student) < loss(ordinary)
-    export.write_packed_folder(qwen[0], qat.packed_tensors(student), tmp_path)
+    export.write_packed_folder(qwen, qat.packed_tensors(student), tmp_path)
     trained = qerl.load_model(str(tmp_path))
     assert loss(trained) == pytest.approx(loss(student), rel=1e-4)
     for layer, first in zip(trained.quantized_layers(), ordinary.quantized_layers()):

@@ -319,9 +319,9 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
 # --------------------------------------------------------------------------------------------------
 # Full fine-tuning
 
-def test_full_fine_tuning_has_the_gradients_of_transformers(qwen):
+def test_full_fine_tuning_has_the_gradients_of_transformers(made_qwen):
     """All linear layers, their biases and the norms, through Eq. 2's product without LoRA."""
-    folder, theirs = qwen
+    folder, theirs = made_qwen
     model = all_trained(folder)
     model.recompute_in_backward()
     model(TOKENS).square().sum().backward()

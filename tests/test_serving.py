@@ -32,14 +32,14 @@ FUSED = (
 def saving(qwen, tmp_path, monkeypatch):
     """The command line that saves a model to tmp_path/out, in several files; flags behind it win."""
     monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
-    return ("--model", qwen[0], "--device", "cpu", "--quantizer", "rtn",
+    return ("--model", qwen, "--device", "cpu", "--quantizer", "rtn",
             "--save-quantized", str(tmp_path / "out"))
 
 
 @pytest.fixture
 def packed(qwen, tmp_path):
     """A saved folder."""
-    export.save_packed(qwen[0], str(tmp_path / "packed"), "cpu")
+    export.save_packed(qwen, str(tmp_path / "packed"), "cpu")
     return str(tmp_path / "packed")
 
 
@@ -134,7 +134,7 @@ def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, 
 
 def test_a_written_folder_samples_from_the_policy_that_was_evaluated(qwen, tmp_path):
     """Ours ignores a repetition penalty and the like, and so do those who read the folder."""
-    source = shutil.copytree(qwen[0], tmp_path / "source")
+    source = shutil.copytree(qwen, tmp_path / "source")
     ids = {"bos_token_id": 4, "eos_token_id": [256, 7], "pad_token_id": 5}
     sampling = {"repetition_penalty": 1.1, "top_k": 3, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(ids | sampling))

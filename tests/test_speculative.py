@@ -62,10 +62,9 @@ def test_greedy_completions_are_the_plain_samplers(family):
     (1, 0.1, 1.0),
 ])
 def test_right_drafts_make_several_tokens_a_pass(
-        qwen, monkeypatch, always, wrong, acceptance, tokens_a_pass):
+        model, monkeypatch, always, wrong, acceptance, tokens_a_pass):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
     always(7)
-    model = with_lora(qwen[0])
     prompts = [[1, 3], [2, 3]]
     plain = qerl.generate(model, prompts, 21, temperature=0)
     drafts = F.pad(plain.tokens + wrong, (0, 7))
