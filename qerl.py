@@ -1476,7 +1476,7 @@ def check_config(config):
 
 def default_dtype(device):
     """bfloat16 on a GPU that can compute in it (from 2020 on), float16 on others, float32 on a CPU."""
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
@@ -1494,7 +1494,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     """
     require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     folder = model_folder(path)
-    dtype = dtype or default_dtype(torch.device(device))
+    dtype = dtype or default_dtype(device)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         files = open_tensors(folder, device)

@@ -19,7 +19,7 @@ import math
 import re
 import zlib
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from statistics import fmean
 
 import torch
@@ -39,7 +39,7 @@ from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
 from harness.run import require_same, resumed
 from harness.small_policy import ByteText, warm_start
-from qerl import UserError, require
+from qerl import require
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Settings:
                                     # that one GPU cannot hold; slower
     seed: int = 0                   # seeds LoRA, the order of the questions, sampling and noise
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
-    dtype: str = "auto"             # of activations; auto: bfloat16, float16 on old GPUs, float32
-                                    # on a CPU
+    dtype: str = None               # of activations; by default bfloat16, float16 on old GPUs,
+                                    # float32 on a CPU
     validation: int = 0             # so many of the training questions, the last, are kept apart
     eval_every: int = 0             # steps between evaluations on these; the best adapter is kept
                                     # in adapter-best; 0: none
@@ -145,7 +145,7 @@ CHOICES = {
     "quantizer": ["rtn", "four-over-six", "awq", "gptq"],
     "schedule": qerl.SCHEDULES,
     "algo": qerl.OBJECTIVES,
-    "dtype": ["auto", "bfloat16", "float16", "float32"],
+    "dtype": ["bfloat16", "float16", "float32"],
     "gpu": GPUS,
 }
 PRESETS = {
@@ -194,6 +194,12 @@ def train(settings):
     if method is not qerl:
         draw = method.sampling(draw, complete, noise_rng)
 
+    def write_logprobs(into, batch, chosen):
+        """Write the log-probabilities of these rows of a batch into a tensor [N, C]."""
+        for rows in batch.micro_batches(chosen, settings.micro_tokens):
+            into[rows.index] = method.token_logprobs(
+                model, rows.prompts, rows.tokens, rows.length, settings.temperature)
+
     for step in keeper.steps(clock):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
@@ -210,14 +216,10 @@ def train(settings):
         # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
         # first minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
-            for rows in batch.micro_batches(batch.later_rows, settings.micro_tokens):
-                batch.old_logprobs[rows.index] = method.token_logprobs(
-                    model, rows.prompts, rows.tokens, rows.length, settings.temperature)
-            with method.adapters_off(model):
-                taught = batch.taught_rows if settings.beta else []
-                for rows in batch.micro_batches(taught, settings.micro_tokens):
-                    batch.ref_logprobs[rows.index] = method.token_logprobs(
-                        model, rows.prompts, rows.tokens, rows.length, settings.temperature)
+            write_logprobs(batch.old_logprobs, batch, batch.later_rows)
+            if settings.beta:
+                with method.adapters_off(model):
+                    write_logprobs(batch.ref_logprobs, batch, batch.taught_rows)
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
@@ -277,18 +279,17 @@ def update(method, model, batch, optimizer, scaler, settings, ranks=Ranks()):
 # --------------------------------------------------------------------------------------------------
 # The model, the questions, the text
 
-# "paper" asks for the tags of the paper's appendix E, in our words.
+# The system's message. "paper" asks for the tags of the paper's appendix E, in our words.
 SYSTEM = {
     "answer": "Please reason step by step, and put your final answer within \\boxed{}.",
     "paper": "Please reason step by step, and put your final answer within \\boxed{}. Write the "
              "reasoning between <think> and </think> and the boxed answer between <answer> and "
              "</answer>.",
 }
-SYSTEM["random"] = SYSTEM["answer"]
 
 
 def instruction(scheme):
-    """The system's message of a --reward, which asks for the format that the reward looks for."""
+    """The message of a --reward, which asks for the format that the reward looks for."""
     return SYSTEM["paper" if "paper" in re.split(r"[\s+*]+", scheme) else "answer"]
 
 
@@ -300,15 +301,18 @@ def find_method(settings):
     return methods.find(settings.method, settings)
 
 
+def find_model(settings):
+    """(folder, tokenizer) of --model or, without it, of the built-in policy."""
+    if not settings.model:
+        return warm_start(settings.start_seed), ByteText()
+    folder = qerl.model_folder(settings.model)
+    return folder, ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
+
+
 def load_all(settings, method, ranks=Ranks()):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
     data = load_questions(settings)
-    if settings.model:
-        folder = qerl.model_folder(settings.model)
-        tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
-    else:
-        folder = warm_start(settings.start_seed)
-        tokenizer = ByteText()
+    folder, tokenizer = find_model(settings)
     device = use_device(settings.device)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
@@ -402,59 +406,67 @@ def answers_to(questions, texts):
         yield question.get("begun", "") + text, question
 
 
-@cache                             # so that a user's file is run once, not at each step
-def find_reward(scheme):
-    """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
-    terms = []
-    for term in scheme.split("+"):
-        weight, _, name = map(str.strip, term.rpartition("*"))
-        try:
-            weight = float(weight or 1)
-        except ValueError:
-            raise UserError(f"--reward {scheme}: {weight} is no number; give WEIGHT*NAME+WEIGHT*NAME, to "
-                            "subtract --reward=-WEIGHT*NAME")
-        require(math.isfinite(weight), f"--reward {scheme}: {weight} is no finite weight")
-        earned = partial(reward, scheme=name) if name in SYSTEM else own_reward(name)
-        terms.append((weight, earned))
-    return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
-
-
 # In the paper's format the reasoning and the answer stand between tags, each of which comes once.
 FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*"
                     r"<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
-def reward(completion, question, scheme):
-    """What one completion earns; scheme: answer, paper or random (Settings.reward).
+def answer_reward(completion, question):
+    """1 if the answer is right."""
+    return float(bool(is_right(completion, question["right"])))
 
-    The paper's format reward is small, but not after the division by a group's standard deviation:
-    where few answers are right it is most of the advantage, and a short wrong answer in the right
-    format wins.
+
+def paper_reward(completion, question):
+    """2 if the answer is right, and 0.2 for the format.
+
+    The 0.2 are small, but not after the division by a group's standard deviation: where few answers
+    are right they are most of the advantage, and a short wrong answer in the right format wins.
     """
-    if scheme == "random":         # a control that knows nothing: the last bit of a text's checksum
-        return float(zlib.crc32(completion.encode()) % 2)
-    correct = float(bool(is_right(completion, question["right"])))
-    if scheme == "answer":
-        return correct
-    return 2.0 * correct + 0.2 * bool(FORMAT.fullmatch(completion))
+    return 2 * answer_reward(completion, question) + 0.2 * bool(FORMAT.fullmatch(completion))
 
 
-def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1, attempts=4):
+def random_reward(completion, question):
+    """A control that knows nothing: the last bit of a text's checksum."""
+    return float(zlib.crc32(completion.encode()) % 2)
+
+
+REWARDS = {"answer": answer_reward, "paper": paper_reward, "random": random_reward}
+
+
+@cache                             # so that a user's file is run once, not at each step
+def find_reward(scheme):
+    """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
+    terms = []
+    for term in scheme.split("+"):
+        given, _, name = map(str.strip, term.rpartition("*"))
+        try:
+            weight = float(given or 1)
+        except ValueError:
+            weight = math.nan
+        require(math.isfinite(weight), f"--reward {scheme}: {given} is no finite number; give "
+                "WEIGHT*NAME+WEIGHT*NAME, to subtract --reward=-WEIGHT*NAME")
+        terms.append((weight, REWARDS.get(name) or own_reward(name)))
+    return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
+
+
+def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1):
     """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
 
-    Groups whose rewards are all equal teach nothing. After `attempts` draws they fill the rest. (DAPO
-    itself asks for right and wrong answers; --reward paper tells formats apart, too.) Of several
-    processes each has its share of the groups that all of them have drawn.
+    Groups whose rewards are all equal teach nothing. After four draws they fill the rest. (DAPO itself
+    asks for right and wrong answers; --reward paper tells formats apart, too.) Of several processes
+    each has its share of the groups that all of them have drawn.
     """
     own_draws = [samples]
     draws = [ranks.pool(samples, updates)]
     wanted = len(draws[0].questions)
-    while len(draws) < attempts and sum(qerl.has_signal(s.rewards).sum() for s in draws) < wanted:
+    while True:
+        signal = torch.cat([qerl.has_signal(s.rewards) for s in draws])
+        if signal.sum() >= wanted or len(draws) == 4:
+            break
         own_draws.append(draw())
         draws.append(ranks.pool(own_draws[-1], updates))
-    rewards = torch.cat([s.rewards for s in draws])
     # Groups with a signal first, each kind in the order in which it was drawn.
-    kept = (~qerl.has_signal(rewards)).int().argsort(stable=True)[:wanted].tolist()
+    kept = (~signal).int().argsort(stable=True)[:wanted].tolist()
     samples = pick_groups(draws, ranks.share(kept, updates))
     samples.draws = own_draws
     return samples
@@ -497,7 +509,7 @@ def set_learning_rate(optimizer, step, settings):
 # --------------------------------------------------------------------------------------------------
 # Evaluation, log, command line
 
-def answer_all(model, tokenizer, questions, settings, samples, temperature, top_p, ranks):
+def answer_all(model, tokenizer, questions, settings, ranks, samples, temperature, top_p):
     """The texts of `samples` answers to each question, to which each process gives its part."""
     first = len(questions) * ranks.rank // ranks.count
     last = len(questions) * (ranks.rank + 1) // ranks.count
@@ -527,22 +539,21 @@ def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
     """
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
-    measures = (
-        ("accuracy", settings.eval_samples, settings.eval_temperature, settings.eval_top_p),
-        ("greedy", 1, 0.0, 1.0),
-    )
-    for name, samples, temperature, top_p in measures:
-        texts = answer_all(
-            model, tokenizer, questions, settings, samples, temperature, top_p, ranks)
+    measures = {               # samples, temperature and top-p
+        "accuracy": (settings.eval_samples, settings.eval_temperature, settings.eval_top_p),
+        "greedy": (1, 0.0, 1.0),
+    }
+    for name, (samples, *drawn_how) in measures.items():
+        texts = answer_all(model, tokenizer, questions, settings, ranks, samples, *drawn_how)
         right = [bool(is_right(text, question["right"], anywhere=True))
                  for text, question in answers_to(questions, texts)]
         for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
             answer[name] = {"text": text, "correct": correct}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
         for k in (2 ** i for i in range(samples.bit_length())):
-            chances = by_set(questions, [pass_at(k, count, samples) for count in counts])
-            shares = {source: fmean(values) for source, values in chances.items()}
             label = name if k == 1 else f"pass@{k}"
+            chances = [pass_at(k, count, samples) for count in counts]
+            shares = {source: fmean(of_set) for source, of_set in by_set(questions, chances).items()}
             result[f"{label}_{when}"] = fmean(shares.values())
             if len(shares) > 1:
                 result |= {f"{label}_{source}_{when}": share for source, share in shares.items()}
@@ -585,10 +596,10 @@ def describe(samples, batch, clock, method):
 
 def evaluate_only(settings):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
-    saved = read_checkpoint(settings.out) if settings.resume else None
     ranks = Ranks()
     model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
-    if saved:
+    if settings.resume:
+        saved = read_checkpoint(settings.out)
         state = saved["state"]
         require_same(state, model.fingerprints, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
@@ -601,14 +612,12 @@ def evaluate_only(settings):
 
 def save_quantized(settings):
     """Write the model in NVFP4, by the codes of --quantizer, to the folder --save-quantized."""
-    folder = qerl.model_folder(settings.model)
+    use_device(settings.device)
+    folder, tokenizer = find_model(settings)
 
     def calibrated():
-        questions = load_questions(settings).train
-        tokenizer = ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
-        return stored_folder(settings, qerl, folder, questions, tokenizer)
+        return stored_folder(settings, qerl, folder, load_questions(settings).train, tokenizer)
 
-    use_device(settings.device)
     rounding = settings.quantizer == "rtn"
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
@@ -622,8 +631,6 @@ def arguments(argv=None):
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if "model" in given:
         given["model"] = full_name(given["model"])
-    if given.get("dtype") == "auto":
-        del given["dtype"]                      # the default, or with --resume what the run has
     if given.get("resume"):
         given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
     preset = given.get("preset") or (None if given.get("model") else "small")
@@ -644,10 +651,8 @@ def arguments(argv=None):
     check_settings(settings)
     find_method(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = str(qerl.default_dtype(torch.device(settings.device))).removeprefix("torch.")
-    return replace(settings, dtype=dtype)
+    usual = str(qerl.default_dtype(settings.device)).removeprefix("torch.")
+    return replace(settings, dtype=settings.dtype or usual)
 
 
 def method_defaults(name):

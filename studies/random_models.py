@@ -35,7 +35,7 @@ def config_of(name, **changed):
 def random_model(name, weights, lora_rank, device, dtype=None, **changed):
     """weights: a format; changed: as config_of's."""
     torch.manual_seed(0)
-    dtype = dtype or qerl.default_dtype(torch.device(device))
+    dtype = dtype or qerl.default_dtype(device)
     checkpoint = RandomWeights({}, weights, lora_rank, device=device, dtype=dtype)
     return qerl.Transformer(config_of(name, **changed), checkpoint)
 

@@ -19,7 +19,7 @@ from harness.answers import final_number, given_answer, is_right, last_number, o
 from harness.data import load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.small_policy import ByteText, made_up_problems
-from train_gsm8k import reward
+from train_gsm8k import answer_reward, paper_reward, random_reward
 
 # --------------------------------------------------------------------------------------------------
 # Answers
@@ -62,7 +62,7 @@ def test_only_one_clear_number_counts(text, five):
     """Of a completion and, behind "####", of the right answer."""
     for completion in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}",
                        f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
-        assert reward(completion, {"right": Decimal(5)}, "answer") == five
+        assert answer_reward(completion, {"right": Decimal(5)}) == five
     assert (final_number({"answer": f"so 7\n#### {text}\n8"}) == 5) == five
 
 
@@ -164,7 +164,7 @@ PIECES = """
 @given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
 def test_no_text_raises_anything(text):
     for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        assert reward(completion, {"right": Decimal(5)}, "paper") in (0, 0.2, 2, 2.2)
+        assert paper_reward(completion, {"right": Decimal(5)}) in (0, 0.2, 2, 2.2)
         assert is_right(completion, Decimal(5), anywhere=True) in (True, False)
     assert isinstance(final_number({"answer": f"so\n#### {text}"}), (Decimal, type(None)))
 
@@ -196,11 +196,11 @@ PAPER = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
     "the answer is 42": 0,
 }.items())
 def test_the_papers_reward_counts_answer_and_format(completion, earned):
-    assert reward(completion, {"right": Decimal(42)}, "paper") == earned
+    assert paper_reward(completion, {"right": Decimal(42)}) == earned
 
 
 def test_a_random_reward_knows_nothing_of_the_answer():
-    rewards = [reward(f"\\boxed{{{n}}}", {"right": Decimal(5)}, "random") for n in range(400)]
+    rewards = [random_reward(f"\\boxed{{{n}}}", {"right": Decimal(5)}) for n in range(400)]
     assert 160 < sum(rewards) < 240
 
 

@@ -45,7 +45,7 @@ from test_qerl import HERE
     ("--chat-template-kwargs {a:1}", "--chat-template-kwargs: invalid"),
     ("--reward good", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
     ("--reward none.py:f", "No such file or directory: .*none.py"),
-    ("--reward heavy*answer", "heavy is no number"),
+    ("--reward heavy*answer", "heavy is no finite number"),
     ("--dry-run", "--dry-run: knows real models alone, and no --shard; name one with --model"),
     ("--dry-run --model m --shard", "and no --shard"),
     ("--save-quantized out", "saves a real model .* name it with --model"),
@@ -136,7 +136,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--dry-run --model used", "its config.json cannot be read"),
     ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
     ("--seed 99999999999999999999", "must be below 1e18"),
-    ("--reward nan*answer", "nan is no finite weight"),
+    ("--reward nan*answer", "nan is no finite number"),
     ("--chat-template-kwargs [1]", "invalid JSON_object value"),
     ("--out used", "used: is not empty"),
     ("--resume", "run: no checkpoint is there"),
@@ -185,7 +185,7 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
     run_main(*options)
     tomorrow = SimpleNamespace(now=lambda: datetime(2100, 1, 2))
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", tomorrow)
-    run_main(*options, "--resume", "--dtype", "auto")
+    run_main(*options, "--resume")
     assert len(list(cache.glob("*gptq*"))) == 1
 
 

@@ -197,7 +197,7 @@ def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
     *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200")
     answer = text.decode(tokens)
     assert last in text.eos and "<<" not in answer
-    assert train_gsm8k.reward(answer, {"right": 1200}, scheme) == whole
+    assert train_gsm8k.find_reward(scheme)(answer, {"right": 1200}) == whole
 
 
 def test_worked_answers_may_have_no_steps():

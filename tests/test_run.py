@@ -91,7 +91,7 @@ def groups_of(call, settings):
         rows.append(SimpleNamespace(
             prompt=prompt,
             tokens=tokens,
-            reward=train_gsm8k.reward(text, {"right": right}, settings.reward),
+            reward=train_gsm8k.find_reward(settings.reward)(text, {"right": right}),
             correct=is_right(text, right),
             finished=tokens[-1] == QUIZ_EOS,
             rollout_logprobs=call.rollout.logprobs[i, :length],
