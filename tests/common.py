@@ -145,6 +145,10 @@ def recorded(monkeypatch):
     return calls
 
 
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def files_below(folder):
     """{name: bytes} of all files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

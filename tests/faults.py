@@ -52,7 +52,7 @@ FAULTS = {
          "tests/test_folders.py -k all_layouts"),
     ],
     "harness/folders.py": [
-        ("    if not resume:", "    if False:", "tests/test_bad_input.py -k folder_that_is_used"),
+        ("    if not resume:", "    if False:", "tests/test_bad_input.py -k no_empty_folder"),
         ("lock.acquire(blocking=False)", "pass", "tests/test_bad_input.py -k folder_that_is_used"),
         ('if o["step"] <= last_step]', "]", "tests/test_bad_input.py -k after_its_checkpoint"),
         ("f.read() + repr(sorted(eos)).encode()", "f.read()",

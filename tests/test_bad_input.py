@@ -20,7 +20,8 @@ import transformers
 import qerl
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
-from common import stop_at, tensors_of_checkpoint, without_times
+from common import read_json, stop_at, tensors_of_checkpoint, without_times
+from harness import export
 from harness.command import one_line
 from harness.data import ChatText, check_tokens
 from harness.folders import cut_log, open_folder, read_jsonl
@@ -113,9 +114,10 @@ def bad_things(qwen, tmp_path, monkeypatch):
             ("no-end", "tokenizer_config.json", {"eos_token": None}),
             ("far-end", "generation_config.json", {"eos_token_id": 9999})):
         shutil.copytree(qwen, name)
-        stored = json.loads(Path(name, file).read_text())
+        stored = read_json(Path(name, file))
         Path(name, file).write_text(json.dumps(stored | values))
     Path("no-end/generation_config.json").write_text("{}")
+    export.save_packed(qwen, "packed", "cpu")
     Path("no-file/train.jsonl").mkdir(parents=True)
     Path("used").mkdir()
     Path("used/metrics.jsonl").write_text("{}\n")
@@ -139,6 +141,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
     ("--reward nan*answer", "nan is no finite number"),
     ("--chat-template-kwargs [1]", "invalid JSON_object value"),
     ("--out used", "used: is not empty"),
+    ("--save-quantized used", "used: is not empty"),
+    ("--save-quantized run --model packed", "is in 4 bits already"),
     ("--resume", "run: no checkpoint is there"),
 ])
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
@@ -193,15 +197,12 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
 # The folder of a run
 
 def test_a_folder_that_is_used_is_refused(tmp_path):
-    """By another run, or for files; what a run left that was killed before its first step is none."""
+    """By another run; what one left that was killed before its first step is none."""
     for name in (".lock", "checkpoint.safetensors.tmp"):
         (tmp_path / name).touch()
     with open_folder(str(tmp_path), resume=False):
         with pytest.raises(qerl.UserError, match="in use"):
             open_folder(str(tmp_path), resume=False)
-    (tmp_path / "eval.json").touch()
-    with pytest.raises(qerl.UserError, match="is not empty"):
-        open_folder(str(tmp_path), resume=False)
 
 
 def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
@@ -247,7 +248,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert log[:2] == without_times(finished / "metrics.jsonl")
     assert [m["step"] for m in log[2:]] == [3, 4]
     assert [m["lr"] for m in log[2:]] == pytest.approx([7.5e-4, 2.5e-4])       # of four steps
-    summary = json.loads((tmp_path / "runs/new/summary.json").read_text())
+    summary = read_json(tmp_path / "runs/new/summary.json")
     assert (summary["steps"], summary["settings"]["save_every"]) == (4, 2)
     assert "has done 4; give more" in refused("--resume", "--steps", 3)
 

@@ -35,9 +35,9 @@ def uneven(rows, columns):
     return size_of_column * torch.randn(rows, columns)
 
 
-def rounded(x, whole=False):
+def rounded(x, format="fp8", whole=False):
     """x as its codes say, with the gradient of x."""
-    codes, scale = eight_bit.quantize(x.detach(), "fp8", whole)
+    codes, scale = eight_bit.quantize(x.detach(), format, whole)
     return x + (codes.float() * scale - x).detach()
 
 

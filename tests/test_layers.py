@@ -1,12 +1,11 @@
 """Layers: what lies above can be taken away, and imports point down only."""
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from common import QUICK, run_python
+from common import QUICK, read_json, run_python
 from test_qerl import HERE
 
 # From the lowest to the highest. (What is lower may import what is higher inside a function alone,
@@ -35,4 +34,4 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, real):
     done = run_python("train_gsm8k.py", *options, *QUICK, "--steps", 1, "--eval-questions", 2,
                       "--skip-eval-before", "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["step"] == 1
+    assert read_json(tmp_path / "run/metrics.jsonl")["step"] == 1

@@ -1,11 +1,9 @@
 """What memory holds, as a run finds it out and keeps it."""
-import json
-
 import torch
 
 import qerl
 import train_gsm8k
-from common import run_main
+from common import read_json, run_main
 from harness import machine
 from test_qerl import TOKENS, with_lora
 
@@ -49,7 +47,7 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch
     """Otherwise a resumed run would draw other numbers and add in another order."""
     def fitted(file, *flags):
         run_main(*quick, *flags)
-        settings = json.loads((tmp_path / "run" / file).read_text())["settings"]
+        settings = read_json(tmp_path / "run" / file)["settings"]
         return settings["slots"], settings["micro_tokens"]
 
     free(monkeypatch, 10 ** 6)

@@ -1,6 +1,5 @@
 """The neighbouring methods: their formulas, a run with each, and what they refuse."""
 import importlib
-import json
 import math
 import os
 import re
@@ -8,19 +7,18 @@ import types
 
 import pytest
 import torch
-from compressed_tensors.quantization import preset_name_to_scheme
-from compressed_tensors.quantization.lifecycle.forward import quantize as library_quantize
 from torch.testing import assert_close
 
 import qerl
 import train_gsm8k
 from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
-from common import stop_at
+from common import read_json, stop_at
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
 from methods import deep_grpo, merged, qat, qurl, rilq, rollout_correction
 from methods.parts import eight_bit, quantizers
+from test_jetrl import rounded, uneven
 from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, scales, seeded
 from test_qerl import with_lora
 
@@ -110,17 +108,17 @@ def test_8_bit_codes_equal_compressed_tensors(format, whole, preset):
 
     For INT8 the library has amax / 127.5, FlashRL amax / 127.
     """
+    library = pytest.importorskip("compressed_tensors.quantization")
     torch.manual_seed(0)
-    size_of_column = torch.randn(384).mul(2).exp()
-    weight = size_of_column * torch.randn(256, 384)
+    weight = uneven(256, 384)
     weight[0] = 0
     weight[-1] = torch.arange(384) % 255 / 2
     codes, scale = eight_bit.quantize(weight, format, whole)
     amax = weight.abs().amax((0, 1) if whole else 1, keepdim=True)
     assert_close(scale, amax / (127 if format == "int8" else 448))
-    scheme = preset_name_to_scheme(preset, ["Linear"]).weights
+    scheme = library.preset_name_to_scheme(preset, ["Linear"]).weights
     none = torch.zeros_like(scale)
-    theirs = library_quantize(weight, scale, none, scheme, dtype=codes.dtype)
+    theirs = library.lifecycle.forward.quantize(weight, scale, none, scheme, dtype=codes.dtype)
     assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -128,13 +126,9 @@ def test_8_bit_codes_equal_compressed_tensors(format, whole, preset):
 def test_an_eight_bit_layer_multiplies_rounded_operands(qwen, format):
     """Stacked layers with bias and LoRA, which is merged before it is rounded."""
     layer = with_lora(qwen, weights="bf16").blocks[0].attention.qkv
-
-    def rounded(a):
-        codes, scale = eight_bit.quantize(a, format)
-        return codes.float() * scale
     x = torch.randn(15, 128) * torch.rand(15, 1)
     merged = layer(torch.eye(128)) - layer.bias
-    expected = rounded(x) @ rounded(merged.T).T + layer.bias
+    expected = rounded(x, format) @ rounded(merged.T, format).T + layer.bias
     assert relative(eight_bit.EightBitLinear(layer, format)(x), expected) < 1e-3
 
 
@@ -369,7 +363,7 @@ def test_a_neighbour_trains_and_resumes(
     assert kind != "rilq" or log[0]["kl"] == 0
     if command in MADE_ONCE:
         assert capsys.readouterr().out.count(", once") == 1
-        adapter = json.loads((whole / "adapter/adapter_config.json").read_text())
+        adapter = read_json(whole / "adapter/adapter_config.json")
         assert f"-{kind}-" in os.path.basename(adapter["base_model_name_or_path"])
 
 

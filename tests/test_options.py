@@ -1,6 +1,5 @@
 """What a run can be asked for beside the paper's recipe: choosing by validation, own rewards and so on."""
 import itertools
-import json
 import shutil
 
 import pytest
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 
 import qerl
 import train_gsm8k
-from common import LEARNING, refused, run_main
+from common import LEARNING, read_json, refused, run_main
 from harness.export import adapter_settings, adapter_tensors, load_adapter
 from harness.folders import read_jsonl
 from harness.run import read_checkpoint
@@ -43,7 +42,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     monkeypatch.setattr(train_gsm8k, "next_questions", asked)
     run_main(*quick, *LEARNING, "--steps", 6, "--reward", "random",
              "--validation", 8, "--eval-every", 2, "--skip-eval-before", "--out", tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
     assert known == [None, {"accuracy": 0.2, "step": 2}, summary["best"]]
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
@@ -117,7 +116,7 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
              "--reward", "random", "--beta", 0.1, "--skip-eval-before",
              "--adapter", tmp_path / "adapter")
     assert "with which --beta compares" in capsys.readouterr().out
-    settings = json.loads((tmp_path / "run/summary.json").read_text())["settings"]
+    settings = read_json(tmp_path / "run/summary.json")["settings"]
     assert (settings["lora_rank"], settings["lora_alpha"]) == (2, 8)
     kl = [m["kl"] for m in read_jsonl(tmp_path / "run/metrics.jsonl")]
     assert kl[0] < 1e-9 < kl[1]

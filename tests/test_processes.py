@@ -1,5 +1,4 @@
 """Several processes, and weights cut over them."""
-import json
 import math
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from torch import distributed
 import bench
 import qerl
 import train_gsm8k
-from common import QUICK, assert_same_run, needs_fork, refused, run_main
+from common import assert_same_run, needs_fork, read_json, refused, run_main
 from harness import layers
 from harness.folders import read_jsonl
 from harness.ranks import Ranks
@@ -32,11 +31,10 @@ from test_qerl import with_lora
 
 
 @pytest.fixture
-def several(qwen, data):
-    """The flags of a run of two processes, but for --out."""
-    return ("--model", qwen, "--data", data, *QUICK, "--prompts", 8, "--group", 4,
-            "--updates", 2, "--lr", 1e-2, "--reward", "random", "--save-every", 1,
-            "--skip-eval-before", "--eval-questions", 5)
+def several(quick):
+    """The flags of a run of two processes."""
+    return (*quick, "--prompts", 8, "--group", 4, "--updates", 2, "--lr", 1e-2,
+            "--reward", "random", "--save-every", 1, "--skip-eval-before", "--eval-questions", 5)
 
 
 def numbers_of(rank, count):
@@ -148,7 +146,7 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
         statuses, said = run_ranks(2, out, *options)
     assert statuses == [1, -signal.SIGKILL], said
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2]
-    run_main(*options, "--out", out, "--resume")
+    run_main(*options, "--resume")
     assert f"resumed {out} after step 2" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -249,7 +247,7 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
 ])
 def test_what_processes_cannot_do_is_one_line(several, tmp_path, count, options, message):
     with mock.patch.dict(os.environ, numbers_of(0, count)):
-        assert message in refused(*several, "--out", tmp_path / "run", *options)
+        assert message in refused(*several, *options)
     assert not (tmp_path / "run").exists()
 
 
@@ -274,7 +272,7 @@ def test_bench_scaling_measures_processes(tmp_path, capsys):
     out = tmp_path / "scaling"
     run_main("scaling", "--device", "cpu", "--out", out, "--processes", 2,
              "--weights", "nvfp4", "--repeats", 1, program=bench)
-    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:
         parts = [row[name] for name in ("rollout", "reward", "update")]

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import qerl
 import train_gsm8k
-from common import killed_at, needs_fork, refused, run_main
+from common import killed_at, needs_fork, read_json, refused, run_main
 from harness import export
 from methods.parts import quantizers
 from test_qerl import HERE, compressed_tensors, make_folder, relative, with_lora
@@ -34,13 +34,6 @@ def saving(qwen, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
     return ("--model", qwen, "--device", "cpu", "--quantizer", "rtn",
             "--save-quantized", str(tmp_path / "out"))
-
-
-@pytest.fixture
-def packed(qwen, tmp_path):
-    """A saved folder."""
-    export.save_packed(qwen, str(tmp_path / "packed"), "cpu")
-    return str(tmp_path / "packed")
 
 
 def tensors_of(folder):
@@ -108,16 +101,6 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options,message", [
-    (["--model", "packed"], "is in 4 bits already"),
-    (["--save-quantized", "packed"], "is not empty; choose another folder"),
-])
-def test_what_is_not_saved_is_refused(tmp_path, monkeypatch, packed, saving, options, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(*saving, *options)
-    assert not list(tmp_path.glob("out*"))
-
-
 def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, data):
     """Validation questions are apart when the codes are saved, too."""
     asked = []
@@ -139,7 +122,7 @@ def test_a_written_folder_samples_from_the_policy_that_was_evaluated(qwen, tmp_p
     sampling = {"repetition_penalty": 1.1, "top_k": 3, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(ids | sampling))
     export.save_packed(str(source), str(tmp_path / "saved"), "cpu")
-    assert json.loads((tmp_path / "saved/generation_config.json").read_text()) == ids
+    assert read_json(tmp_path / "saved/generation_config.json") == ids
 
 
 def blocks(kind):
@@ -149,12 +132,12 @@ def blocks(kind):
 
 
 @torch.no_grad()
-def test_serving_snippets_give_the_trained_policys_answer(packed, tmp_path, monkeypatch):
+def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(packed)
+    export.save_packed(qwen, "qwen-32b-nvfp4", "cpu")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("qwen-32b-nvfp4")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer.save_pretrained(packed)
-    os.rename("packed", "qwen-32b-nvfp4")
+    tokenizer.save_pretrained("qwen-32b-nvfp4")
     policy = with_lora("qwen-32b-nvfp4", dtype=torch.bfloat16)
     export.save_adapter(policy, "runs/qwen-32b-nvfp4-nvfp4-grpo-1/adapter", "qwen-32b-nvfp4")
     serving, merging = blocks("python")

@@ -9,16 +9,10 @@ from methods import speculative
 from test_qerl import NEAR, seeded, with_lora
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """Every pass has drafts of so many tokens."""
-    return lambda K: monkeypatch.setattr(speculative, "best_draft", lambda slots, acceptance: K)
-
-
 @torch.no_grad()
-def test_frequencies_are_the_policys(quiz, always):
+def test_frequencies_are_the_policys(quiz, monkeypatch):
     """Of texts of three tokens, by chi-squared. Drafts are right now and then."""
-    always(3)
+    monkeypatch.setattr(speculative, "best_draft", lambda *_: 3)
     model = qerl.load_model(quiz, "bf16")
     method = speculative.Neighbour(None)
     rollout = method.generate(
@@ -62,9 +56,9 @@ def test_greedy_completions_are_the_plain_samplers(family):
     (1, 0.1, 1.0),
 ])
 def test_right_drafts_make_several_tokens_a_pass(
-        model, monkeypatch, always, wrong, acceptance, tokens_a_pass):
+        model, monkeypatch, wrong, acceptance, tokens_a_pass):
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
-    always(7)
+    monkeypatch.setattr(speculative, "best_draft", lambda *_: 7)
     prompts = [[1, 3], [2, 3]]
     plain = qerl.generate(model, prompts, 21, temperature=0)
     drafts = F.pad(plain.tokens + wrong, (0, 7))
