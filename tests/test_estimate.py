@@ -78,10 +78,11 @@ def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
     assert "of 24 GB" in small and "on an RTX 4090" in small and "100% of the groups" in small
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr("harness.machine.free_memory", lambda device: 99e9)
     with pytest.raises(TypeError):                     # of train, which is None
-        said("--device", "cuda", "--dtype", "float16", "--out", tmp_path / "run")
+        said("--device", "cuda", "--out", tmp_path / "run")
     here = capsys.readouterr().out
     assert "of 99 GB" in here and "on an H200" in here
     assert here == forecast(Settings(model=folder, prompts=128), 2) + "\n"

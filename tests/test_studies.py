@@ -1,6 +1,7 @@
 """The studies behind results/claims and results/methods."""
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,8 +101,9 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch):
         all_busy.wait(60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(study, "run_one", run_one)
-    flags = ("--device", "cuda", "--dtype", "float32", "--seeds", "0")
-    study.run_all(study_arguments(tmp_path, *flags))
+    args = study_arguments(tmp_path, "--seeds", "0")
+    args.settings = replace(args.settings, device="cuda")
+    study.run_all(args)
     assert used == {"cuda:0", "cuda:1"}
 
 
