@@ -7,11 +7,11 @@ to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<c
 """
 import hashlib
 import random
-from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from harness.folders import made_once
@@ -50,23 +50,19 @@ def word_problem(rng, careless=False):
 
 
 def word_problems(count, seed, exclude=(), careless=0.0):
-    """`count` different problems from a seeded generator, none with a question in `exclude`."""
+    """`count` different problems from a seeded generator, none with the question of one in `exclude`."""
     rng = random.Random(seed)
-    problems = []
-    seen = set(exclude)
-    while len(problems) < count:
+    problems = {problem["question"]: problem for problem in exclude}
+    while len(problems) < len(exclude) + count:
         problem = word_problem(rng, rng.random() < careless)
-        if problem["question"] not in seen:
-            seen.add(problem["question"])
-            problems.append(problem)
-    return problems
+        problems.setdefault(problem["question"], problem)
+    return list(problems.values())[len(exclude):]
 
 
 def made_up_problems(careless=0.0):
     """(train, held-out), disjoint; `careless` is the fraction of wrong answers in train."""
     held_out = word_problems(512, seed=1)
-    known = {p["question"] for p in held_out}
-    return word_problems(8192, seed=2, exclude=known, careless=careless), held_out
+    return word_problems(8192, seed=2, exclude=held_out, careless=careless), held_out
 
 
 class ByteText:
@@ -118,29 +114,29 @@ def imitation_loss(model, text, problems):
     return model(tokens, labels=labels).loss
 
 
-def train_policy(seed=0, steps=120, batch=64, careless=0.6, muon_lr=0.03, adam_lr=3e-3):
-    """The small policy, trained on worked answers of which a fraction is careless.
+def train_policy(seed, steps=120, batch=64):
+    """The small policy, trained on worked answers of which 60 % are careless.
 
     seed: of its first weights and the order of its problems.
     """
     text = ByteText()
-    problems, _ = made_up_problems(careless)
+    problems, _ = made_up_problems(careless=0.6)
     torch.manual_seed(seed)
     model = make_policy()
-    named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in named if p.dim() != 2 or "embed" in name]
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
-        (torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95), muon_lr),
-        (torch.optim.AdamW(others, lr=adam_lr), adam_lr),
+        torch.optim.Muon(matrices, lr=0.03, momentum=0.95),
+        torch.optim.AdamW(others, lr=3e-3),
     ]
+    schedules = [LambdaLR(optimizer, lambda step: min((step + 1) / 10, max(0.1, 1 - step / steps)))
+                 for optimizer in optimizers]
     rng = random.Random(seed)
-    for step in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
+    for _ in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
         imitation_loss(model, text, rng.sample(problems, batch)).backward()
-        for optimizer, lr in optimizers:
-            optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, max(0.1, 1 - step / steps))
-            optimizer.step()
-            optimizer.zero_grad()
+        for part in optimizers + schedules:
+            part.step()
+        model.zero_grad()
     return model
 
 
@@ -149,12 +145,10 @@ def warm_start(seed=0):
 
     seed: of its making (train_policy). Policies of other seeds learn differently, by far.
     """
+    def make(folder):
+        model = train_policy(seed)
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(folder)
+
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return made_once(f"warm-start-{digest[:12]}-seed{seed}", partial(save_policy, seed=seed))
-
-
-def save_policy(folder, seed):
-    """Make the small policy of a seed and write it into a folder that is there."""
-    model = train_policy(seed)
-    transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    return made_once(f"warm-start-{digest[:12]}-seed{seed}", make)
