@@ -149,12 +149,14 @@ class SharedPasses:
         self.blocks = [
             [m for m in block.modules() if isinstance(m, qerl.QuantLinear)] for block in model.blocks
         ]
+        numbers = range(len(self.blocks))
+        self.orders = numbers, numbers[::-1]           # of the blocks in a pass UP or DOWN
         self.works = {}                                # what is being gathered, by the block's number
         self.place_weights(count)
         model.recompute_in_backward()                  # else backward would need blocks at any time
         for i, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(partial(self.before_forward, i))
-            block.decode = partial(self.decode, i, block.decode)
+            block.forward = partial(self.run, i, block.forward)
+            block.decode = partial(self.run, i, block.decode)
 
     def place_weights(self, count):
         """Let the weights of block i lie in buffer i % 2, where `gather` brings them."""
@@ -168,29 +170,18 @@ class SharedPasses:
                 views = tensors_in(layer.place, layer.layout, ALIGNMENT * count)
                 replace_packed(layer.weight, views)
 
-    def before_forward(self, i, block, args):
+    def run(self, i, compute, *args):
+        """Block i's forward or decode, with its weights here and the next one's on their way."""
         # With gradients a block runs in backward alone: forward keeps nothing but its input.
-        self.enter(i, DOWN if torch.is_grad_enabled() else UP)
-
-    def decode(self, i, decode, *args):
-        self.enter(i, UP)
-        return decode(*args)
-
-    def order(self, direction):
-        """The numbers of the blocks in the order of a pass."""
-        numbers = range(len(self.blocks))
-        return numbers if direction == UP else numbers[::-1]
-
-    def enter(self, i, direction):
-        """Before block i runs: have its weights here, and the next one's on their way."""
-        order = self.order(direction)
-        place = order.index(i)
-        if place == 0:
+        direction = DOWN if torch.is_grad_enabled() else UP
+        order = self.orders[direction]
+        if i == order[0]:
             self.serve(direction)
             self.gather(i)
         self.wait(i)
-        if place + 1 < len(order):
-            self.gather(order[place + 1])
+        if i != order[-1]:
+            self.gather(order[order.index(i) + 1])
+        return compute(*args)
 
     def serve(self, wanted=None):
         """Take part in the passes of other ranks until that comes which this one wants, if any.
@@ -207,7 +198,7 @@ class SharedPasses:
             first = next((way for way in (UP, DOWN) if votes[way]), None)
             if first == wanted:
                 return
-            for i in self.order(first):
+            for i in self.orders[first]:
                 self.gather(i)
                 self.wait(i)
 
