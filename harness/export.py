@@ -4,7 +4,6 @@ Any LoRA tool loads the adapter onto the original model or, closer to what it wa
 its NVFP4 version. A folder in NVFP4 is compressed-tensors' "nvfp4-pack-quantized", as llm-compressor
 writes it and as qerl.load_model, vLLM and transformers read it.
 """
-import glob
 import json
 import os
 import shutil
@@ -73,8 +72,7 @@ def adapter_settings(folder, model):
     """
     path = f"{folder}/adapter_config.json"
     try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
+        config = json.loads(Path(path).read_bytes())
         usual = config["peft_type"] == "LORA" and not config.get("use_rslora") and not config.get("use_dora")
         found = {"lora_rank": int(config["r"]), "lora_alpha": float(config["lora_alpha"])}
         base = str(config["base_model_name_or_path"])
@@ -99,8 +97,8 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    shapes = {name: tensor.shape for name, tensor in ours.items()}
-    require({name: tensor.shape for name, tensor in stored.items()} == shapes,
+    shapes, wanted = ({name: t.shape for name, t in tensors.items()} for tensors in (stored, ours))
+    require(shapes == wanted,
             f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear "
             "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
@@ -139,35 +137,30 @@ def require_16_bit(folder, flag):
                                    "quantised, or leave the flag out")
 
 
-def named_parts(name, *parts):
-    """What quantize_nvfp4 returns of the layer `name`, on the CPU, under compressed-tensors' names."""
-    names = [f"{name}.weight_{part}" for part in ("packed", "scale", "global_scale")]
-    return {name: part.cpu() for name, part in zip(names, parts)}
-
-
 def stacked_parts(names, sizes, packed, block_scale, global_scale):
-    """The same of layers that were quantised as one, stacked along out.
+    """What quantize_nvfp4 returns of layers that are stacked along out, by compressed-tensors' names.
 
-    They share a global scale: vLLM multiplies q, k, v and gate, up as one weight and keeps the largest
-    of their global scales for all, so different ones would decode to other weights than those stored.
+    global_scale: [1], of layers that were quantised as one, or [out, 1]. vLLM multiplies q, k, v and
+    gate, up as one weight and keeps the largest of their global scales for all, so that different ones
+    would decode to other weights than those stored.
     """
-    rows = zip(names, packed.split(sizes), block_scale.split(sizes))
+    rows = [packed, block_scale, global_scale.expand(len(packed), 1)]
     found = {}
-    for name, codes, scales in rows:
-        found |= named_parts(name, codes, scales, global_scale)
-    return found
+    for name, codes, scales, global_scales in zip(names, *(part.split(sizes) for part in rows)):
+        found[f"{name}.weight_packed"] = codes
+        found[f"{name}.weight_scale"] = scales
+        found[f"{name}.weight_global_scale"] = global_scales[0]
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def copy_companions(source, folder):
     """Copy what stands beside the weights, with the quantization_config NVFP4A16.
 
-    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone:
-    whoever serves the folder samples from the policy that was evaluated here, without a
-    repetition_penalty, top_k and the like.
+    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone: whoever serves the folder samples from the
+    policy that was evaluated here, without a repetition_penalty, top_k and the like.
     """
-    for path in sorted(glob.glob(f"{glob.escape(source)}/*")):
-        companion = path.endswith((".json", ".txt", ".jinja", "tokenizer.model"))
-        if companion and "safetensors" not in os.path.basename(path):
+    for path in Path(source).iterdir():
+        if path.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in path.name:
             shutil.copy(path, folder)
     stored = generation_config(source)
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -191,20 +184,19 @@ def write_packed_folder(source, found, folder):
     copy_companions(source, folder)
 
 
-def packer(packed):
-    """A Checkpoint that rounds linear layers to NVFP4 and puts them, on the CPU, into `packed`.
+def rounded(folder, device):
+    """{tensor name: tensor on the CPU} of the linear layers of a 16-bit folder, rounded to NVFP4."""
+    found = {}
 
-    packed: {tensor name: tensor}. The layers that QeRL stacks are those that vLLM multiplies as one:
-    see stacked_parts.
-    """
     class Packer(qerl.Checkpoint):
         def stacked(self, names, sizes, in_features):
             qerl.require_blocks(names[0], in_features, "nvfp4")
             weights = [
                 self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
-            packed.update(stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights))))
+            found.update(stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights))))
 
-    return Packer
+    qerl.load_model(folder, device=device, checkpoint_class=Packer)
+    return found
 
 
 def save_packed(source, out, device, calibrated=None):
@@ -216,12 +208,10 @@ def save_packed(source, out, device, calibrated=None):
     with new_folder(out) as temporary:
         if calibrated:
             # The weights are copied alone: the tokenizer is the source's of now.
-            for path in glob.glob(f"{glob.escape(calibrated())}/*safetensors*"):
-                shutil.copyfile(path, f"{temporary}/{os.path.basename(path)}")
+            for path in Path(calibrated()).glob("*safetensors*"):
+                shutil.copy(path, temporary)
             copy_companions(source, temporary)
         else:
-            packed = {}
-            qerl.load_model(source, device=device, checkpoint_class=packer(packed))
-            write_packed_folder(source, packed, temporary)
+            write_packed_folder(source, rounded(source, device), temporary)
     size = sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
     print(f"saved {out}, {size / 1e9:.3g} GB of weights; docs/serving.md says who reads it")

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
 
 import qerl
-from harness.export import named_parts, require_16_bit, write_packed_folder
+from harness.export import require_16_bit, stacked_parts, write_packed_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.quantizers import cached_folder
@@ -84,12 +84,7 @@ class FakeQuantLinear(TrainedLinear):
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
         packed = qerl.encode_e2m1(self.master.detach(), self.scale)
-        block_scales, global_scales = self.scales
-        layers = zip(self.names, packed.split(self.sizes), block_scales.split(self.sizes),
-                     global_scales.split(self.sizes))
-        found = {}
-        for name, codes, block_scale, global_scale in layers:
-            found |= named_parts(name, codes, block_scale, global_scale[0])
+        found = stacked_parts(self.names, self.sizes, packed, *self.scales)
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)
             found |= {f"{name}.bias": bias for name, bias in zip(self.names, biases)}
