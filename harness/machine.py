@@ -43,17 +43,16 @@ def keep_decoded(model, small=1e8):
     layers = [
         layer for layer in model.quantized_layers() if isinstance(layer.weight, qerl.PackedWeight)]
     # As many weights as scales times those that share one.
-    count = sum(layer.weight.parts[1].numel() * layer.weight.format.block for layer in layers)
-    size = count * dtype.itemsize
-    free = free_memory(model.device)
+    size = dtype.itemsize * sum(
+        layer.weight.parts[1].numel() * layer.weight.format.block for layer in layers)
     if size < small:
         return
+    free = free_memory(model.device)
     fits = 2 * size <= free
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:
-        weight = layer.weight.dequantize(dtype)
-        layer.weight = qerl.FORMATS["bf16"].pack(weight)
+        layer.weight = qerl.FORMATS["bf16"].pack(layer.weight.dequantize(dtype))
 
 
 def fitted(settings, model, longest):
@@ -64,7 +63,8 @@ def fitted(settings, model, longest):
     the second the order of sums. On a GPU this also chooses the blocks whose activations are kept.
     """
     free = free_memory(model.device)
-    slots = int(0.7 * free / (longest * cache_bytes(model)))
+    token = sum(kv.nbytes for kv in qerl.KVCache(model, slots=1, max_len=1).layers)
+    slots = int(0.7 * free / (longest * token))
     values = activations(model.config, len(model.blocks), model.recompute_blocks)
     micro_tokens = int(room_for_updates(model) / values)
     settings = replace(
@@ -76,13 +76,6 @@ def fitted(settings, model, longest):
     if model.recompute_blocks and not settings.shard:
         keep_activations(model, settings.micro_tokens)
     return settings
-
-
-def cache_bytes(model):
-    """Bytes of one token's keys and values in the KV cache, those of all layers."""
-    heads = model.config.num_key_value_heads
-    values = 2 * len(model.blocks) * heads * model.blocks[0].attention.head_dim
-    return values * model.embedding.dtype.itemsize
 
 
 def room_for_updates(model):
