@@ -90,22 +90,17 @@ def read_questions(folder, pattern):
 
 
 def questions_of(sources):
-    """The questions of files and datasets, each once, without those that have different answers.
-
-    DAPO-Math-17k has each a hundred times.
-    """
-    first = {}
-    answers = {}
+    """The questions of files and datasets, each once, without those that have different answers."""
+    found = {}                     # by its text: a question, and what it has for answers
     for source in sources:
         for number, row in enumerate(rows_of(source), 1):
             question = question_of(row, f"{source}:{number}")
-            text = question["question"]
-            first.setdefault(text, question)
-            answers.setdefault(text, set()).add(right_answer(question))
-    kept = [question for text, question in first.items() if len(answers[text]) == 1]
+            _, answers = found.setdefault(question["question"], (question, set()))
+            answers.add(right_answer(question))
+    kept = [question for question, answers in found.values() if len(answers) == 1]
     names = ", ".join(sources)
     require(kept, f"{names}: holds no question with one answer; give another file or dataset")
-    say_what_is_left_out(first, kept, f"questions of {names} stand there with different answers")
+    say_what_is_left_out(found, kept, f"questions of {names} stand there with different answers")
     return kept
 
 
@@ -135,7 +130,7 @@ def next_questions(questions, drawn, count, seed):
 # Of each: where it lies on Hugging Face, and which split.
 DATASETS = {
     "bigmath": ("SynthLabsAI/Big-Math-RL-Verified", "train"),
-    "dapo-math": ("BytedTsinghua-SIA/DAPO-Math-17k", "train"),
+    "dapo-math": ("open-r1/DAPO-Math-17k-Processed:all", "train"),
     "math-500": ("HuggingFaceH4/MATH-500", "test"),
     "aime24": ("HuggingFaceH4/aime_2024", "train"),
     "aime25": ("math-ai/aime25", "test"),
@@ -160,12 +155,16 @@ def math_questions(source):
 
 def question_of(row, place):
     """{"question", "answer"} of a row: worked steps and "#### number", or TeX."""
-    question = bare(first_column(row, QUESTION))
-    answer = answer_of(row)
-    require(is_text(question) and is_text(answer),
+    question = DEMANDS.sub("", first_text(row, QUESTION)).strip()
+    answer = first_text(row, ANSWER)
+    box = last_box(answer)
+    prose = " " in answer and answer == first_text(row, ["solution"])
+    if box is not None or prose:                # of a solution its box alone is an answer
+        answer = (box or "").strip()
+    require(question and answer,
             f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
             f"one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or remove it")
-    found = {"question": question, "answer": answer.strip()}
+    found = {"question": question, "answer": answer}
     require(right_answer(found) is not None,
             f'{place}: what stands behind "####" is not one clear number; mend or remove it')
     return found
@@ -175,16 +174,15 @@ def rows_of(source):
     """The rows of a file or a dataset as dicts."""
     if source.endswith(".jsonl"):
         return jsonl_rows(source)
+    repository, split = DATASETS.get(source, (source, "train"))
+    names = repository.split(":")
+    options = {"split": split}
     if os.path.isfile(source):
         # The library would read others, too; of them pickles run code.
         require(source.endswith((".json", ".parquet")),
                 f"{source}: is no .jsonl, .json or .parquet; convert it to one of these")
         names = [source.rpartition(".")[2]]
-        options = {"data_files": glob.escape(source), "split": "train"}
-    else:
-        repository, split = DATASETS.get(source, (source, "train"))
-        names = repository.split(":")
-        options = {"split": split}
+        options["data_files"] = glob.escape(source)
     try:
         import datasets
         return datasets.load_dataset(*names, **options)
@@ -207,37 +205,16 @@ def jsonl_rows(path):
             yield row
 
 
-def first_column(row, names):
-    """The row's value in the first of these columns that it has."""
-    return next((row[name] for name in names if row.get(name) not in (None, "")), None)
+def first_text(row, names):
+    """What stands in the first of these columns that holds something: a text or a number; else "".
 
-
-def answer_of(row):
-    """A row's answer, a text or what is none: of a solution its last box, else prose is none."""
-    checked = row.get("reward_model")                      # verl's format, in which DAPO-Math comes
-    if isinstance(checked, dict):
-        row = {**row, **checked}
-    answer = first_column(row, ANSWER)
-    if isinstance(answer, (int, float)) and math.isfinite(answer):
-        answer = str(answer)
-    if not is_text(answer):
-        return None
-    box = last_box(answer)
-    prose = answer == row.get("solution") and " " in answer.strip()
-    return answer if box is None and not prose else box
-
-
-def is_text(value):
-    """Is it a text with something in it, and without half characters, which JSON can hold?"""
-    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
-
-
-def bare(question):
-    """A question alone: not as a chat's message, and without demands on the form of its answer."""
-    if isinstance(question, list) and all(isinstance(message, dict) for message in question):
-        asked = [message.get("content") for message in question if message.get("role") != "system"]
-        question = asked[0] if len(asked) == 1 else None
-    return DEMANDS.sub("", question.strip()).strip() if isinstance(question, str) else None
+    JSON can hold halves of characters; a text with them is none.
+    """
+    value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        value = str(value)
+    is_text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+    return value.strip() if is_text else ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,8 +255,7 @@ class ChatText:
     def prompt(self, question):
         """The token ids of a question, up to where the answer begins."""
         if self.tokenizer.chat_template is None:
-            plain = f"{self.system}\n\nProblem: {question}\n\nSolution: "
-            return self.tokenizer.encode(plain)
+            return self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
         return self.chat(question, add_generation_prompt=True, return_dict=False)
 
     def chat(self, *turns, **options):
@@ -349,7 +325,7 @@ def with_prompts(questions, tokenizer, longest):
     for question in questions:
         question["prompt"] = tokenizer.prompt(question["question"])
         question["right"] = right_answer(question)
-        if tokenizer.decode(question["prompt"]).rstrip().endswith("<think>"):
+        if tokenizer.decode(question["prompt"][-8:]).rstrip().endswith("<think>"):
             question["begun"] = "<think>"
     kept = [q for q in questions if len(q["prompt"]) <= longest]
     require(kept or not questions, f"no prompt fits into {longest} tokens; lower --max-new-tokens")

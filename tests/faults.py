@@ -91,8 +91,8 @@ FAULTS = {
         ('len(prompts) >= len({q["question"].strip() for q in questions})', "True",
          "tests/test_bad_input.py -k bad_input_is_one_line"),
         ("ONE_DAY + self", "self", "tests/test_bad_input.py -k tomorrow"),
-        ("if len(answers[text]) == 1]", "]", "tests/test_answers.py -k different_answers"),
-        ("return answer if box is None and not prose else box", "return box or answer",
+        ("if len(answers) == 1]", "]", "tests/test_answers.py -k different_answers"),
+        ("if box is not None or prose:", "if box is not None:",
          "tests/test_answers.py -k unfit_file"),
     ],
     "harness/command.py": [

@@ -236,18 +236,15 @@ Five ducks.
 And so on?
 
 Remember to put your answer on its own line after "Answer:"."""
-SYSTEM = {"role": "system", "content": "You are a bot."}
 
 
 @pytest.mark.parametrize("row,question,answer", [
-    # DAPO-Math, MATH twice
-    ({"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "34"}},
+    # DAPO-Math, MATH twice, AIME
+    ({"prompt": DAPO, "solution": "34", "reward_model": {"ground_truth": "34"}},
      "Five ducks.\n\nAnd so on?", "34"),
     ({"problem": "Twice?", "answer": "2x", "solution": "So \\boxed{2 x}."}, "Twice?", "2x"),
     ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
-    # their like
-    ({"prompt": "a", "solution": "34", "reward_model": {"ground_truth": "34"}}, "a", "34"),
-    ({"prompt": [SYSTEM, {"role": "user", "content": "1?"}], "solution": 34}, "1?", "34")])
+    ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34")])
 def test_questions_and_answers_are_found_in_the_columns_that_have_them(
         tmp_path, row, question, answer):
     write_jsonl(tmp_path / "rows.jsonl", [row, row])               # twice there, taken once
