@@ -188,9 +188,9 @@ class Format:
     """
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
-    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
+    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values,
+                                     # and fp4_kernels does not know it
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
-    tiled: bool = False              # whether fp4_kernels knows it
 
     def pack(self, weight):
         """A weight [out, in] as an object that can multiply."""
@@ -215,9 +215,9 @@ class Format:
 
 
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
-    "nf4": Format(quantize_nf4, 64, NF4, tiled=True),
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two),
+    "nf4": Format(quantize_nf4, 64, NF4),
     "bf16": Format(keep_16_bit, 1),
 }
 
@@ -926,10 +926,8 @@ class Sampler:
         self.length[row] = so_far
         self.finished[row] = ended
         self.token.copy_(token)
-        self.advance(ended | (so_far >= self.limit[row]) | (row == IDLE))
-
-    def advance(self, stopped):
-        """Every slot moves one token on; those that stopped, bool [slots], are idle and empty."""
+        # Every slot moves one token on; those that stop are idle and empty.
+        stopped = ended | (so_far >= self.limit[row]) | (row == IDLE)
         self.completion.masked_fill_(stopped, IDLE)
         self.position.add_(1).masked_fill_(stopped, 0)
         self.cache.filled.add_(1).masked_fill_(stopped, 0)
@@ -1358,12 +1356,8 @@ class Checkpoint:
 
     def __post_init__(self):
         self.unread = set(self.files)
-        # Whether the folder has layers in 4 bits.
-        self.is_packed = any(name.endswith(IN_4_BITS) for name in self.files)
-
-    def in_4_bits(self, layer):
-        """Whether a layer is in NVFP4, as compressed-tensors or as NVIDIA's ModelOpt writes it."""
-        return any(f"{layer}{last}" in self.files for last in IN_4_BITS)
+        # The layers that the folder has in NVFP4, as compressed-tensors or NVIDIA's ModelOpt writes it.
+        self.in_4_bits = {name.rpartition(".")[0] for name in self.files if name.endswith(IN_4_BITS)}
 
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
         """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
@@ -1385,42 +1379,48 @@ class Checkpoint:
     def norm(self, name, size, eps):
         return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
+    def read_nvfp4(self, name, out_features, in_features):
+        """(packed, block_scale, global_scale [1]) of a layer that the folder has in NVFP4."""
+        codes = f"{name}.weight_packed"
+        if codes in self.files:                                        # of compressed-tensors
+            global_scale = self.read(f"{name}.weight_global_scale", (1,))
+        else:                                                          # of ModelOpt, which has S_FP32
+            codes = f"{name}.weight"
+            global_scale = 1 / self.read(f"{name}.weight_scale_2", (1,))
+        packed = self.read(codes, (out_features, in_features // 2), [torch.uint8])
+        scale = self.read(
+            f"{name}.weight_scale", (out_features, in_features // 16), [torch.float8_e4m3fn])
+        require(scale.float().min() >= 0 and global_scale > 1 / LARGEST,
+                f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
+                "these are not; quantise it again")
+        return packed, scale, global_scale
+
     def quantized(self, name, out_features, in_features, weights):
         """(packed, block_scale, global_scale [out, 1]) of a layer, read as NVFP4 or quantised here."""
         require_blocks(name, in_features, weights)
-        format = FORMATS[weights]
-        if not self.in_4_bits(name):
+        quantize = FORMATS[weights].quantize
+        if name not in self.in_4_bits:
             weight = self.read(f"{name}.weight", (out_features, in_features))
             # A weight is quantised in the dtype that it has.
-            parts = format.quantize(weight.to(self.dtype) if weights == "bf16" else weight)
+            parts = quantize(weight.to(self.dtype) if weights == "bf16" else weight)
         else:
-            codes = f"{name}.weight_packed"
-            if codes in self.files:                                    # of compressed-tensors
-                global_scale = self.read(f"{name}.weight_global_scale", (1,))
-            else:                                                      # of ModelOpt, which has S_FP32
-                codes = f"{name}.weight"
-                global_scale = 1 / self.read(f"{name}.weight_scale_2", (1,))
-            packed = self.read(codes, (out_features, in_features // 2), [torch.uint8])
-            scale = self.read(f"{name}.weight_scale", (out_features, in_features // 16),
-                              [torch.float8_e4m3fn])
-            parts = packed, scale, global_scale
-            require(scale.float().min() >= 0 and global_scale > 1 / LARGEST,
-                    f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
-                    "these are not; quantise it again")
+            parts = self.read_nvfp4(name, out_features, in_features)
             if weights != "nvfp4":
-                parts = format.quantize(FORMATS["nvfp4"].dequantize(*parts, self.dtype))
-        return *parts[:2], parts[2].expand(out_features).reshape(-1, 1)
+                parts = quantize(FORMATS["nvfp4"].dequantize(*parts, self.dtype))
+        packed, scale, global_scale = parts
+        return packed, scale, global_scale.expand(out_features, 1)
 
     def stacked(self, names, sizes, in_features):
         """The weight of several layers, one below the other, as an object that can multiply."""
         weights = self.weights
-        if self.is_packed and not all(map(self.in_4_bits, names)):
+        if self.in_4_bits and not self.in_4_bits.issuperset(names):
             weights = "bf16"                           # the folder leaves one of these layers in 16 bit
         layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        fit = kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes)
+        if fit and format.table is not None:
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 
@@ -1428,9 +1428,11 @@ class Checkpoint:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        stored = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
-        bias = torch.cat(stored) if bias else None
-        layer = QuantLinear(names, sizes, in_features, weight, bias, self.lora_rank, self.lora_alpha)
+        stored = None
+        if bias:
+            biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]
+            stored = torch.cat(biases)
+        layer = QuantLinear(names, sizes, in_features, weight, stored, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
     def require_all_read(self):

@@ -31,8 +31,7 @@ from harness.command import check_settings, full_name, one_line, parse_flags, us
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, policy_fingerprints
-from harness.folders import write_jsonl
+from harness.folders import atomic_write, policy_fingerprints, write_jsonl
 from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
@@ -167,8 +166,8 @@ def train(settings):
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    generators = [sampling_rng, noise_rng]
-    keeper = Keeper(settings, ranks, model, optimizer, scaler, generators, method, sum(data, []))
+    keeper = Keeper(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method,
+                    sum(data, []))
     state = keeper.state                               # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -237,7 +236,7 @@ def train(settings):
     keeper.finish(len(data.held_out))
 
 
-def update(method, model, batch, optimizer, scaler, settings, ranks=Ranks()):
+def update(method, model, batch, optimizer, scaler, settings, ranks):
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
@@ -309,7 +308,7 @@ def find_model(settings):
     return folder, ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
 
 
-def load_all(settings, method, ranks=Ranks()):
+def load_all(settings, method, ranks):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
     data = load_questions(settings)
     folder, tokenizer = find_model(settings)
@@ -449,7 +448,7 @@ def find_reward(scheme):
     return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
 
 
-def dynamic_sampling(samples, draw, ranks=Ranks(), updates=1):
+def dynamic_sampling(samples, draw, ranks, updates):
     """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
 
     Groups whose rewards are all equal teach nothing. After four draws they fill the rest. (DAPO itself
@@ -530,7 +529,7 @@ def pass_at(k, correct, samples):
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate(model, tokenizer, questions, settings, when, ranks=Ranks()):
+def evaluate(model, tokenizer, questions, settings, when, ranks):
     """Accuracies as fractions: pass@1 (at the paper's temperature 0.6 and top-p 0.95) and greedy.
 
     pass@1 is the mean over questions and `eval_samples` answers to each, from which pass@2, pass@4 and
@@ -633,21 +632,21 @@ def arguments(argv=None):
         given["model"] = full_name(given["model"])
     if given.get("resume"):
         given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
-    preset = given.get("preset") or (None if given.get("model") else "small")
+    flags = Settings(**given)
+    preset = flags.preset or (None if flags.model else "small")
     values = dict(PRESETS.get(preset, {}))
-    objective = given.get("algo", "grpo")
-    if objective != "grpo":
+    if flags.algo != "grpo":
         values["beta"] = 0.0                    # the other objectives are without a KL term
-    values |= qerl.OBJECTIVES[objective].defaults
-    values |= method_defaults(given.get("method", "qerl"))
-    weights = (values | given).get("weights", Settings.weights)
+    values |= qerl.OBJECTIVES[flags.algo].defaults
+    values |= method_defaults(flags.method)
+    weights = (values | given).get("weights", flags.weights)
     if preset == "paper" and weights == "bf16":
         values["lr"] = 5e-6                     # Table 4: half the learning rate for 16-bit weights
-    if weights != "nvfp4" or given.get("shard"):
+    if weights != "nvfp4" or flags.shard:
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
-    if given.get("adapter"):
-        values |= adapter_settings(given["adapter"], given.get("model"))
-    settings = Settings(**{**values, **given})
+    if flags.adapter:
+        values |= adapter_settings(flags.adapter, flags.model)
+    settings = Settings(**(values | given))
     check_settings(settings)
     find_method(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)

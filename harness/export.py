@@ -128,7 +128,7 @@ NVFP4A16 = {
 
 def is_packed(folder):
     """Whether a layer of this folder is in 4 bits."""
-    return qerl.Checkpoint(qerl.open_tensors(folder, "cpu")).is_packed
+    return bool(qerl.Checkpoint(qerl.open_tensors(folder, "cpu")).in_4_bits)
 
 
 def require_16_bit(folder, flag):

@@ -79,7 +79,7 @@ FAULTS = {
     ],
     "train_gsm8k.py": [
         ("or scaler.get_scale() <= 1 else", "or True else", "tests/test_run.py -k float16"),
-        ("{**values, **given})", "{**given, **values})", "tests/test_bad_input.py -k flags_win"),
+        ("(values | given))", "(given | values))", "tests/test_bad_input.py -k flags_win"),
         ("next_questions(data.train,", "next_questions(sum(data, []),",
          "tests/test_options.py -k best_adapter"),
         ("math.comb(samples - correct, k)", "(samples - correct) ** k",

@@ -18,6 +18,7 @@ from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
 from harness.data import load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
+from harness.ranks import Ranks
 from harness.small_policy import ByteText, made_up_problems
 from train_gsm8k import answer_reward, paper_reward, random_reward
 
@@ -346,7 +347,7 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
     monkeypatch.setattr(train_gsm8k, "answer_all", lambda *_: texts.pop())
     settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
-    found = train_gsm8k.evaluate(None, None, rows, settings, "now")
+    found = train_gsm8k.evaluate(None, None, rows, settings, "now", Ranks())
     expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
     kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]

@@ -16,6 +16,7 @@ import qerl
 import train_gsm8k
 from common import killed_at, needs_fork, read_json, refused, run_main
 from harness import export
+from harness.ranks import Ranks
 from methods.parts import quantizers
 from test_qerl import HERE, compressed_tensors, make_folder, relative, with_lora
 
@@ -72,7 +73,7 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, saving, name):
 def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, saving, quantizer):
     options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
     run_main(*options)
-    model, *_ = train_gsm8k.load_all(train_gsm8k.arguments(options), qerl)
+    model, *_ = train_gsm8k.load_all(train_gsm8k.arguments(options), qerl, Ranks())
     saved = tensors_of(tmp_path / "out")
     assert_close(saved, tensors_of(model.name_or_path), rtol=0, atol=0)
     for leaves in FUSED:
