@@ -27,7 +27,7 @@ import torch
 import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint
 from harness.batches import effective_size, make_batch, pick_groups
-from harness.command import check_settings, full_name, one_line, parse_flags, use_device
+from harness.command import check_settings, full_name, one_line, parse_flags
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -312,7 +312,6 @@ def load_all(settings, method, ranks):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
     data = load_questions(settings)
     folder, tokenizer = find_model(settings)
-    device = use_device(settings.device)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     model = qerl.load_model(
@@ -327,7 +326,7 @@ def load_all(settings, method, ranks):
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
     model.fingerprints["file of --reward"] = reward_fingerprint(settings.reward)
-    if device.type == "cuda" and not settings.keep_activations:
+    if settings.device != "cpu" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
         train_all_weights(model)
@@ -600,7 +599,7 @@ def evaluate_only(settings):
     if settings.resume:
         saved = read_checkpoint(settings.out)
         state = saved["state"]
-        require_same(state, model.fingerprints, settings.out)
+        require_same(saved["made_of"], model.fingerprints, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
         model.load_state_dict(saved["model"], strict=False)
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
@@ -611,7 +610,6 @@ def evaluate_only(settings):
 
 def save_quantized(settings):
     """Write the model in NVFP4, by the codes of --quantizer, to the folder --save-quantized."""
-    use_device(settings.device)
     folder, tokenizer = find_model(settings)
 
     def calibrated():
@@ -671,9 +669,9 @@ def main():
             if ranks.main:
                 print(forecast(settings, ranks.count))
             return
+        settings = replace(settings, device=ranks.start(settings.device))
         if settings.save_quantized:
             return save_quantized(settings)
-        settings = replace(settings, device=ranks.start(settings.device))
         if ranks.main and (settings.out or not settings.eval_only):
             folder, run.lock = open_run(settings)
             settings = replace(settings, out=folder)

@@ -3,7 +3,7 @@
 They are cut into minibatches, one for each optimiser step, and these into micro-batches as large as
 the memory allows. How the latter are cut changes the memory and the speed, not the gradient.
 """
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -46,15 +46,21 @@ class Batch:
     def micro_batches(self, chosen, budget):
         """These rows as batches of their own of at most `budget` tokens each: see cut_rows."""
         prompts = [self.prompts[i] for i in chosen]
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         for piece in cut_rows(prompts, self.length[chosen].tolist(), budget):
             rows = [chosen[i] for i in piece]
-            yield replace(
-                self,
-                prompts=[prompts[i] for i in piece],
-                index=rows,
-                **{name: tensor[rows] for name, tensor in tensors.items()},
-            )
+            cut = with_tensors(self, lambda t: t[rows])
+            yield replace(cut, prompts=[prompts[i] for i in piece], index=rows)
+
+
+def with_tensors(record, change):
+    """A dataclass with change(t) for each tensor t in it and in the dataclasses that it holds."""
+    changed = {}
+    for name, value in vars(record).items():
+        if isinstance(value, torch.Tensor):
+            changed[name] = change(value)
+        elif is_dataclass(value):
+            changed[name] = with_tensors(value, change)
+    return replace(record, **changed)
 
 
 def make_batch(samples, advantages, method, settings, ranks):
@@ -66,9 +72,10 @@ def make_batch(samples, advantages, method, settings, ranks):
     the others stay. (If no group has a signal the first stays, so that there is something to log.)
     """
     rollout = samples.rollout
+    objective = qerl.OBJECTIVES[settings.algo]
     group = advantages.shape[1]
     mask = rollout.mask
-    if qerl.OBJECTIVES[settings.algo].drop_truncated:      # (the authors' code does so for GRPO, too)
+    if objective.drop_truncated:            # (the authors' code does so for GRPO, too)
         mask = mask & rollout.finished[:, None]
     teaches = qerl.has_signal(samples.rewards)
     if not teaches.any():
@@ -78,8 +85,8 @@ def make_batch(samples, advantages, method, settings, ranks):
     weights = []
     for rows in minibatches:
         # The fraction of all processes' minibatch that is here, by what the objective divides by.
-        count = torch.as_tensor(qerl.OBJECTIVES[settings.algo].count(mask[rows]), device=mask.device)
-        fraction = count / ranks.total(count).clamp_min(1)
+        count = torch.as_tensor(objective.count(mask[rows]), device=mask.device)
+        fraction = count / ranks.total(count.clone()).clamp_min(1)
         weights.append(
             method.token_weights(mask[rows], settings.algo, settings.max_new_tokens) * fraction)
     unknown = torch.zeros_like(rollout.logprobs)
@@ -154,8 +161,8 @@ def join_rollouts(rollouts, rows):
     """These rows of rollouts that lie one below the other, padded to the longest."""
     longest = max(r.tokens.shape[1] for r in rollouts)
 
-    def stack(name):
-        parts = [getattr(r, name) for r in rollouts]
+    def stack(parts):
         padded = [F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts]
         return torch.cat(padded)[rows]
-    return qerl.Rollout(*(stack(f.name) for f in fields(qerl.Rollout)))
+
+    return qerl.Rollout(*map(stack, zip(*(vars(r).values() for r in rollouts))))

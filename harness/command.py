@@ -34,12 +34,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
-    def parse_known_args(self, argv=None, namespace=None):
-        words = sys.argv[1:] if argv is None else argv
-        require(not any(word == "" or word.endswith("=") for word in words),
-                f"{shlex.join(words)}: a value is empty; give one or leave the flag out")
-        return super().parse_known_args(words, namespace)
-
 
 def JSON_object(text):
     value = json.loads(text)
@@ -84,14 +78,6 @@ def check_device(name):
     known = ["cpu", *["cuda"] * bool(gpus), *gpus]
     require_flag(name in known, "device", name, f"is none of {', '.join(known)} (Apple's GPUs have no "
                                                 "float8, in which NVFP4 keeps its scales)")
-
-
-def use_device(name):
-    """The torch.device of this name; a GPU becomes the current one, on which kernels start."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-    return device
 
 
 def full_name(model):
@@ -147,6 +133,9 @@ def check_settings(settings):
          "knows real models alone, and no --shard; name one with --model"),
         ("method", settings.method != "qerl", processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
+        ("shard", settings.shard, processes > 1,
+         "cuts the weights over several processes, but this is one; start by torchrun --nproc_per_node=2 "
+         "or more"),
         ("save_quantized", settings.save_quantized is not None,
          settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
          and not settings.resume and not settings.eval_only and not settings.adapter and processes == 1,
@@ -161,10 +150,6 @@ def check_settings(settings):
 # --------------------------------------------------------------------------------------------------
 # How a program ends that cannot go on: one line with the thing and the remedy, and an exit status
 
-LESS_MEMORY = ("lower --slots (rollout) or --micro-tokens (update); if the model itself does not fit, "
-               "use 4-bit --weights, --quantizer rtn or a smaller --model")
-
-
 @contextlib.contextmanager
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
@@ -176,46 +161,40 @@ def one_line():
     if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        require(not any(word == "" or word.endswith("=") for word in sys.argv),
+                f"{shlex.join(sys.argv)}: a value is empty; give one or leave the flag out")
         yield run
     except BrokenPipeError:
         sys.exit(141)
-    except UserError as e:
+    except (UserError, OSError, safetensors.SafetensorError) as e:
         end(run, e)
-    except (OSError, safetensors.SafetensorError) as e:
-        end(run, e, resumable=True)
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        end(run, f"out of memory; {LESS_MEMORY}", resumable=True)
+        end(run, "out of memory; lower --slots (rollout) or --micro-tokens (update); if the model itself "
+                 "does not fit, use 4-bit --weights, --quantizer rtn or a smaller --model")
     except KeyboardInterrupt:
-        end(run, "stopped", resumable=True, status=130)
+        end(run, "stopped", status=130)
     finally:
         if run.lock:
             run.lock.release()
-        flush_quietly()
+        try:
+            print(end="", flush=True)
+        except OSError:                     # no one reads on, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def end(run, message, resumable=False, status=2):
+def end(run, why, status=2):
     """End with an error's line and this status.
 
-    The line says how to go on, if there is something to go on with; a new run's folder goes, if
-    nothing but its lock is in it.
+    What is not the user's mistake can be gone on from, if there is a checkpoint; a new run's folder
+    goes, if nothing but its lock is in it.
     """
     folder = run.lock and os.path.dirname(run.lock.lock_file)
     if folder and os.listdir(folder) == [LOCK]:
         run.lock.release()                  # Windows removes no open file
         shutil.rmtree(folder, ignore_errors=True)             # "." or a link stays
-    elif resumable and folder and os.path.exists(f"{folder}/{CHECKPOINT}"):
-        message = f"{message}; go on with --resume --out {folder}"
-    print(f"error: {message}", file=sys.stderr)
+    elif folder and os.path.exists(f"{folder}/{CHECKPOINT}") and not isinstance(why, UserError):
+        why = f"{why}; go on with --resume --out {folder}"
+    print(f"error: {why}", file=sys.stderr)
     Ranks().leave(status)
-
-
-def flush_quietly():
-    """Write what is still to be printed; to nowhere if no one reads on, as after `| head`."""
-    if sys.stdout is None:                  # closed before the start
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,12 +37,15 @@ def atomic_write(path, data):
 
     A reader, or who comes after a kill -9, finds the old file or the new one, never half of one.
     """
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as f:
-        f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)              # so that a full disk is not filled by it
 
 
 def newest_run():

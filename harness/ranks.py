@@ -7,7 +7,6 @@ the ranks once a minibatch, before they are clipped, so all ranks take the same 
 same adapter. The draw of noise is the same everywhere, sampling differs. Rank 0 alone writes and
 speaks. Without torchrun there is one rank, and everything here returns what it was given.
 """
-import io
 import os
 import random
 import sys
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from harness.batches import pick_groups
+from harness.batches import pick_groups, with_tensors
 from qerl import require
 
 # How the ranks' figures of a step become one, where that is not their mean.
@@ -30,34 +29,33 @@ class Ranks:
     """The processes of a run: `count` of them, of which this is number `rank`."""
 
     def __init__(self):
-        numbers = 1, 0, 0
+        self.count = 1
+        self.rank = 0
         if dist.is_available() and dist.is_torchelastic_launched():            # by torchrun
-            numbers = [os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
-        self.count, self.rank, self.local_rank = map(int, numbers)     # the last: of this machine
+            self.count = int(os.environ["WORLD_SIZE"])
+            self.rank = int(os.environ["RANK"])
         self.main = self.rank == 0
         # With --shard harness.layers.SharedPasses.serve: before all that the ranks do together each of
         # them takes part in the passes of the others.
         self.serve = lambda: None
 
     def start(self, device):
-        """Meet the other ranks -> this one's device, which for any GPU is its own: "cuda:1".
+        """Meet the other ranks, if there are any -> the device: of several, each rank's own GPU.
 
-        From here on that GPU is the process's current one. Raises UserError.
+        From here on a GPU is the process's current one, on which kernels start. Raises UserError.
         """
-        if self.count == 1:
-            return device
-        backend = "gloo"
-        if device != "cpu":
+        if self.count > 1 and device != "cpu":
             here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
             require(here <= torch.cuda.device_count(),
                     f"--nproc-per-node {here}: only {torch.cuda.device_count()} GPUs are here; start as "
                     "many processes")
-            torch.cuda.set_device(self.local_rank)
-            device = f"cuda:{self.local_rank}"
-            backend = "nccl"
-        if not self.main:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")
-        dist.init_process_group(backend)
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        if device != "cpu":
+            torch.cuda.set_device(torch.device(device).index or 0)
+        if self.count > 1:
+            if not self.main:
+                sys.stdout = open(os.devnull, "w", encoding="utf-8")
+            dist.init_process_group("gloo" if device == "cpu" else "nccl")
         return device
 
     def stop(self):
@@ -75,12 +73,10 @@ class Ranks:
         After the ranks have met Python's own end is left out, in which gloo's threads now and then
         abort.
         """
-        if not self.have_met():
-            sys.exit(status)
-        if sys.stdout:
-            sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        if self.have_met():
+            print(end="", flush=True)
+            os._exit(status)
+        sys.exit(status)
 
     def agree(self, facts):
         """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""
@@ -92,9 +88,6 @@ class Ranks:
 
     def settings_of_first(self, settings):
         """Rank 0's settings of train_gsm8k, with this machine's folders and device."""
-        require(self.count > 1 or not settings.shard,
-                "--shard cuts the weights over several processes, but this is one; start by torchrun "
-                "--nproc_per_node=2 or more")
         own = {name: getattr(settings, name) for name in ("model", "data", "eval", "device")}
         return replace(self.collect([settings])[0], **own)
 
@@ -103,10 +96,8 @@ class Ranks:
 
         So minibatch i of all ranks together is minibatch i of a single process.
         """
-        piece = len(questions) // parts
-        own = piece // self.count
-        starts = range(self.rank * own, len(questions), piece)
-        return [question for start in starts for question in questions[start:start + own]]
+        numbers = torch.arange(len(questions)).view(parts, self.count, -1)
+        return [questions[i] for i in numbers[:, self.rank].flatten()]
 
     def collect(self, items):
         """The lists of all ranks, one behind the other."""
@@ -121,25 +112,17 @@ class Ranks:
         """The train_gsm8k.Samples of all ranks as one, in the order of a single process: see share."""
         if self.count == 1:
             return samples
-        device = samples.rewards.device
-        stored = io.BytesIO()
-        torch.save(samples, stored)
-        every = [torch.load(io.BytesIO(one), device, weights_only=False)
-                 for one in self.collect([stored.getvalue()])]
-        groups = len(samples.questions)
-        own = groups // parts
-        order = [rank * groups + piece * own + i
-                 for piece in range(parts) for rank in range(self.count) for i in range(own)]
-        return pick_groups(every, order)
+        every = self.collect([with_tensors(samples, torch.Tensor.cpu)])
+        numbers = torch.arange(self.count * len(samples.questions)).view(self.count, parts, -1)
+        pooled = pick_groups(every, numbers.transpose(0, 1).flatten().tolist())
+        return with_tensors(pooled, lambda t: t.to(samples.rewards.device))
 
     def total(self, tensor):
-        """The sum of a tensor over the ranks; on a GPU the host does not wait for it."""
-        if self.count == 1:
-            return tensor
-        summed = tensor.clone()
-        self.serve()
-        dist.all_reduce(summed)
-        return summed
+        """Make a tensor its sum over the ranks -> it; on a GPU the host does not wait for it."""
+        if self.count > 1:
+            self.serve()
+            dist.all_reduce(tensor)
+        return tensor
 
     def differ(self, generator, seed, step):
         """Let the ranks draw different numbers; rank 0 draws those of a single process."""
@@ -155,19 +138,13 @@ class Ranks:
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self.count == 1:
-            return
-        gradients = [p.grad for p in parameters]
-        line = parameters_to_vector(gradients)
-        self.serve()
-        dist.all_reduce(line)
-        vector_to_parameters(line, gradients)
+        if self.count > 1:
+            gradients = [p.grad for p in parameters]
+            vector_to_parameters(self.total(parameters_to_vector(gradients)), gradients)
 
     def join(self, metrics):
         """A step's figures of all ranks as one; what is no fraction, as times are, is rank 0's."""
         every = self.collect([metrics])
-        joined = dict(every[0])
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                joined[name] = JOINED.get(name, fmean)([m[name] for m in every])
-        return joined
+        figures = [name for name, value in metrics.items() if isinstance(value, float)]
+        joined = {name: JOINED.get(name, fmean)([m[name] for m in every]) for name in figures}
+        return every[0] | joined

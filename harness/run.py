@@ -23,7 +23,7 @@ from qerl import require
 FREE = {"out", "resume", "eval_only", "keep_activations", "shard", "preset", "save_quantized",
         "dry_run", "gpu"}
 # Others that flags may change for the rest of a run.
-CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens"}
+CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens", "device"}
 # What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes
 # with the instruction.
 POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
@@ -32,8 +32,7 @@ POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", 
 
 def lasting(settings):
     """What a checkpoint stores of the settings, and --resume restores: all but FREE."""
-    kept = {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
-    return kept | {"device": settings.device.partition(":")[0]}
+    return {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
 
 
 def open_run(settings):
@@ -51,14 +50,13 @@ class Keeper:
     """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
 
     state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
-    far, seconds, accuracies.
+    far, seconds, accuracies. made_of is what a resumed run must share: {what: its SHA-256}.
     """
 
     def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, questions):
         """Take charge of these and, with --resume, put them where the checkpoint had them.
 
-        settings: with what memory holds; generators: list of torch.Generator; questions: all, whose
-        content a resumed run must share.
+        settings: with what memory holds; generators: list of torch.Generator; questions: all.
         """
         self.settings = settings
         self.ranks = ranks
@@ -69,27 +67,26 @@ class Keeper:
         self.generators = generators
         self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
-        begun_with = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
+        self.made_of = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
         planned = None
         if settings.resume:
             saved = read_checkpoint(self.folder)
-            require_same(saved["state"], begun_with, self.folder)
             planned = saved["settings"]["steps"]
             self.restore(**saved)
-        ranks.agree({"checkpoint's step": self.state["step"], **begun_with})
-        self.state |= begun_with
+        ranks.agree({"checkpoint's step": self.state["step"], **self.made_of})
         ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
 
-    def restore(self, settings, state, model, optimizer, scaler, generators, method_state):
+    def restore(self, settings, made_of, state, model, optimizer, scaler, generators, method_state):
         """Go on from what `save` has stored."""
+        require_same(made_of, self.made_of, self.folder)
         self.state = state
         self.model.load_state_dict(model, strict=False)
         # JSON made texts of the parameters' numbers.
-        of_parameters = {int(number): values for number, values in optimizer["state"].items()}
-        self.optimizer.load_state_dict({**optimizer, "state": of_parameters})
+        optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
+        self.optimizer.load_state_dict(optimizer)
         self.scaler.load_state_dict(scaler)
         for generator, stored in zip(self.generators, generators):
             generator.set_state(stored)
@@ -116,14 +113,15 @@ class Keeper:
 
     def save(self):
         """Write the adapter, if there is one, then all that the next step depends on."""
-        self.state["seconds"] = time.perf_counter() - self.started
         if not self.ranks.main:
             return
+        self.state["seconds"] = time.perf_counter() - self.started
         # Not before the first step: an adapter without a checkpoint is one that lost it.
-        if self.state["step"] and self.settings.lora_rank:
-            save_adapter(self.model, f"{self.folder}/adapter", self.model.name_or_path)
+        if self.state["step"]:
+            self.save_adapter("adapter")
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
+            "made_of": self.made_of,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
             "optimizer": self.optimizer.state_dict(),
@@ -131,6 +129,10 @@ class Keeper:
             "generators": [generator.get_state() for generator in self.generators],
             "method_state": getattr(self.method, "state", {}),
         })
+
+    def save_adapter(self, name):
+        if self.settings.lora_rank:
+            save_adapter(self.model, f"{self.folder}/{name}", self.model.name_or_path)
 
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
@@ -140,44 +142,41 @@ class Keeper:
         """
         logged = self.ranks.join(metrics)
         self.state["step"] = step = logged["step"]
-        require_finite({f"step {step}: the values of {name}": value
-                        for name, value in logged.items() if isinstance(value, float)})
+        for name, value in logged.items():
+            if isinstance(value, float):
+                require_finite(f"step {step}: the values of {name}", value)
         due = step % self.settings.save_every == 0 or step == self.settings.steps
         if due:                            # otherwise the next rollout tells
             require_finite_policy(self.model, batch.prompts[0])
-        better = False
-        if self.ranks.main:
-            self.bar.set_postfix_str(PROGRESS.format(**logged))
-            append_jsonl(f"{self.folder}/metrics.jsonl", logged)
-            better = self.keep_best(logged.get("accuracy_validation", 0.0))
-            if due or step == 1:
-                group = one_group(samples, batch, tokenizer)
-                append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
-        if due or better:
+        if not self.ranks.main:
+            return
+        self.bar.set_postfix_str(PROGRESS.format(**logged))
+        append_jsonl(f"{self.folder}/metrics.jsonl", logged)
+        if due or step == 1:
+            group = one_group(samples, batch, tokenizer)
+            append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
+        if self.is_best(logged.get("accuracy_validation", 0.0)) or due:
             self.save()
 
-    def keep_best(self, accuracy):
+    def is_best(self, accuracy):
         """Is it the highest so far? Then its adapter is kept, too."""
         best = self.state["best"] or {"accuracy": 0.0}
-        better = accuracy > best["accuracy"]
-        if better:
-            self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
-            if self.settings.lora_rank:
-                save_adapter(self.model, f"{self.folder}/adapter-best", self.model.name_or_path)
-                print("this is the best policy so far: it is kept in adapter-best")
-        return better
+        if accuracy <= best["accuracy"]:
+            return False
+        self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
+        self.save_adapter("adapter-best")
+        return True
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""
         if not self.ranks.main:
             return
-        seconds = time.perf_counter() - self.started
+        self.state["seconds"] = time.perf_counter() - self.started
         summary = {
             "command": command_line(),
             **self.state,
             "held_out_questions": held_out_questions,
             "steps": self.settings.steps,
-            "seconds": seconds,
             "settings": lasting(self.settings),
             **environment(self.settings.device),
         }
@@ -190,8 +189,8 @@ class Keeper:
         best = self.state["best"]
         if best:
             print(f"best in validation: step {best['step']}, {best['accuracy']:.1%} right")
-        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in {seconds:.0f} s; "
-              f"look at {self.folder}/report.html")
+        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in "
+              f"{summary['seconds']:.0f} s; look at {self.folder}/report.html")
         write_report(self.folder)
 
 
@@ -204,15 +203,13 @@ def fingerprint(questions):
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def seal(tensors):
-    """The SHA-256 of a dict of tensors, as one."""
-    digest = hashlib.sha256(safetensors.torch.save(tensors)).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
 def write_checkpoint(folder, content):
-    """Write a nested dict of tensors and plain values as one safetensors file with its SHA-256."""
-    tensors = {}
+    """Write a nested dict of tensors and plain values as one safetensors file.
+
+    Its last 32 bytes are the SHA-256 of all bytes before. They are a tensor of booleans, because
+    safetensors stores those last.
+    """
+    tensors = {"sha256": torch.zeros(32, dtype=torch.bool)}
 
     def number(tensor):
         tensors[str(len(tensors))] = tensor.cpu().contiguous()
@@ -220,8 +217,8 @@ def write_checkpoint(folder, content):
 
     text = json.dumps(content, default=number, allow_nan=False)
     tensors["content"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    stored = safetensors.torch.save({**tensors, "sha256": seal(tensors)})
-    atomic_write(f"{folder}/{CHECKPOINT}", stored)
+    stored = safetensors.torch.save(tensors)[:-32]
+    atomic_write(f"{folder}/{CHECKPOINT}", stored + hashlib.sha256(stored).digest())
 
 
 def read_checkpoint(folder):
@@ -229,13 +226,12 @@ def read_checkpoint(folder):
     path = f"{folder}/{CHECKPOINT}"
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
-    try:
-        with open(path, "rb") as f:
-            tensors = safetensors.torch.load(f.read())
-        sound = tensors.pop("sha256").equal(seal(tensors))
-    except Exception:                   # whatever a damaged header may lead to
-        sound = False
-    require(sound, f"{path}: is damaged; start a new run in another --out, and keep this folder's adapter")
+    with open(path, "rb") as f:
+        stored = f.read()
+    require(hashlib.sha256(stored[:-32]).digest() == stored[-32:],
+            f"{path}: is damaged, or of an earlier version; start a new run in another --out, and keep this "
+            "folder's adapter")
+    tensors = safetensors.torch.load(stored)
 
     def place(found):
         return tensors[found["@tensor"]] if "@tensor" in found else found
@@ -250,20 +246,18 @@ def resumed(given):
     """
     out = given.get("out") or newest_run()
     then = read_checkpoint(out)["settings"]
-    device = given.get("device", then["device"])
-    now = {**given, "device": device.partition(":")[0]}                    # any GPU will do
     fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
-    for name in sorted(fixed & now.keys() & then.keys()):
-        require(now[name] == then[name],
-                f"--resume: {out} was started with {name} = {then[name]}, now it is {now[name]}; give the "
+    for name in sorted(fixed & given.keys() & then.keys()):
+        require(given[name] == then[name],
+                f"--resume: {out} was started with {name} = {then[name]}, now it is {given[name]}; give the "
                 "same settings or another --out")
     return {"out": out, **then, **given}
 
 
-def require_same(state, fingerprints, folder):
+def require_same(then, now, folder):
     """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
-    for part, ours in fingerprints.items():
-        require(state[part] == ours,
+    for part, ours in now.items():
+        require(then[part] == ours,
                 f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
                 "of that time, or start a new run")
 
@@ -271,20 +265,19 @@ def require_same(state, fingerprints, folder):
 # --------------------------------------------------------------------------------------------------
 # What ends a run before NaN or infinity reach its policy, its checkpoint or its log
 
-def require_finite(values):
-    """Refuse {name: tensor or number} if a value is NaN or infinite."""
-    for name, value in values.items():
-        require(torch.isfinite(torch.as_tensor(value)).all(),
-                f"{name} are NaN or infinite: stopped, the last checkpoint is kept; start again with a lower "
-                "--lr or less noise (--sigma-start), or use an undamaged model")
+def require_finite(name, values):
+    """Refuse a tensor or a number with NaN or infinity in it."""
+    require(torch.isfinite(torch.as_tensor(values)).all(),
+            f"{name} are NaN or infinite: stopped, the last checkpoint is kept; start again with a lower --lr "
+            "or less noise (--sigma-start), or use an undamaged model")
 
 
 def require_finite_rollout(rollout):
-    require_finite({"the policy's logits": torch.stack([rollout.logprobs, rollout.entropy])})
+    require_finite("the policy's logits", torch.stack([rollout.logprobs, rollout.entropy]))
 
 
 @torch.no_grad()
 def require_finite_policy(model, prompt):
     """Refuse logits that are NaN or infinite, as such parameters make them."""
     tokens = torch.tensor([prompt], device=model.device)
-    require_finite({"after this update the logits": model(tokens)[:, -1]})
+    require_finite("after this update the logits", model(tokens)[:, -1])

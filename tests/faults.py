@@ -52,6 +52,7 @@ FAULTS = {
          "tests/test_folders.py -k all_layouts"),
     ],
     "harness/folders.py": [
+        ("temporary.unlink(missing_ok=True)", "pass", "tests/test_bad_input.py -k system_refuses"),
         ("    if not resume:", "    if False:", "tests/test_bad_input.py -k no_empty_folder"),
         ("lock.acquire(blocking=False)", "pass", "tests/test_bad_input.py -k folder_that_is_used"),
         ('if o["step"] <= last_step]', "]", "tests/test_bad_input.py -k after_its_checkpoint"),
@@ -61,17 +62,17 @@ FAULTS = {
     "harness/run.py": [
         ('"chat_template_kwargs", "data",', '"chat_template_kwargs",',
          "tests/test_bad_input.py -k goes_on_longer"),
-        ('sound = tensors.pop("sha256").equal(seal(tensors))',
-         'sound = tensors.pop("sha256") is not None', "tests/test_bad_input.py -k flipped_bit"),
+        ("hashlib.sha256(stored[:-32]).digest() == stored[-32:]", "stored",
+         "tests/test_bad_input.py -k flipped_bit"),
         ('(q["question"], q["answer"], q["prompt"])', '(q["question"], q["prompt"])',
          "tests/test_bad_input.py -k does_not_go_on"),
-        ("require(state[part] == ours", "require(True",
+        ("require(then[part] == ours", "require(True",
          "tests/test_bad_input.py -k does_not_go_on"),
-        ('require_finite({"the', 'len({"the',
+        ('require_finite("the', 'print("the',
          "tests/test_bad_input.py -k nan_ends"),
         ("if method_state:", "if False:", "tests/test_methods.py -k 'resumes and noise_control'"),
         ("        if due:   ", "        if False: ", "tests/test_bad_input.py -k nan_ends"),
-        ('accuracy > best["accuracy"]', "accuracy > 0", "tests/test_options.py -k best_adapter"),
+        ('accuracy <= best["accuracy"]', "not accuracy", "tests/test_options.py -k best_adapter"),
     ],
     "harness/machine.py": [
         ("2 * size <= free", "size <= free", "tests/test_memory.py -k decoded"),
@@ -120,7 +121,7 @@ FAULTS = {
          "tests/test_serving.py -k samples_from"),
     ],
     "harness/ranks.py": [
-        ("dist.all_reduce(line)", "pass", "tests/test_processes.py -k steps_of_one"),
+        ("dist.all_reduce(tensor)", "pass", "tests/test_processes.py -k steps_of_one"),
     ],
     "harness/layers.py": [
         ("line.chunk(ranks.count)[ranks.rank]", "line.chunk(ranks.count)[0]",

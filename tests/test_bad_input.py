@@ -92,7 +92,7 @@ TABLE_4 = dict(
     ("--algo dapo --lr 5e-5", dict(beta=0.0, lr=5e-5, steps=50)),
     ("--model Qwen2.5-3B", dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq")),
     ("--model a/b --weights nf4", dict(quantizer="rtn")),
-    ("--model a/b --shard --beta 0.1", dict(quantizer="rtn", beta=0.1)),
+    ("--model a/b --beta 0.1", dict(quantizer="gptq", beta=0.1)),
     ("--model a/b --preset paper", TABLE_4),
     ("--model a/b --preset paper --method flashrl", dict(lr=5e-6, prompts=128, weights="bf16")),
 ])
@@ -362,7 +362,7 @@ def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, options, message, s
 ])
 def test_what_the_system_refuses_is_one_line(
         tmp_path, monkeypatch, quick, place, name, number, error, message):
-    """From the call of this number on it fails."""
+    """From the call of this number on it fails; half a file is not left."""
     original, calls = getattr(place, name), itertools.count(1)
 
     def fails(*given, **options):
@@ -373,3 +373,4 @@ def test_what_the_system_refuses_is_one_line(
     monkeypatch.setattr(place, name, fails)
     said = refused(*quick)
     assert message in said and f"--resume --out {tmp_path}/run" in said
+    assert not list(tmp_path.rglob("*.tmp"))

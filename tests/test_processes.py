@@ -251,6 +251,12 @@ def test_what_processes_cannot_do_is_one_line(several, tmp_path, count, options,
     assert not (tmp_path / "run").exists()
 
 
+def test_cut_weights_are_rounded():
+    """A rank does not hold what the other quantizers need."""
+    with mock.patch.dict(os.environ, numbers_of(0, 2)):
+        assert train_gsm8k.arguments(["--model", "a/b", "--shard"]).quantizer == "rtn"
+
+
 def test_a_machine_with_too_few_gpus_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
