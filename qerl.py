@@ -358,10 +358,13 @@ class QuantLinear(nn.Module):
 
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the form in which `decode` takes it."""
-        self.decode_lora = self.lora(dtype) if self.use_adapter else None
-        if self.use_adapter and self.weight.interleaved:
+        if not self.use_adapter:
+            self.decode_lora = None
+        elif self.weight.interleaved:
             self.decode_lora = self.weight.prepare_lora(
                 self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
+        else:
+            self.decode_lora = self.lora(dtype)
 
     def decode(self, x, residual=None):
         """forward(x) + residual, without gradient; x [slots, in], interleaved if the weight is."""
@@ -450,14 +453,13 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """
     # Eq. 8's K is here the number of noisy stages, so that the last has `end`, as in the authors' code.
     # Algorithm 1's line 7 takes all stages, and would stop short of it; appendix F ends at σ_start.
-    sigma = SCHEDULES[schedule]
     stage = step * stages // steps
     if stage == 0:
         return 0.0
     if start == end:
         return start
     K = stages - 1
-    return sigma(start, end, (stage - 1) / max(K - 1, 1), K)
+    return SCHEDULES[schedule](start, end, (stage - 1) / max(K - 1, 1), K)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -527,9 +529,9 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     kv_cache[0, slot, :, filled] = rotary(k, cos, sin)
     kv_cache[1, slot, :, filled] = v
 
-    longest = filled.max() + 1
-    k, v = kv_cache[:, :, :, :longest]                                           # of all tokens so far
-    there = torch.arange(longest, device=qkv.device) <= filled[:, None, None, None]
+    length = filled + 1
+    k, v = kv_cache[:, :, :, :length.max()]                                      # of all tokens so far
+    there = length_mask(length, k.shape[2])[:, None, None]                       # [slots, 1, 1, longest]
     q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
     return y.flatten(1)

@@ -339,8 +339,7 @@ def load_all(settings, method, ranks):
     questions = sum(data, [])
     check_tokens(questions, tokenizer.eos, model.config.vocab_size)
     find_reward(settings.reward)("", data.train[0])    # one that fails does so before all else
-    if ranks.main:
-        print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
+    print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
     fewest = min(len(data.held_out), len(data.validation) or ranks.count)
     require(fewest >= ranks.count,
             f"held-out questions: {fewest}, fewer than the {ranks.count} processes; raise --eval-questions "
@@ -388,7 +387,7 @@ def score(questions, rollout, texts, scheme):
     go on from stands in question["begun"], and is scored with them.
     """
     earned = find_reward(scheme)
-    answers = list(answers_to(questions, texts))
+    answers = answers_to(questions, texts)
     right = [is_right(text, question["right"]) for text, question in answers]
     scores = [(earned(*answer), bool(correct)) for answer, correct in zip(answers, right)]
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
@@ -397,11 +396,10 @@ def score(questions, rollout, texts, scheme):
 
 
 def answers_to(questions, texts):
-    """(a whole completion, its question) of each text, of as many texts a question."""
+    """[(a whole completion, its question)] of the texts, of which each question has as many."""
     group = len(texts) // len(questions)
-    for i, text in enumerate(texts):
-        question = questions[i // group]
-        yield question.get("begun", "") + text, question
+    asked = [question for question in questions for _ in range(group)]
+    return [(question.get("begun", "") + text, question) for question, text in zip(asked, texts)]
 
 
 # In the paper's format the reasoning and the answer stand between tags, each of which comes once.
