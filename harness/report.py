@@ -35,22 +35,18 @@ def write_report(folder):
     settings = summary.pop("settings", {})
     model = settings.get("model")
     data = settings.get("data") or ("GSM8K" if model else "made-up word problems")
-    held_out = summary.get("held_out_questions", len(before))
     curve = metrics and save_figure(f"{folder}/curve.png", learning_curve, metrics, summary)
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True)
-    templates.filters["percent"] = lambda part: f"{part:.1%}" if isinstance(part, float) else "?"
-    page = templates.get_template("report.html.jinja").render(
+    template = Path(__file__).with_name("report.html.jinja").read_text("utf-8")
+    page = jinja2.Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         name=Path(folder).resolve().name,
         title=f"{Path(model or 'The built-in policy').name} on {Path(data).name}",
         summary=summary,
         settings=settings,
-        held_out=held_out,
+        held_out=summary.get("held_out_questions", len(before)),
         curve=curve and base64.b64encode(curve).decode(),
         limits=LIMITS,
         metrics=metrics,
-        groups=shown_groups(samples, metrics),
+        groups=evenly_spread(samples),
         spans=spans,
         answers=compare(before, after),
     )
@@ -66,25 +62,21 @@ RARE = 0.1                             # below this probability a token is under
 SIGNS = str.maketrans({"\t": "→ ", "\n": "↵\n"})
 
 
-def shown_groups(samples, metrics):
-    """At most STEPS of the recorded steps, evenly spread, each with what metrics.jsonl says of it."""
+def evenly_spread(samples):
+    """At most STEPS of the recorded steps."""
     count = min(STEPS, len(samples))
-    logged = {m["step"]: m for m in metrics}
-    shown = [samples[i * (len(samples) - 1) // max(count - 1, 1)] for i in range(count)]
-    return [{**sample, "logged": logged.get(sample["step"], {})} for sample in shown]
+    return [samples[i * (len(samples) - 1) // max(count - 1, 1)] for i in range(count)]
 
 
 def spans(completion):
     """The last TOKENS tokens of a completion."""
     columns = ("tokens", "entropy", "rollout_logprobs", "training_logprobs")
-    tokens = list(zip(*(completion[name] for name in columns)))
-    return [token_span(*token) for token in tokens[-TOKENS:]]
+    return list(map(token_span, *(completion[name][-TOKENS:] for name in columns)))
 
 
 def token_span(token, entropy, rollout_logprob, training_logprob):
     """A token's text and its figures, as short as they can be: a page has thousands."""
     sampled = math.exp(rollout_logprob)
-    trained = math.exp(training_logprob)
     ratio = math.exp(min(training_logprob - rollout_logprob, 99.0))
     shade = f"e{bisect.bisect(LIMITS, entropy)}"
     return {
@@ -92,7 +84,7 @@ def token_span(token, entropy, rollout_logprob, training_logprob):
         "class": f"{shade} rare" if sampled < RARE else shade,
         "entropy": f"{entropy:.3g}",
         "sampled": f"{100 * sampled:.3g}",
-        "trained": f"{100 * trained:.3g}",
+        "trained": f"{100 * math.exp(training_logprob):.3g}",
         "ratio": f"{ratio:.4g}",
     }
 
@@ -132,15 +124,12 @@ def one_group(samples, batch, text):
 # --------------------------------------------------------------------------------------------------
 # Before and after
 
-VERDICTS = ("wrong", "right")
-
-
 def compare(before, after):
     """{"wrong to right" and so on: [(a question with its answers before, after)]}, by the greedy one."""
-    kinds = {f"{old} to {new}": [] for old in VERDICTS for new in VERDICTS}
+    kinds = {}
     for pair in zip(before, after):
-        kind = " to ".join(VERDICTS[answers["greedy"]["correct"]] for answers in pair)
-        kinds[kind].append(pair)
+        kind = " to ".join("right" if answer["greedy"]["correct"] else "wrong" for answer in pair)
+        kinds.setdefault(kind, []).append(pair)
     return kinds
 
 
@@ -187,10 +176,8 @@ def learning_curve(metrics, summary, plt):
         axis.grid(alpha=0.3)
         if noisy:
             noise_axis = axis.twinx()
-            noise_axis.plot(steps, [m["sigma"] for m in metrics], color="tab:red", linewidth=1.2,
-                            drawstyle="steps-post")
-            noise_axis.set_ylabel("noise σ (red)", color="tab:red")
-            noise_axis.set_ylim(bottom=0)
+            noise_axis.step(steps, [m["sigma"] for m in metrics], color="tab:red", where="post")
+            noise_axis.set(ylabel="noise σ (red)", ylim=(0, None))
     accuracy_axis = axes[0, 0]
     accuracy_axis.set_ylim(0, 1)
     for kind, title, marker in (("accuracy", "pass@1", "o"), ("greedy", "greedy", "s")):
