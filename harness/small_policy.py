@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
@@ -66,10 +67,10 @@ def made_up_problems(careless=0.0):
 
 
 class ByteText:
-    """Text <-> tokens of the small policy: one token a byte, and one for each tag."""
+    """Text <-> tokens of the small policy: one token a byte, one for each tag, and one for the end."""
 
-    TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<eos>"]
-    eos = {260}                                        # tokens from 256 on are the tags
+    TAGS = ["<think>", "</think>", "<answer>", "</answer>", ""]           # tokens 256 to 260
+    eos = {260}
 
     def prompt(self, question):
         return list(f"{question}\n".encode())
@@ -79,11 +80,8 @@ class ByteText:
         return [256, *work.encode(), 257, 258, *final.encode(), 259, 260]
 
     def decode(self, ids):
-        text = bytearray()
-        for i in ids:
-            if i not in self.eos:
-                text += bytes([i]) if i < 256 else self.TAGS[i - 256].encode()
-        return text.decode("utf-8", "replace")
+        pieces = [bytes([i]) if i < 256 else self.TAGS[i - 256].encode() for i in ids]
+        return b"".join(pieces).decode("utf-8", "replace")
 
     shown = decode
 
@@ -105,12 +103,15 @@ def make_policy():
 
 def imitation_loss(model, text, problems):
     """Cross-entropy of the worked answers after their questions."""
-    pairs = [(text.prompt(p["question"]), text.worked_answer(p["answer"])) for p in problems]
-    tokens = [torch.tensor(question + answer) for question, answer in pairs]
-    # The label -100: not learned.
-    labels = [torch.tensor([-100] * len(question) + answer) for question, answer in pairs]
-    tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-    labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    tokens = []
+    labels = []
+    for problem in problems:
+        question = text.prompt(problem["question"])
+        answer = text.worked_answer(problem["answer"])
+        tokens.append(torch.tensor(question + answer))
+        labels.append(torch.tensor([-100] * len(question) + answer))       # -100: not learned
+    tokens = pad_sequence(tokens, batch_first=True)
+    labels = pad_sequence(labels, batch_first=True, padding_value=-100)
     return model(tokens, labels=labels).loss
 
 
