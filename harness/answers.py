@@ -12,6 +12,7 @@ import runpy
 import signal
 import traceback
 from decimal import Decimal
+from pathlib import Path
 
 from qerl import UserError, require
 
@@ -241,11 +242,8 @@ def own_reward(name):
 
 def reward_fingerprint(scheme):
     """SHA-256 of the files that a --reward names, which a resumed run must share."""
-    digest = hashlib.sha256()
-    for path in re.findall(r"([^+*]+\.py):", scheme):
-        with open(path.strip(), "rb") as f:
-            digest.update(f.read())
-    return digest.hexdigest()
+    paths = re.findall(r"([^+*]+\.py):", scheme)
+    return hashlib.sha256(b"".join(Path(path.strip()).read_bytes() for path in paths)).hexdigest()
 
 
 def guarded(name, function, *arguments):

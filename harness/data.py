@@ -16,6 +16,7 @@ import os
 import random
 import re
 import urllib.request
+from pathlib import Path
 from typing import NamedTuple
 
 import transformers
@@ -52,15 +53,14 @@ def load_questions(settings):
         questions, held_out = math_questions(data), []
     if settings.eval:
         held_out = [q for source in settings.eval for q in math_questions(source)]
-    tested = {q["question"].strip() for q in held_out}
-    kept = [q for q in questions if q["question"].strip() not in tested]
+    tested = {q["question"] for q in held_out}
+    kept = [q for q in questions if q["question"] not in tested]
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
     require(cut > 0, f"--data {data or '(the built-in problems)'}: has {len(kept)} training questions that "
                      "are not held out; give more, or lower --validation")
-    sets = by_set(held_out, held_out).values()
     limit = settings.eval_questions or None
-    limited = [question for one_set in sets for question in one_set[:limit]]
+    limited = [q for one_set in by_set(held_out, held_out).values() for q in one_set[:limit]]
     return Data(kept[:cut], kept[cut:], limited)
 
 
@@ -82,8 +82,8 @@ def download(folder):
 
 def read_questions(folder, pattern):
     """A list of the questions in all files of `folder` that match `pattern`."""
-    matching = sorted(glob.glob(f"{glob.escape(folder)}/{pattern}"))
-    paths = [path for path in matching if "socratic" not in os.path.basename(path)]
+    matching = sorted(Path(folder).glob(pattern))
+    paths = [str(path) for path in matching if "socratic" not in path.name]
     require(paths, f"--data {folder}: no file matches {pattern}; it must hold train*.jsonl and test*.jsonl "
                    "as GSM8K's repository has them")
     return questions_of(paths)
@@ -194,15 +194,13 @@ def rows_of(source):
 
 
 def jsonl_rows(path):
-    with open(path, "rb") as f:
-        for number, line in enumerate(f.read().rstrip().splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):           # bytes that are no UTF-8 are a ValueError
-                row = None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: not a JSON object; mend or remove this line")
-            yield row
+    for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:                                 # also of bytes that are no UTF-8
+            row = None
+        require(isinstance(row, dict), f"{path}:{number}: not a JSON object; mend or remove this line")
+        yield row
 
 
 def first_text(row, names):
@@ -306,7 +304,7 @@ class ChatText:
 def check_tokens(questions, eos, vocabulary):
     """Refuse prompts that ask nothing, and token ids for which the model has no embedding."""
     prompts = {tuple(q["prompt"]) for q in questions}
-    require(len(prompts) >= len({q["question"].strip() for q in questions}),
+    require(len(prompts) >= len({q["question"] for q in questions}),
             "different questions have the same prompt, by the model's chat template or tokenizer; "
             "mend it or use another model")
     ids = eos.union(*prompts)

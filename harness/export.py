@@ -21,21 +21,17 @@ from qerl import UserError, reason, require
 
 def trained_norms(model):
     """The RMSNorms whose scales are trained, too (--train-norms)."""
-    norms = [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
-    return [norm for norm in norms if norm.weight.requires_grad]
+    return [m for m in model.modules() if isinstance(m, qerl.RMSNorm) and m.weight.requires_grad]
 
 
 def adapter_tensors(model):
     """PEFT's names -> the model's float32 tensors; stacked layers are taken apart."""
     tensors = {}
     for layer in model.quantized_layers():
-        if layer.rank:
-            pieces = zip(
-                layer.names, layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes)
-            )
-            for name, A, B in pieces:
-                tensors[f"base_model.model.{name}.lora_A.weight"] = A
-                tensors[f"base_model.model.{name}.lora_B.weight"] = B
+        pieces = layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes)
+        for name, A, B in zip(layer.names, *pieces):
+            tensors[f"base_model.model.{name}.lora_A.weight"] = A
+            tensors[f"base_model.model.{name}.lora_B.weight"] = B
     for norm in trained_norms(model):
         tensors[f"base_model.model.{norm.name}.weight"] = norm.weight
     return tensors

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 import qerl
 
@@ -186,7 +185,7 @@ def forecast(settings, processes):
     """The line that says what a run will take of --gpu, or of the GPU here, or else of an H100."""
     model = settings.model
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as e:
         raise qerl.UserError(f"model {model}: its config.json cannot be read ({qerl.reason(e)}); check "
                              "the name and the connection")

@@ -89,7 +89,7 @@ FAULTS = {
         ("if number == 0:", "if number == 1:", "tests/test_run.py -k equations"),
     ],
     "harness/data.py": [
-        ('len(prompts) >= len({q["question"].strip() for q in questions})', "True",
+        ('len(prompts) >= len({q["question"] for q in questions})', "True",
          "tests/test_bad_input.py -k bad_input_is_one_line"),
         ("ONE_DAY + self", "self", "tests/test_bad_input.py -k tomorrow"),
         ("if len(answers) == 1]", "]", "tests/test_answers.py -k different_answers"),
