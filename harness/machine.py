@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import transformers
+from transformers import AutoConfig
 
 import qerl
 
@@ -185,7 +186,7 @@ def forecast(settings, processes):
     """The line that says what a run will take of --gpu, or of the GPU here, or else of an H100."""
     model = settings.model
     try:
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as e:
         raise qerl.UserError(f"model {model}: its config.json cannot be read ({qerl.reason(e)}); check "
                              "the name and the connection")
