@@ -78,6 +78,7 @@ def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
     assert "of 24 GB" in small and "on an RTX 4090" in small and "100% of the groups" in small
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr("harness.machine.free_memory", lambda device: 99e9)
