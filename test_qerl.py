@@ -80,6 +80,12 @@ TOKENS = torch.arange(60).view(2, 30)
 NEAR = dict(rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """In each test, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
@@ -228,15 +234,14 @@ def compressed_tensors(weight, format):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
     """Float16 counts as float32: it cannot hold the global scale of small weights."""
-    torch.manual_seed(0)
     weight = WEIGHTS[kind]().to(dtype)
     packed, scale, global_scale = qerl.FORMATS[name].quantize(weight)
     weight = weight.float() if dtype == torch.float16 else weight
     state, decompressed = compressed_tensors(weight, name.upper())
-    assert torch.equal(packed, state["weight_packed"])
+    assert packed.equal(state["weight_packed"])
     if name == "nvfp4":                                # the library's MXFP4 has other scales of zeros
-        assert torch.equal(scale.view(torch.uint8), state["weight_scale"].view(torch.uint8))
-        assert torch.equal(global_scale, state["weight_global_scale"])
+        assert scale.view(torch.uint8).equal(state["weight_scale"].view(torch.uint8))
+        assert global_scale.equal(state["weight_global_scale"])
     decoded = qerl.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
     # The library decodes NVFP4 in 16 bit.
     assert_close(decoded, decompressed.float(), rtol=1e-2, atol=0)
@@ -245,7 +250,6 @@ def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_nf4_equals_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
-    torch.manual_seed(0)
     weight = WEIGHTS[kind]()
     format = qerl.FORMATS["nf4"]
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
@@ -269,7 +273,6 @@ def stacked_layer(weights, dense, bias=None, **lora):
 @pytest.mark.parametrize("first,second", [(48, 16), (160, 96)])
 def test_linear_and_its_gradients(first, second):
     """Eq. 2 of two stacked layers, together narrower and wider than their input."""
-    torch.manual_seed(0)
     dense = [torch.randn(first, 128), torch.randn(second, 128)]
     bias = torch.randn(first + second)
     layer = stacked_layer("nvfp4", dense, bias, lora_rank=4, lora_alpha=8)
@@ -321,7 +324,7 @@ def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
 
     generator = seeded(0)
     z = torch.stack([draw(generator) for _ in range(100)])
-    assert torch.equal(draw(seeded(0)), z[0])
+    assert draw(seeded(0)).equal(z[0])
     assert z.shape == (100, channels)
     assert len(z[0].unique()) > 0.98 * channels        # no norm and no channel shares another's
     # Kolmogorov and Smirnov's distance to N(0, 1) of all draws together, repetitions included.
@@ -376,17 +379,17 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     loss = model(TOKENS).square().mean()
     layers = len(model.quantized_layers())
     assert [weight() for weight in decoded] == [None] * layers
-    assert torch.equal(gradient_of(model, loss), expected)
+    assert gradient_of(model, loss).equal(expected)
     assert len(decoded) == 2 * layers
 
 
 def test_reference_policy_is_the_model_without_adapters(qwen):
     plain = qerl.load_model(qwen)(TOKENS)
     fresh = qerl.load_model(qwen, lora_rank=4)
-    assert torch.equal(fresh(TOKENS), plain)           # where training starts
+    assert fresh(TOKENS).equal(plain)                  # where training starts
     tuned = with_lora(qwen, train_norms=True)
     with qerl.adapters_off(tuned):
-        assert torch.equal(tuned(TOKENS), plain)
+        assert tuned(TOKENS).equal(plain)
     assert not torch.allclose(tuned(TOKENS), plain)
 
 
@@ -540,7 +543,6 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
 def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     """The gradients compared are those of the norms. No token of the last completion counts."""
     trainer = trl_trainer(qwen, tmp_path, **options)
-    torch.manual_seed(0)
     prompts = [[5, 6, 7, 8]] * 4
     length = torch.tensor([9, 4, 7, 1])
     mask = qerl.length_mask(length, 9)
@@ -686,7 +688,7 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
         save_file(wrong | load_file(shard), shard)
     for stray in ("a", "z", *["model"] * len(sharding)):
         save_file(wrong, tmp_path / f"{stray}.safetensors")
-    assert torch.equal(qerl.load_model(folder)(TOKENS), qerl.load_model(qwen)(TOKENS))
+    assert qerl.load_model(folder)(TOKENS).equal(qerl.load_model(qwen)(TOKENS))
     shard.unlink()
     torch.save(wrong, tmp_path / "pytorch_model.bin")
     refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
@@ -714,7 +716,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     model = qerl.load_model(str(tmp_path))
     codes, _, _ = model.blocks[0].attention.qkv.weight.parts
     stored = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(codes[:128], stored["model.layers.0.self_attn.q_proj.weight_packed"])
+    assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
     with torch.no_grad():
         # The library decodes in 16 bit.
         assert relative(model(TOKENS), decoded.float()(TOKENS).logits) < 5e-3
@@ -749,15 +751,15 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
     refused(break_tensor(qwen, tmp_path, damage), f"{layer}.* {message}")
 
 
-@pytest.mark.parametrize("config,message", [
-    (dict(model_type="own"), "config.json cannot be used"),
-    (dict(model_type="gpt2"), "architecture gpt2, which is not supported"),
-    (dict(quantization_config={"quant_method": "gptq"}), "quantisation gptq"),
-    (dict(quantization_config={**STORED, "transform_config": {"R4": {}}}), "transform_config"),
-    (dict(use_sliding_window=True, sliding_window=8), "sliding-window"),
-    (dict(hidden_act="gelu"), "activation gelu"),
-])
-def test_unusable_configs_are_named(qwen, tmp_path, config, message):
+@pytest.mark.parametrize("message,config", {
+    "config.json cannot be used": dict(model_type="own"),
+    "architecture gpt2, which is not supported": dict(model_type="gpt2"),
+    "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
+    "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
+    "sliding-window": dict(use_sliding_window=True, sliding_window=8),
+    "activation gelu": dict(hidden_act="gelu"),
+}.items())
+def test_unusable_configs_are_named(qwen, tmp_path, message, config):
     refused(break_tensor(qwen, tmp_path, lambda t: None, **config), message)
 
 

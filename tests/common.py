@@ -27,9 +27,9 @@ QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", r"\boxed{1}", r"\boxed{2}",
                "<think></think><answer>1</answer>", "<think></think><answer>2</answer>"]
 
 # The flags of a run of a second or two.
-QUICK = ("--prompts", 2, "--group", 2, "--updates", 1, "--steps", 5, "--max-new-tokens", 8,
-         "--lora-rank", 2, "--lr", 1e-3, "--save-every", 2, "--device", "cpu", "--quantizer", "rtn")
-LEARNING = ("--prompts", 4, "--group", 4, "--lr", 0.02)     # behind QUICK: each step has a signal
+QUICK = ("--prompts 2 --group 2 --updates 1 --steps 5 --max-new-tokens 8 --lora-rank 2 --lr 1e-3 "
+         "--save-every 2 --device cpu --quantizer rtn").split()
+LEARNING = "--prompts 4 --group 4 --lr 0.02".split()        # behind QUICK: each step has a signal
 
 
 # --------------------------------------------------------------------------------------------------

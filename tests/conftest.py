@@ -1,6 +1,6 @@
 """Fixtures that several test files use."""
 # First, because test_qerl sets the number of threads before PyTorch starts.
-from test_qerl import family, made_qwen, model, qwen  # noqa: F401
+from test_qerl import family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
 
 import itertools
 import random

@@ -32,27 +32,27 @@ from test_qerl import HERE
 # --------------------------------------------------------------------------------------------------
 # Flags
 
-@pytest.mark.parametrize("argv,message", [
-    ("--step 3", "unrecognized arguments: --step 3"),
-    ("--device cuda:99", "--device cuda:99: is none of cpu"),
-    ("--device mps", "--device mps: is none of cpu"),
-    ("--group 1", "--group 1: advantages compare samples of one prompt"),
-    ("--lr -1", "--lr -1.0: must not be negative"),
-    ("--prompts 3 --updates 2", "--prompts 3: is not divisible by --updates 2"),
-    ("--sigma-end 0", "--sigma-end 0.0: an exponential schedule needs both sigmas positive"),
-    ("--lora-rank 0", "--lora-rank 0: trains the weights themselves; use --weights bf16"),
-    ("--lora-rank 0 --weights bf16 --beta 1", "--lora-rank 0: trains .* and --beta 0"),
-    ("--eval-every 2", "--eval-every 2: needs questions to evaluate on; give --validation"),
-    ("--chat-template-kwargs {a:1}", "--chat-template-kwargs: invalid"),
-    ("--reward good", "unknown; choose answer, paper, random or FILE.py:FUNCTION"),
-    ("--reward none.py:f", "No such file or directory: .*none.py"),
-    ("--reward heavy*answer", "heavy is no finite number"),
-    ("--dry-run", "--dry-run: knows real models alone, and no --shard; name one with --model"),
-    ("--dry-run --model m --shard", "and no --shard"),
-    ("--save-quantized out", "saves a real model .* name it with --model"),
-    ("--save-quantized out --model m --weights bf16", "leave --weights, .* out"),
-    ("--save-quantized out --model m --eval-only", "--eval-only and torchrun out"),
-])
+@pytest.mark.parametrize("argv,message", {
+    "--step 3": "unrecognized arguments: --step 3",
+    "--device cuda:99": "--device cuda:99: is none of cpu",
+    "--device mps": "--device mps: is none of cpu",
+    "--group 1": "--group 1: advantages compare samples of one prompt",
+    "--lr -1": "--lr -1.0: must not be negative",
+    "--prompts 3 --updates 2": "--prompts 3: is not divisible by --updates 2",
+    "--sigma-end 0": "--sigma-end 0.0: an exponential schedule needs both sigmas positive",
+    "--lora-rank 0": "--lora-rank 0: trains the weights themselves; use --weights bf16",
+    "--lora-rank 0 --weights bf16 --beta 1": "--lora-rank 0: trains .* and --beta 0",
+    "--eval-every 2": "--eval-every 2: needs questions to evaluate on; give --validation",
+    "--chat-template-kwargs {a:1}": "--chat-template-kwargs: invalid",
+    "--reward good": "unknown; choose answer, paper, random or FILE.py:FUNCTION",
+    "--reward none.py:f": "No such file or directory: .*none.py",
+    "--reward heavy*answer": "heavy is no finite number",
+    "--dry-run": "--dry-run: knows real models alone, and no --shard; name one with --model",
+    "--dry-run --model m --shard": "and no --shard",
+    "--save-quantized out": "saves a real model .* name it with --model",
+    "--save-quantized out --model m --weights bf16": "leave --weights, .* out",
+    "--save-quantized out --model m --eval-only": "--eval-only and torchrun out",
+}.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(qerl.UserError, match=message):
         train_gsm8k.arguments(["--device", "cpu", *argv.split()])
@@ -87,15 +87,15 @@ TABLE_4 = dict(
 )
 
 
-@pytest.mark.parametrize("argv,expected", [
-    ("", dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper", quantizer="rtn")),
-    ("--algo dapo --lr 5e-5", dict(beta=0.0, lr=5e-5, steps=50)),
-    ("--model Qwen2.5-3B", dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq")),
-    ("--model a/b --weights nf4", dict(quantizer="rtn")),
-    ("--model a/b --beta 0.1", dict(quantizer="gptq", beta=0.1)),
-    ("--model a/b --preset paper", TABLE_4),
-    ("--model a/b --preset paper --method flashrl", dict(lr=5e-6, prompts=128, weights="bf16")),
-])
+@pytest.mark.parametrize("argv,expected", {
+    "": dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper", quantizer="rtn"),
+    "--algo dapo --lr 5e-5": dict(beta=0.0, lr=5e-5, steps=50),
+    "--model Qwen2.5-3B": dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq"),
+    "--model a/b --weights nf4": dict(quantizer="rtn"),
+    "--model a/b --beta 0.1": dict(quantizer="gptq", beta=0.1),
+    "--model a/b --preset paper": TABLE_4,
+    "--model a/b --preset paper --method flashrl": dict(lr=5e-6, prompts=128, weights="bf16"),
+}.items())
 def test_flags_win_over_the_preset_and_it_over_the_defaults(argv, expected):
     settings = train_gsm8k.arguments(["--device", "cpu", *argv.split()])
     assert {name: getattr(settings, name) for name in expected} == expected
@@ -124,27 +124,27 @@ def bad_things(qwen, tmp_path, monkeypatch):
     Path("used/answers.pandas").touch()
 
 
-@pytest.mark.parametrize("argv,message", [
-    ("--model ./no/such", "model ./no/such: no such folder"),
-    ("--model no-heads", "config.json cannot be used"),
-    ("--model no-questions", "different questions have the same prompt"),
-    ("--model no-end", "has no eos_token_id"),
-    ("--model far-end", "to 9999, its vocabulary has 262"),
-    ("--data used", "no file matches"),
-    ("--eval none.jsonl", "No such file or directory: 'none.jsonl'"),
-    ("--data no-file", "Is a directory"),
-    ("--eval used/answers.pandas", "is no .jsonl, .json or .parquet"),      # the library unpickles it
-    ("--validation 64", "has 64 training questions that are not held out"),
-    ("--dry-run --model used", "its config.json cannot be read"),
-    ("--max-new-tokens 511", "no prompt fits into 1 tokens"),
-    ("--seed 99999999999999999999", "must be below 1e18"),
-    ("--reward nan*answer", "nan is no finite number"),
-    ("--chat-template-kwargs [1]", "invalid JSON_object value"),
-    ("--out used", "used: is not empty"),
-    ("--save-quantized used", "used: is not empty"),
-    ("--save-quantized run --model packed", "is in 4 bits already"),
-    ("--resume", "run: no checkpoint is there"),
-])
+@pytest.mark.parametrize("argv,message", {
+    "--model ./no/such": "model ./no/such: no such folder",
+    "--model no-heads": "config.json cannot be used",
+    "--model no-questions": "different questions have the same prompt",
+    "--model no-end": "has no eos_token_id",
+    "--model far-end": "to 9999, its vocabulary has 262",
+    "--data used": "no file matches",
+    "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
+    "--data no-file": "Is a directory",
+    "--eval used/answers.pandas": "is no .jsonl, .json or .parquet",      # the library unpickles it
+    "--validation 64": "has 64 training questions that are not held out",
+    "--dry-run --model used": "its config.json cannot be read",
+    "--max-new-tokens 511": "no prompt fits into 1 tokens",
+    "--seed 99999999999999999999": "must be below 1e18",
+    "--reward nan*answer": "nan is no finite number",
+    "--chat-template-kwargs [1]": "invalid JSON_object value",
+    "--out used": "used: is not empty",
+    "--save-quantized used": "used: is not empty",
+    "--save-quantized run --model packed": "is in 4 bits already",
+    "--resume": "run: no checkpoint is there",
+}.items())
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, quick, argv, message):
     line = refused(*quick, *argv.split())
@@ -340,14 +340,14 @@ def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
         assert narrow.buffer.getvalue() == b"\\xfc\n"
 
 
-@pytest.mark.parametrize("options,message,steps", [
-    (["--lr", 1e30], "after this update the logits are NaN", 0),
-    (["--lr", 1e30, "--updates", 2], "step 1: the values of", 0),
-    (["--sigma-start", 1e38], "the policy's logits are NaN or infinite", 1),
+@pytest.mark.parametrize("flags,message,steps", [
+    ("--lr 1e30", "after this update the logits are NaN", 0),
+    ("--lr 1e30 --updates 2", "step 1: the values of", 0),
+    ("--sigma-start 1e38", "the policy's logits are NaN or infinite", 1),
 ])
-def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, options, message, steps):
+def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, flags, message, steps):
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
-    options = (*quick, *LEARNING, "--reward", "random", "--save-every", 1, *options)
+    options = (*quick, *LEARNING, "--reward", "random", "--save-every", 1, *flags.split())
     assert message in refused(*options)
     assert all(t.isfinite().all() for t in tensors_of_checkpoint(tmp_path / "run"))
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == steps

@@ -52,7 +52,6 @@ def rounded(x, format="fp8", whole=False):
 ])
 def test_kernel_fp8_rows(monkeypatch, dtype, rows, columns):
     """Scales and bytes as the twin's. The interpreter would round wrongly; there PyTorch rounds."""
-    torch.manual_seed(0)
     matrix = uneven(columns, rows).to(dtype).T
     matrix[0] = 0
     with monkeypatch.context() as patch:           # a GPU's PyTorch divides by 448 less exactly
@@ -60,8 +59,8 @@ def test_kernel_fp8_rows(monkeypatch, dtype, rows, columns):
         twin_codes, twin_scale = eight_bit.quantize(matrix, "fp8")
     codes, scale = eight_bit.quantize_rows_fused(matrix.to(KERNEL_DEVICE), dtype=torch.float32)
     codes = codes.cpu().to(torch.float8_e4m3fn)
-    assert torch.equal(scale.cpu(), twin_scale)
-    assert torch.equal(codes.view(torch.uint8), twin_codes.view(torch.uint8))
+    assert scale.cpu().equal(twin_scale)
+    assert codes.view(torch.uint8).equal(twin_codes.view(torch.uint8))
 
 
 @runs_kernels
@@ -70,7 +69,7 @@ def test_kernel_transposes_bytes(columns):
     """In whole tiles of 128, or PyTorch does it."""
     codes = torch.randint(256, (256, columns), dtype=torch.uint8, device=KERNEL_DEVICE)
     found = eight_bit.transposed(codes)
-    assert torch.equal(found, codes.T) and found.is_contiguous()
+    assert found.equal(codes.T) and found.is_contiguous()
 
 
 @gpu
@@ -153,7 +152,7 @@ def test_training_in_fp8_leaves_the_rollout_as_it_was(model):
     fp8_neighbour("training", model)
     for _ in range(2):
         rollout, logprobs = results()
-        assert torch.equal(rollout, sampled)
+        assert rollout.equal(sampled)
         assert 1e-5 < (logprobs - trained).abs().mean() < 1
 
 

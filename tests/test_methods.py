@@ -64,7 +64,6 @@ def gains(R, log_rho, old, A):
 ])
 def test_a_loss_has_the_gradient_of_its_formula(name):
     """Beside a KL term; of tokens near and far from the policy, with padding."""
-    torch.manual_seed(0)
     mask = qerl.length_mask(torch.tensor([9, 4, 7, 1, 8]), 9)
     log_rho = 0.5 * torch.randn(5, 9) * mask
     log_rho[1] /= 1000
@@ -109,7 +108,6 @@ def test_8_bit_codes_equal_compressed_tensors(format, whole, preset):
     For INT8 the library has amax / 127.5, FlashRL amax / 127.
     """
     library = pytest.importorskip("compressed_tensors.quantization")
-    torch.manual_seed(0)
     weight = uneven(256, 384)
     weight[0] = 0
     weight[-1] = torch.arange(384) % 255 / 2
@@ -119,7 +117,7 @@ def test_8_bit_codes_equal_compressed_tensors(format, whole, preset):
     scheme = library.preset_name_to_scheme(preset, ["Linear"]).weights
     none = torch.zeros_like(scale)
     theirs = library.lifecycle.forward.quantize(weight, scale, none, scheme, dtype=codes.dtype)
-    assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
+    assert codes.view(torch.uint8).equal(theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -137,7 +135,7 @@ def test_int8_product_is_exact():
     x, weight = torch.randint(1, 128, (2, 16, 8192)).to(torch.int8)
     one = torch.ones(1, 1)
     product = eight_bit.multiply((x, one), (weight, one))
-    assert torch.equal(product, torch._int_mm(x, weight.T).float())
+    assert product.equal(torch._int_mm(x, weight.T).float())
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -228,12 +226,12 @@ def test_noise_control_goes_by_steps(variant, steps, sigmas):
     assert [*found[:2], found[-1]] == pytest.approx(sigmas)
 
 
-@pytest.mark.parametrize("place,noisy", [
-    ("attention", [0, 2]),
-    ("mlp", [1, 3]),
-    ("first", [0, 1]),
-    ("last", [2, 3]),
-])
+@pytest.mark.parametrize("place,noisy", {
+    "attention": [0, 2],
+    "mlp": [1, 3],
+    "first": [0, 1],
+    "last": [2, 3],
+}.items())
 def test_shaped_noise_goes_to_the_norms_of_a_place(model, place, noisy):
     """Norms: two in each of two blocks, and the last."""
     method = neighbour(f"shaped_noise:{place}")
@@ -318,23 +316,23 @@ def test_branches_join_the_samples_behind_their_question(model):
 MADE_ONCE = ("four_over_six", "awq", "gptq", "qat:distil")          # weights of their own
 
 
-@pytest.mark.parametrize("command,figure", [
-    ("rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3", "masked_fraction"),
-    ("qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3", "capped_fraction"),
-    ("pooled_noise --group 4 --sigma-start 0.3 --sigma-end 0.3", "masked_fraction"),
-    ("shaped_noise:mlp", "sigma"),
-    ("noise_control:divergence", "sigma"),
-    ("maspo --updates 2", "sigma"),
-    ("deep_grpo", "branches"),
-    ("fp16", "loss_scale"),
-    ("flashrl:int8", "mismatch_kl"),
-    ("qurl --lora-rank 0", "mismatch_kl"),
-    ("jetrl --lora-rank 0 --beta 0", "entropy"),
-    ("jetrl:training", "mismatch_kl"),
-    ("rilq --beta 0.1", "kl"),
-    ("speculative", "acceptance"),
-    *((name, "sigma") for name in MADE_ONCE),
-])
+@pytest.mark.parametrize("command,figure", {
+    "rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
+    "qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3": "capped_fraction",
+    "pooled_noise --group 4 --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
+    "shaped_noise:mlp": "sigma",
+    "noise_control:divergence": "sigma",
+    "maspo --updates 2": "sigma",
+    "deep_grpo": "branches",
+    "fp16": "loss_scale",
+    "flashrl:int8": "mismatch_kl",
+    "qurl --lora-rank 0": "mismatch_kl",
+    "jetrl --lora-rank 0 --beta 0": "entropy",
+    "jetrl:training": "mismatch_kl",
+    "rilq --beta 0.1": "kl",
+    "speculative": "acceptance",
+    **dict.fromkeys(MADE_ONCE, "sigma"),
+}.items())
 def test_a_neighbour_trains_and_resumes(
         qwen, data, tmp_path, cache, monkeypatch, capsys, command, figure):
     """Three steps, the first without noise, bit for bit the same if a run is stopped in its second.
@@ -367,32 +365,32 @@ def test_a_neighbour_trains_and_resumes(
         assert f"-{kind}-" in os.path.basename(adapter["base_model_name_or_path"])
 
 
-@pytest.mark.parametrize("command,message", [
-    ("nonsense", "--method nonsense: unknown; choose one of qerl, "),
-    ("gptq:int3", "gptq has no variant int3; choose gptq alone"),
-    ("noise_control --sigma-start 0 --sigma-end 0", "there is no noise"),
-    ("pooled_noise --group 6", "use a --group divisible by 4"),
-    ("pooled_noise --tis 2", "leave out --tis"),
-    ("pooled_noise --algo gspo", "use --algo grpo, dapo or dr-grpo"),
-    ("fp16 --dtype bfloat16", "computes in float16, not in bfloat16"),
-    ("maspo --updates 1", "with one update a rollout the ratio is 1"),
-    ("deep_grpo --algo dapo", "use --algo grpo"),
-    ("rollout_correction:icepop --tis 2", "no cap"),
-    ("flashrl --weights nvfp4", "use --weights bf16"),
-    ("qurl --lora-rank 2", "use --lora-rank 0"),
-    ("qurl:acr --tis 0", "use --tis 2"),
-    ("jetrl --weights nvfp4", "the rollout reads 8 bits"),
-    ("jetrl:training --weights bf16 --lora-rank 0 --beta 0", "use --method jetrl with --lora-rank 0"),
-    ("gptq --quantizer rtn", "leave these out"),
-    ("awq --weights nf4", "leave these out"),
-    ("qerl --quantizer awq --weights nf4", "use --weights nvfp4"),
-    ("rilq --weights bf16", "there is no error of quantisation to undo"),
-    ("rilq --train-norms", "leave --train-norms out"),
-    ("rilq --dtype float16", "use --dtype float32"),
-    ("rilq --model packed", "is in 4 bits already"),
-    ("qat --model packed", "is in 4 bits already"),
-    ("qat --weights mxfp4", "trains weights for NVFP4, not for mxfp4"),
-])
+@pytest.mark.parametrize("command,message", {
+    "nonsense": "--method nonsense: unknown; choose one of qerl, ",
+    "gptq:int3": "gptq has no variant int3; choose gptq alone",
+    "noise_control --sigma-start 0 --sigma-end 0": "there is no noise",
+    "pooled_noise --group 6": "use a --group divisible by 4",
+    "pooled_noise --tis 2": "leave out --tis",
+    "pooled_noise --algo gspo": "use --algo grpo, dapo or dr-grpo",
+    "fp16 --dtype bfloat16": "computes in float16, not in bfloat16",
+    "maspo --updates 1": "with one update a rollout the ratio is 1",
+    "deep_grpo --algo dapo": "use --algo grpo",
+    "rollout_correction:icepop --tis 2": "no cap",
+    "flashrl --weights nvfp4": "use --weights bf16",
+    "qurl --lora-rank 2": "use --lora-rank 0",
+    "qurl:acr --tis 0": "use --tis 2",
+    "jetrl --weights nvfp4": "the rollout reads 8 bits",
+    "jetrl:training --weights bf16 --lora-rank 0 --beta 0": "use --method jetrl with --lora-rank 0",
+    "gptq --quantizer rtn": "leave these out",
+    "awq --weights nf4": "leave these out",
+    "qerl --quantizer awq --weights nf4": "use --weights nvfp4",
+    "rilq --weights bf16": "there is no error of quantisation to undo",
+    "rilq --train-norms": "leave --train-norms out",
+    "rilq --dtype float16": "use --dtype float32",
+    "rilq --model packed": "is in 4 bits already",
+    "qat --model packed": "is in 4 bits already",
+    "qat --weights mxfp4": "trains weights for NVFP4, not for mxfp4",
+}.items())
 def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     """packed: a folder in NVFP4."""
     monkeypatch.chdir(tmp_path)

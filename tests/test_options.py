@@ -75,15 +75,15 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
     assert train_gsm8k.instruction(f"0.1*{own} + 2 * paper") == train_gsm8k.SYSTEM["paper"]
 
 
-@pytest.mark.parametrize("body,said", [
-    ("return 1 / 0", "ZeroDivisionError: division by zero ({path}:2)"),
-    ("return float('nan')", "gave nan, which is no finite number"),
-    ("raise SystemExit", "SystemExit: "),
-    ("return '1'", "TypeError: must be real number, not str"),
-    ("return len(completion) + len(words)\nwords = 5", "TypeError: object of type 'int' has no len() ({path}:2)"),
-    ("return 1 +", "SyntaxError"),
-    ("pass\ndef short(completion): pass", "takes 1 positional argument but 2 were given"),
-])
+@pytest.mark.parametrize("body,said", {
+    "return 1 / 0": "ZeroDivisionError: division by zero ({path}:2)",
+    "return float('nan')": "gave nan, which is no finite number",
+    "raise SystemExit": "SystemExit: ",
+    "return '1'": "TypeError: must be real number, not str",
+    "return len(completion) + len(words)\nwords = 5": "TypeError: object of type 'int' has no len() ({path}:2)",
+    "return 1 +": "SyntaxError",
+    "pass\ndef short(completion): pass": "takes 1 positional argument but 2 were given",
+}.items())
 def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body, said):
     """Before anything is sampled."""
     monkeypatch.setattr(qerl, "generate", None)
@@ -96,7 +96,6 @@ def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body
 def peft_adapter(folder, out, layers="all-linear"):
     """A random adapter that PEFT made and saved -> PEFT's model."""
     import peft
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=layers, init_lora_weights=False)
     model = peft.get_peft_model(model, config)

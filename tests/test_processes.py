@@ -93,9 +93,9 @@ def deep(tmp_path_factory):
 
 @needs_fork
 @pytest.mark.parametrize("count,flags", [
-    (2, ("--steps", 2, "--beta", 0.1, "--micro-tokens", 500)),
+    (2, "--steps 2 --beta 0.1 --micro-tokens 500"),
     # DAPO, whose further draws and token counts are of all processes, too.
-    (4, ("--algo", "dapo", "--steps", 1)),
+    (4, "--algo dapo --steps 1"),
 ])
 def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, count, flags):
     """The same global batch: the same adapter, figures and answers within rounding.
@@ -103,7 +103,7 @@ def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, c
     Cut weights train as whole ones bit for bit, though one rank decodes in fewer slots.
     """
     monkeypatch.setattr(qerl, "generate", partial(same_completions, qerl.generate))
-    options = (*several, "--model", deep, *flags)
+    options = (*several, "--model", deep, *flags.split())
     one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
     run_main(*options, "--out", one)
     for out, shard in ((whole, []), (cut, ["--shard"])):
@@ -238,16 +238,16 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
     assert counts == [1, 1, 1, 2]
 
 
-@pytest.mark.parametrize("count,options,message", [
-    (2, ["--prompts", 6], "--updates 2 in 2 process"),
-    (2, ["--method", "fp16"], "the neighbours run in one process"),
-    (2, ["--device", "cpu:0"], "is none of"),
-    (2, ["--shard", "--weights", "bf16", "--lora-rank", 0, "--beta", 0], "leave --shard out"),
-    (1, ["--shard"], "start by torchrun"),
+@pytest.mark.parametrize("count,flags,message", [
+    (2, "--prompts 6", "--updates 2 in 2 process"),
+    (2, "--method fp16", "the neighbours run in one process"),
+    (2, "--device cpu:0", "is none of"),
+    (2, "--shard --weights bf16 --lora-rank 0 --beta 0", "leave --shard out"),
+    (1, "--shard", "start by torchrun"),
 ])
-def test_what_processes_cannot_do_is_one_line(several, tmp_path, count, options, message):
+def test_what_processes_cannot_do_is_one_line(several, tmp_path, count, flags, message):
     with mock.patch.dict(os.environ, numbers_of(0, count)):
-        assert message in refused(*several, *options)
+        assert message in refused(*several, *flags.split())
     assert not (tmp_path / "run").exists()
 
 
