@@ -52,7 +52,7 @@ class Settings:
     """
     model: str = None               # Hugging Face name or folder; by default the built-in policy
     data: str = None                # folder of train*.jsonl and test*.jsonl, or a dataset's file,
-                                    # NAME or NAME:CONFIG; with --model GSM8K is fetched
+                                    # NAME or NAME:CONFIG:SPLIT; with --model GSM8K is fetched
     eval: list = None               # held-out questions from elsewhere: names or files of datasets
     start_seed: int = 0             # seed that makes the built-in policy; another makes another
     chat_template_kwargs: dict = None           # what the chat template gets, such as

@@ -5,8 +5,9 @@ They are made up, GSM8K's, or mathematics in TeX from elsewhere.
 A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
 "#### number"; that of other data is TeX, and "source" names its set.
 
---data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME or NAME:CONFIG), or
-a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip install datasets.
+--data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME, NAME:CONFIG or
+NAME:CONFIG:SPLIT), or a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip
+install datasets.
 """
 import functools
 import glob
@@ -127,14 +128,14 @@ def next_questions(questions, drawn, count, seed):
 # --------------------------------------------------------------------------------------------------
 # Datasets, as the paper trains and evaluates on besides GSM8K (its Tables 2 and 3)
 
-# Of each: where it lies on Hugging Face, and which split.
+# Where each lies on Hugging Face; without a third part its split is "train".
 DATASETS = {
-    "bigmath": ("SynthLabsAI/Big-Math-RL-Verified", "train"),
-    "dapo-math": ("open-r1/DAPO-Math-17k-Processed:all", "train"),
-    "math-500": ("HuggingFaceH4/MATH-500", "test"),
-    "aime24": ("HuggingFaceH4/aime_2024", "train"),
-    "aime25": ("math-ai/aime25", "test"),
-    "amc23": ("math-ai/amc23", "test"),
+    "bigmath": "SynthLabsAI/Big-Math-RL-Verified",
+    "dapo-math": "open-r1/DAPO-Math-17k-Processed:all",
+    "math-500": "HuggingFaceH4/MATH-500::test",
+    "aime24": "HuggingFaceH4/aime_2024",
+    "aime25": "math-ai/aime25::test",
+    "amc23": "math-ai/amc23::test",
 }
 # What these and their like call the two columns, in the order in which they are looked for.
 QUESTION = ("question", "problem", "Problem", "prompt")
@@ -174,18 +175,17 @@ def rows_of(source):
     """The rows of a file or a dataset as dicts."""
     if source.endswith(".jsonl"):
         return jsonl_rows(source)
-    repository, split = DATASETS.get(source, (source, "train"))
-    names = repository.split(":")
-    options = {"split": split}
+    name, config, split, *_ = f"{DATASETS.get(source, source)}::".split(":")
+    options = {"name": config or None, "split": split or "train"}
     if os.path.isfile(source):
         # The library would read others, too; of them pickles run code.
         require(source.endswith((".json", ".parquet")),
                 f"{source}: is no .jsonl, .json or .parquet; convert it to one of these")
-        names = [source.rpartition(".")[2]]
-        options["data_files"] = glob.escape(source)
+        name = source.rpartition(".")[2]
+        options = {"data_files": glob.escape(source), "split": "train"}
     try:
         import datasets
-        return datasets.load_dataset(*names, **options)
+        return datasets.load_dataset(name, **options)
     except ImportError:
         raise UserError(f"{source}: needs the package datasets; pip install datasets")
     except Exception as e:

@@ -214,7 +214,7 @@ class Clock:
     """Seconds spent in each phase of a step: `with clock("rollout"): ...`."""
 
     def __init__(self, device):
-        self.device = torch.device(device)
+        self.device = device
         self.restart()
 
     def restart(self):

@@ -171,7 +171,7 @@ def learning_curve(metrics, summary, plt):
     steps = [m["step"] for m in metrics]
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
-        axis.plot(steps, [m.get(key) for m in metrics], color="tab:blue", linewidth=1.2)
+        axis.plot(steps, [m.get(key) for m in metrics])
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
         if noisy:

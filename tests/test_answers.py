@@ -307,14 +307,14 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
 def test_datasets_are_asked_for_by_name(monkeypatch):
     asked = []
 
-    def load_dataset(*names, split):
-        asked.append((*names, split))
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
         return [{"question": "a", "answer": "5"}]
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("aime25", "somebody/else", "openai/gsm8k:main"):
+    for name in ("aime25", "somebody/else", "openai/gsm8k:main", "openai/gsm8k:main:test"):
         assert len(math_questions(name)) == 1
-    assert asked == [("math-ai/aime25", "test"), ("somebody/else", "train"),
-                     ("openai/gsm8k", "main", "train")]
+    assert asked == [("math-ai/aime25", None, "test"), ("somebody/else", None, "train"),
+                     ("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
