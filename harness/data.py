@@ -236,10 +236,11 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
+            self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:
             raise UserError(
-                f"model {folder}: its tokenizer or config cannot be read ({reason(e)}); "
-                "fetch the model again"
+                f"model {folder}: its tokenizer, chat template or config cannot be used ({reason(e)}); "
+                "mend it, fetch the model again or use another"
             )
         ends = stored if isinstance(stored, list) else [stored]
         ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
@@ -260,22 +261,16 @@ class ChatText:
         """What apply_chat_template makes of the system's text and these turns: user, assistant."""
         said = zip(("system", "user", "assistant"), (self.system, *turns))
         messages = [{"role": role, "content": text} for role, text in said]
-        try:
-            template = ONE_DAY + self.tokenizer.get_chat_template()
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, **self.options, **options)
-        except Exception as e:
-            raise UserError(
-                f"the model's chat template cannot be used ({reason(e)}); "
-                "mend it or use another model"
-            )
+        template = ONE_DAY + self.tokenizer.get_chat_template()
+        return self.tokenizer.apply_chat_template(
+            messages, chat_template=template, **self.options, **options)
 
     def warn_of_other_ends(self):
         """Say so if the chat template ends an answer with a token at which completions do not end."""
         answer = "An answer."
         try:
             behind = self.chat("A question?", answer, tokenize=False).partition(answer)[2]
-        except UserError:              # some templates take no answers
+        except Exception:              # some templates take no answers
             return
         added = self.tokenizer.added_tokens_decoder
         tokens = [i for i in self.tokenizer.encode(behind, add_special_tokens=False) if i in added]
