@@ -664,8 +664,7 @@ def main():
         settings = arguments()
         ranks = Ranks()
         if settings.dry_run:
-            if ranks.main:
-                print(forecast(settings, ranks.count))
+            print(forecast(settings, ranks.count))
             return
         settings = replace(settings, device=ranks.start(settings.device))
         if settings.save_quantized:

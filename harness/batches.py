@@ -81,14 +81,14 @@ def make_batch(samples, advantages, method, settings, ranks):
     if not teaches.any():
         teaches[0] = True
     teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
-    minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
     weights = []
-    for rows in minibatches:
+    for part in mask.tensor_split(settings.updates):
         # The fraction of all processes' minibatch that is here, by what the objective divides by.
-        count = torch.as_tensor(objective.count(mask[rows]), device=mask.device)
+        count = torch.as_tensor(objective.count(part), device=part.device)
         fraction = count / ranks.total(count.clone()).clamp_min(1)
         weights.append(
-            method.token_weights(mask[rows], settings.algo, settings.max_new_tokens) * fraction)
+            method.token_weights(part, settings.algo, settings.max_new_tokens) * fraction)
+    minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
     unknown = torch.zeros_like(rollout.logprobs)
     return Batch(
         prompts=[question["prompt"] for question in samples.questions for _ in range(group)],
@@ -121,23 +121,27 @@ def cut_rows(prompts, lengths, budget):
     (qerl.pack), and at most four times as many where attention pads the rows to one length. A row
     that is longer goes alone. Prompts with the longest rows come first.
     """
-    longest = {}
-    for prompt, length in zip(map(tuple, prompts), lengths):
-        longest[prompt] = max(longest.get(prompt, 0), len(prompt) + length)
-    order = sorted(range(len(prompts)), key=lambda i: (-longest[tuple(prompts[i])], prompts[i]))
+    rows_of = {}
+    for i, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).append(i)
+
+    def longest_first(prompt):
+        return -len(prompt) - max(lengths[i] for i in rows_of[prompt]), prompt
+
     micro_batches = []
     last = []
     tokens = width = 0                  # of the last one: its tokens, its longest row
-    for i in order:
-        size = len(prompts[i]) + lengths[i]
-        shares_prompt = last and prompts[i] == prompts[last[-1]]
-        tokens += lengths[i] if shares_prompt else size
-        width = max(width, size)
-        if not last or tokens > budget or width * (len(last) + 1) > 4 * budget:
-            last = []
-            micro_batches.append(last)
-            tokens = width = size
-        last.append(i)
+    for prompt in sorted(rows_of, key=longest_first):
+        tokens += len(prompt)
+        for i in rows_of[prompt]:
+            size = len(prompt) + lengths[i]
+            tokens += lengths[i]
+            width = max(width, size)
+            if not last or tokens > budget or width * (len(last) + 1) > 4 * budget:
+                last = []
+                micro_batches.append(last)
+                tokens = width = size
+            last.append(i)
     return micro_batches
 
 

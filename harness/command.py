@@ -85,8 +85,7 @@ def full_name(model):
     if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
         return model
     chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
-    if Ranks().main:
-        print(f"--model {model} means Qwen/{model}{chat}")
+    print(f"--model {model} means Qwen/{model}{chat}")
     return f"Qwen/{model}{chat}"
 
 
@@ -158,7 +157,9 @@ def one_line():
     the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
     run = SimpleNamespace(lock=None)
-    if hasattr(sys.stdout, "reconfigure"):  # a folder's name may have letters that it cannot show
+    if not Ranks().main:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")               # rank 0 alone speaks
+    elif hasattr(sys.stdout, "reconfigure"):    # a folder's name may have letters that it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         require(not any(word == "" or word.endswith("=") for word in sys.argv),

@@ -15,7 +15,6 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness.folders import atomic_write, files_fingerprint, generation_config, new_folder
-from harness.ranks import Ranks
 from qerl import UserError, reason, require
 
 
@@ -76,7 +75,7 @@ def adapter_settings(folder, model):
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
                         "format, such as runs/NAME/adapter")
     require(usual, f"--adapter {folder}: is not plain LoRA; use one without rsLoRA and DoRA")
-    if Ranks().main and model and os.path.basename(os.path.normpath(model)) not in base:
+    if model and os.path.basename(os.path.normpath(model)) not in base:
         print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
 

@@ -53,19 +53,14 @@ class Ranks:
         if device != "cpu":
             torch.cuda.set_device(torch.device(device).index or 0)
         if self.count > 1:
-            if not self.main:
-                sys.stdout = open(os.devnull, "w", encoding="utf-8")
             dist.init_process_group("gloo" if device == "cpu" else "nccl")
         return device
 
     def stop(self):
         """End the process of a rank, when all are about to: whoever is busy would miss those gone."""
-        if self.have_met():
+        if self.count > 1:
             self.collect([self.rank])
             self.leave(0)
-
-    def have_met(self):
-        return self.count > 1 and dist.is_initialized()
 
     def leave(self, status):
         """End the process with this exit status.
@@ -73,7 +68,7 @@ class Ranks:
         After the ranks have met Python's own end is left out, in which gloo's threads now and then
         abort.
         """
-        if self.have_met():
+        if self.count > 1 and dist.is_initialized():
             print(end="", flush=True)
             os._exit(status)
         sys.exit(status)

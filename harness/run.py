@@ -32,7 +32,7 @@ POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", 
 
 def lasting(settings):
     """What a checkpoint stores of the settings, and --resume restores: all but FREE."""
-    return {name: value for name, value in sorted(asdict(settings).items()) if name not in FREE}
+    return {name: value for name, value in asdict(settings).items() if name not in FREE}
 
 
 def open_run(settings):
@@ -155,16 +155,18 @@ class Keeper:
         if due or step == 1:
             group = one_group(samples, batch, tokenizer)
             append_jsonl(f"{self.folder}/samples.jsonl", {"step": step, **group})
-        if self.is_best(logged.get("accuracy_validation", 0.0)) or due:
+        better = self.keep_best(logged.get("accuracy_validation", 0.0))
+        if due or better:
             self.save()
 
-    def is_best(self, accuracy):
+    def keep_best(self, accuracy):
         """Is it the highest so far? Then its adapter is kept, too."""
         best = self.state["best"] or {"accuracy": 0.0}
         if accuracy <= best["accuracy"]:
             return False
         self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
         self.save_adapter("adapter-best")
+        print("this is the best policy so far")
         return True
 
     def finish(self, held_out_questions):

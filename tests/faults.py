@@ -161,8 +161,7 @@ FAULTS = {
     ],
     "harness/batches.py": [
         ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),
-        ("method.token_weights(mask[rows],",
-         "method.token_weights(mask[rows] & teaches[rows][:, None],",
+        ("for part in mask.tensor_split(", "for part in (mask & teaches[:, None]).tensor_split(",
          "tests/test_run.py -k equations"),
     ],
 }
