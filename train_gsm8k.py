@@ -32,7 +32,7 @@ from harness.data import ChatText, Data, by_set, check_tokens, load_questions, n
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, policy_fingerprints, write_jsonl
-from harness.layers import ShardedCheckpoint, SharedPasses, train_all_weights
+from harness.layers import ShardedCheckpoint, SharedPasses, TrainedLinear, replace_layers
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
@@ -317,7 +317,7 @@ def load_all(settings, method, ranks):
     model = qerl.load_model(
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
-        train_norms=settings.train_norms,
+        train_norms=settings.train_norms or settings.lora_rank == 0,
         checkpoint_class=ShardedCheckpoint if settings.shard else qerl.Checkpoint,
     )
     if settings.shard:
@@ -329,7 +329,7 @@ def load_all(settings, method, ranks):
     if settings.device != "cpu" and not settings.keep_activations:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
-        train_all_weights(model)
+        replace_layers(model, TrainedLinear)
     if settings.adapter:
         load_adapter(model, settings.adapter)
     if not settings.shard:

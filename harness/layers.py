@@ -34,7 +34,8 @@ from harness.ranks import Ranks
 #
 # Each linear layer keeps a float32 master of its weights, because a step of 1e-6 is lost in
 # bfloat16's eight bits, and multiplies with a copy in the dtype of the activations. The norms' scales
-# are trained, too; embeddings and output layer stay as they are, which the authors' full runs do not.
+# are trained, too (train_norms); embeddings and output layer stay as they are, unlike in the authors'
+# full runs.
 
 class TrainedLinear(qerl.QuantLinear):
     """A QuantLinear's layers with weights that are trained themselves: x [..., in] -> [..., out].
@@ -72,14 +73,6 @@ def replace_layers(model, make):
     for parent, name, layer in places:
         setattr(parent, name, make(layer))
     return places
-
-
-def train_all_weights(model):
-    """Make the weights and biases of all linear layers, and the norms' scales, trainable."""
-    replace_layers(model, TrainedLinear)
-    for module in model.modules():
-        if isinstance(module, qerl.RMSNorm):
-            module.weight.requires_grad_(True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import qerl
 import train_gsm8k
 import harness.run
-from harness.layers import train_all_weights
+from harness.layers import TrainedLinear, replace_layers
 from test_qerl import HERE, scales
 
 # A vocabulary in which a policy that knows nothing answers, and now and then rightly: 1 or 2, in a
@@ -58,8 +58,8 @@ def neighbour(name, **settings):
 
 def all_trained(folder):
     """A model whose weights, biases and norms are all trained."""
-    model = qerl.load_model(folder, "bf16")
-    train_all_weights(model)
+    model = qerl.load_model(folder, "bf16", train_norms=True)
+    replace_layers(model, TrainedLinear)
     return model
 
 

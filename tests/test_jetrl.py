@@ -7,7 +7,7 @@ import torch
 
 import qerl
 from common import all_trained
-from harness.layers import train_all_weights
+from harness.layers import TrainedLinear, replace_layers
 from methods import flashrl, jetrl
 from methods.parts import eight_bit
 from test_qerl import KERNEL_DEVICE, PROMPTS, gpu, gradient_of, make_folder, relative
@@ -167,7 +167,7 @@ def test_one_fp8_flow_is_one_policy(qwen, kind):
     def mismatch(make):
         model = with_lora(qwen, weights="bf16", dtype=torch.float64)
         if kind == "all weights":
-            train_all_weights(model)
+            replace_layers(model, TrainedLinear)
         rollout, logprobs = sampled_and_scored(make(model), model)
         return qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)[0]
     assert mismatch(partial(fp8_neighbour, "unified")) < 1e-6
