@@ -670,8 +670,8 @@ def main():
         if settings.save_quantized:
             return save_quantized(settings)
         if ranks.main and (settings.out or not settings.eval_only):
-            folder, run.lock = open_run(settings)
-            settings = replace(settings, out=folder)
+            run.folder, run.lock = open_run(settings)
+            settings = replace(settings, out=run.folder)
         settings = ranks.settings_of_first(settings)
         if settings.eval_only:
             evaluate_only(settings)

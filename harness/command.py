@@ -153,17 +153,18 @@ def check_settings(settings):
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives an object to be filled in: the lock of the folder in which a run lives, which is released at
+    Gives an object to be filled in: the folder in which a run lives and its lock, which is released at
     the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
-    run = SimpleNamespace(lock=None)
+    run = SimpleNamespace(folder=None, lock=None)
     if not Ranks().main:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")               # rank 0 alone speaks
     elif hasattr(sys.stdout, "reconfigure"):    # a folder's name may have letters that it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        require(not any(word == "" or word.endswith("=") for word in sys.argv),
-                f"{shlex.join(sys.argv)}: a value is empty; give one or leave the flag out")
+        words = sys.argv[1:]
+        require(not any(word == "" or word.endswith("=") for word in words),
+                f"{shlex.join(words)}: a value is empty; give one or leave the flag out")
         yield run
     except BrokenPipeError:
         sys.exit(141)
@@ -191,7 +192,7 @@ def end(run, why, status=2):
     What is not the user's mistake can be gone on from, if there is a checkpoint; a new run's folder
     goes, if nothing but its lock is in it.
     """
-    folder = run.lock and os.path.dirname(run.lock.lock_file)
+    folder = run.folder
     if folder and os.listdir(folder) == [LOCK]:
         run.lock.release()                  # Windows removes no open file
         shutil.rmtree(folder, ignore_errors=True)             # "." or a link stays
