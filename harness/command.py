@@ -133,8 +133,8 @@ def check_settings(settings):
         ("method", settings.method != "qerl", processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
         ("shard", settings.shard, processes > 1,
-         "cuts the weights over several processes, but this is one; start by torchrun --nproc_per_node=2 "
-         "or more"),
+         "cuts the weights over several processes, but this is one; start by torchrun "
+         "--nproc_per_node=2 or more"),
         ("save_quantized", settings.save_quantized is not None,
          settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
          and not settings.resume and not settings.eval_only and not settings.adapter and processes == 1,
@@ -153,13 +153,13 @@ def check_settings(settings):
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives an object to be filled in: the folder in which a run lives and its lock, which is released at
-    the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    Gives an object to be filled in: the folder in which a run lives and its lock, which is released
+    at the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
     run = SimpleNamespace(folder=None, lock=None)
-    if not Ranks().main:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")               # rank 0 alone speaks
-    elif hasattr(sys.stdout, "reconfigure"):    # a folder's name may have letters that it cannot show
+    if not Ranks().main:                    # rank 0 alone speaks
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    elif hasattr(sys.stdout, "reconfigure"):           # it may lack letters of a folder's name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         words = sys.argv[1:]
@@ -173,8 +173,8 @@ def one_line():
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        end(run, "out of memory; lower --slots (rollout) or --micro-tokens (update); if the model itself "
-                 "does not fit, use 4-bit --weights, --quantizer rtn or a smaller --model")
+        end(run, "out of memory; lower --slots (rollout) or --micro-tokens (update); if the model "
+                 "itself does not fit, use 4-bit --weights, --quantizer rtn or a smaller --model")
     except KeyboardInterrupt:
         end(run, "stopped", status=130)
     finally:

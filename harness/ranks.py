@@ -45,7 +45,7 @@ class Ranks:
         From here on a GPU is the process's current one, on which kernels start. Raises UserError.
         """
         if self.count > 1 and device != "cpu":
-            here = int(os.environ["LOCAL_WORLD_SIZE"])                     # processes of this machine
+            here = int(os.environ["LOCAL_WORLD_SIZE"])         # processes of this machine
             require(here <= torch.cuda.device_count(),
                     f"--nproc-per-node {here}: only {torch.cuda.device_count()} GPUs are here; start as "
                     "many processes")
@@ -57,7 +57,7 @@ class Ranks:
         return device
 
     def stop(self):
-        """End the process of a rank, when all are about to: whoever is busy would miss those gone."""
+        """End a rank's process when all are about to: whoever is busy would miss those gone."""
         if self.count > 1:
             self.collect([self.rank])
             self.leave(0)
