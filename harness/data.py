@@ -278,11 +278,10 @@ class ChatText:
             print(f"warning: the chat template ends an answer with {added[tokens[0]]}, which ends no "
                   f"completion; add {tokens[0]} to eos_token_id in the model's generation_config.json")
 
-    def worked_answer(self, answer):
-        """The token ids of a right answer ("work #### number"), in the form that is rewarded."""
-        work, final = answer.split("####")
+    def worked_answer(self, work, final):
+        """The token ids of a right answer, its steps and its end, in the form that is rewarded."""
         work = re.sub(r"<<.*?>>", "", work).strip()    # GSM8K's notes for a calculator
-        boxed = f"\\boxed{{{final.strip()}}}"
+        boxed = f"\\boxed{{{final}}}"
         text = f"{work}\n{boxed}"
         if "<think>" in self.system:
             text = f"<think>\n{work}\n</think>\n<answer>\n{boxed}\n</answer>"

@@ -75,8 +75,7 @@ class ByteText:
     def prompt(self, question):
         return list(f"{question}\n".encode())
 
-    def worked_answer(self, answer):
-        work, final = answer.split("\n#### ")
+    def worked_answer(self, work, final):
         return [256, *work.encode(), 257, 258, *final.encode(), 259, 260]
 
     def decode(self, ids):
@@ -107,7 +106,7 @@ def imitation_loss(model, text, problems):
     labels = []
     for problem in problems:
         question = text.prompt(problem["question"])
-        answer = text.worked_answer(problem["answer"])
+        answer = text.worked_answer(*problem["answer"].split("\n#### "))
         tokens.append(torch.tensor(question + answer))
         labels.append(torch.tensor([-100] * len(question) + answer))       # -100: not learned
     tokens = pad_sequence(tokens, batch_first=True)

@@ -192,7 +192,7 @@ def test_codes_are_found_by_one_process(qwen, cache, capsys):
 @pytest.mark.parametrize("scheme,whole", [("answer", 1.0), ("paper", 2.2)])
 def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
     text = train_gsm8k.ChatText(qwen, train_gsm8k.SYSTEM[scheme])
-    *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.\n#### 1,200")
+    *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.", "1,200")
     answer = text.decode(tokens)
     assert last in text.eos and "<<" not in answer
     assert train_gsm8k.find_reward(scheme)(answer, {"right": 1200}) == whole

@@ -22,7 +22,7 @@ def worked_sequences(questions, tokenizer, tokens):
     sequences = []
     for question in order:
         work, _, final = question["answer"].rpartition("####")     # other data's has no steps
-        answer = tokenizer.worked_answer(f"{work.strip()}\n#### {final.strip()}")
+        answer = tokenizer.worked_answer(work.strip(), final.strip())
         sequences.append(Worked(tokenizer.prompt(question["question"]), answer))
         tokens -= len(sequences[-1].prompt) + len(answer)
         if tokens <= 0:
