@@ -188,9 +188,9 @@ class Format:
     """
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
-    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values,
-                                     # and fp4_kernels does not know it
+    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
+    tiled: bool = False              # whether fp4_kernels knows its codes
 
     def pack(self, weight):
         """A weight [out, in] as an object that can multiply."""
@@ -215,9 +215,9 @@ class Format:
 
 
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two),
-    "nf4": Format(quantize_nf4, 64, NF4),
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
+    "nf4": Format(quantize_nf4, 64, NF4, tiled=True),
     "bf16": Format(keep_16_bit, 1),
 }
 
@@ -1421,8 +1421,7 @@ class Checkpoint:
         parts = [torch.cat(part) for part in zip(*layers)]
         format = FORMATS[weights]
         device = torch.device(self.device)
-        fit = kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes)
-        if fit and format.table is not None:
+        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 
