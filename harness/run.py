@@ -50,7 +50,7 @@ class Keeper:
     """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
 
     state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
-    far, seconds, accuracies. made_of is what a resumed run must share: {what: its SHA-256}.
+    far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256.
     """
 
     def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, questions):
@@ -67,7 +67,10 @@ class Keeper:
         self.generators = generators
         self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
-        self.made_of = model.fingerprints | {"questions, answers or prompts": fingerprint(questions)}
+        self.made_of = model.fingerprints | {
+            "questions, answers or prompts": fingerprint(questions),
+            "kind of --device": model.device.type,     # of its generators; any GPU will do
+        }
         planned = None
         if settings.resume:
             saved = read_checkpoint(self.folder)

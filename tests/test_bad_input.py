@@ -25,7 +25,7 @@ from harness import export
 from harness.command import one_line
 from harness.data import ChatText, check_tokens
 from harness.folders import cut_log, open_folder, read_jsonl
-from harness.run import read_checkpoint
+from harness.run import read_checkpoint, write_checkpoint
 from test_qerl import HERE
 
 
@@ -273,6 +273,10 @@ def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick)
         assert message in refused(*options, "--resume", flag)
         (folder / name).write_bytes(stored)
     run_main(*options, "--resume")
+    saved = read_checkpoint(tmp_path / "run")
+    saved["made_of"]["kind of --device"] = "cuda"
+    write_checkpoint(tmp_path / "run", saved)
+    assert "the kind of --device changed" in refused(*options, "--resume")
 
 
 @needs_fork
