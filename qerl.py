@@ -126,7 +126,7 @@ def quantize_nvfp4(weight):
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
     amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                          # [out, in/16]
-    # The largest block scale becomes 448, and the largest of each block 6.
+    # The largest block scale becomes 448, and the largest weight of a block 6.
     global_scale = (E4M3_MAX * E2M1_MAX / amax.max()).float()
     global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)       # inf: all are zeros
     scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)
@@ -188,7 +188,7 @@ class Format:
     """
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
-    table: torch.Tensor = None       # float32 [16], the value of each code; None: `packed` has values
+    table: torch.Tensor = None       # float32 [16], the value of each code; None: there are no codes
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
     tiled: bool = False              # whether fp4_kernels knows its codes
 
@@ -236,7 +236,7 @@ class PackedWeight:
     On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
     tiles: it multiplies the codes without that detour.
     """
-    # TiledWeight alone has True here. It stores its columns in the order in which the GPU's threads
+    # Only TiledWeight has True here. It stores its columns in the order in which the GPU's threads
     # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
     # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
     interleaved = False
@@ -311,8 +311,8 @@ class FrozenLinear(torch.autograd.Function):
 class QuantLinear(nn.Module):
     """Linear layers over one input, frozen, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
-    names: the layers' names in the checkpoint; sizes: their out_features; weight: of all, stacked
-    along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A [layers * r, in]
+    names: the layers' names in the checkpoint; sizes: their out_features; weight: those of all layers,
+    stacked along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A [layers * r, in]
     and lora_B [out, r] are float32 and move with .to(); weight and bias are no buffers and stay on
     the device that they were made on. lora_alpha defaults to the rank.
     """
@@ -470,7 +470,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # compute the same, from the same packed weights. checkpoint.linear and checkpoint.norm hand out the
 # layers with their weights (section 8).
 
-# cuDNN's attention prepares 0.1 s for each new shape [B, T], and hardly two batches have the same one.
+# cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
 # PyTorch takes another of its attention kernels instead.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -634,7 +634,7 @@ class Transformer(nn.Module):
         check_config(config)
         super().__init__()
         self.config = config
-        self.recompute_blocks = 0                      # so many, from the first on
+        self.recompute_blocks = 0                      # how many, from the first on
         shape = (config.vocab_size, config.hidden_size)
         self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
         tied = config.tie_word_embeddings
@@ -687,13 +687,13 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def recompute_in_backward(self, blocks=None):
-        """Gradient checkpointing: the first `blocks`, or all, keep only their input, for one more pass.
+        """Gradient checkpointing: the first `blocks`, or all, keep only their input.
 
         In backward a block runs forward again, is differentiated and freed. Its dequantised
         weights live from this second forward to the end of its backward, so that each is
         dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
-        autograd.grad. What the second forward ends with, down's product, nobody reads: no gradient
-        depends on it, so that it is left out.
+        autograd.grad. Nobody reads the last product of the second forward, that of `down`: no
+        gradient depends on it, and it is left out.
         """
         self.recompute_blocks = len(self.blocks) if blocks is None else blocks
         for i, block in enumerate(self.blocks):
@@ -863,7 +863,7 @@ class Sampler:
     def record(self):
         """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
 
-        With top-p the graph is of `forward` alone: it would keep the memory of the sort's temporaries.
+        With top-p the graph is of `forward` alone: one of all would keep the sort's temporaries.
         Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None, not
         self.step: a sampler that refers to itself would keep its cache after the call.)
         """
@@ -935,7 +935,7 @@ class Sampler:
         self.cache.filled.add_(1).masked_fill_(stopped, 0)
 
     def shrink(self):
-        """Go on with half of the slots when as many are idle: the last completions are then faster."""
+        """Keep the busy half of the slots when the other is idle: the last completions are then faster."""
         busy_first = (self.completion == IDLE).int().argsort(stable=True)
         kept = busy_first[:len(self.completion) // 2]
         self.completion = self.completion[kept]
@@ -1010,18 +1010,18 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    π_θ         is trained
 #    π_old       π_θ before the updates of this step, without noise
 #    π_rollout   π_old with AQN, by the arithmetic of decode: it sampled the completions
-#    π_ref       π_θ without adapters: the policy that training began with
+#    π_ref       the policy that training began with
 #
-# Algorithm 1 calls the noisy π_rollout π_old; as in the paper's code, ρ divides by the one without
-# noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may correct it.
+# Algorithm 1 calls the noisy policy π_old. Here, as in the paper's code, ρ divides by the policy
+# without noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may correct it.
 # π_ref is that of Algorithm 1 with a single iteration of its outer loop.
 
 @contextlib.contextmanager
 def adapters_off(model):
     """Inside, the model is Eq. 3's π_ref: what is trained has the values that it began with.
 
-    They are in model.reference, {name: tensor}. LoRA is not there, and left out, because it begins as
-    zero; if training began from an adapter it is. Not to be nested in AQN.
+    They are in model.reference, {name: tensor}. LoRA that began as zero is not stored, and
+    is switched off; an adapter from which training began is stored. Not to be nested in AQN.
     """
     trained = trainable(model)
     layers = [layer for layer in model.quantized_layers() if layer.use_adapter]
@@ -1049,7 +1049,7 @@ def own_length(mask, limit=None):
 
 
 def deviation(rewards):
-    """The sample's standard deviation, over G - 1, of each group; 1e-4 as in TRL."""
+    """The standard deviation of each group, with the divisor G - 1, plus 1e-4 as in TRL."""
     return rewards.std(1, keepdim=True) + 1e-4
 
 
@@ -1195,7 +1195,7 @@ def pack(prompts, length):
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
     places = ends[P:] - ends[P]                        # where completions begin, and the last ends
     before = torch.arange(ends[P], ends[-1]) - 1
-    before[places[:-1]] = ends[1:][owner] - 1          # of a completion's first token its prompt's last
+    before[places[:-1]] = ends[1:][owner] - 1          # a completion's first token follows its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     position, before, ends, group_ends = (
         to_device(t, length.device) for t in (position, before, ends, group_ends))

@@ -43,7 +43,7 @@ from qerl import require
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on. Each is a flag: lora_rank is --lora-rank; --help says these remarks.
+    """What a run depends on. Each is a flag: lora_rank is --lora-rank; --help prints these remarks.
 
     The defaults are for a real model; the presets small and paper have others (PRESETS). Brackets
     tell where a default comes from, if it is not our own choice. T4: Table 4 of the paper (GSM8K);
@@ -54,7 +54,7 @@ class Settings:
     data: str = None                # folder of train*.jsonl and test*.jsonl, or a dataset's file,
                                     # NAME or NAME:CONFIG:SPLIT; with --model GSM8K is fetched
     eval: list = None               # held-out questions from elsewhere: names or files of datasets
-    start_seed: int = 0             # seed that makes the built-in policy; another makes another
+    start_seed: int = 0             # the built-in policy's; another seed makes another policy
     chat_template_kwargs: dict = None           # what the chat template gets, such as
                                     # '{"enable_thinking": false}' for Qwen3
     preset: str = None              # other defaults; without --model: small
@@ -119,7 +119,7 @@ class Settings:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
     dtype: str = None               # of activations; by default bfloat16, float16 on old GPUs,
                                     # float32 on a CPU
-    validation: int = 0             # so many of the training questions, the last, are kept apart
+    validation: int = 0             # how many questions, from the end of training's, are kept apart
     eval_every: int = 0             # steps between evaluations on these; the best adapter is kept
                                     # in adapter-best; 0: none
     eval_questions: int = 0         # held-out questions of each set, 0: all
@@ -131,7 +131,7 @@ class Settings:
     save_every: int = 10            # steps between checkpoints
     dry_run: bool = False           # only say what memory and time the run will take, by
                                     # config.json alone
-    gpu: str = None                 # GPU of which that is said; by default the one here, or an H100
+    gpu: str = None                 # the GPU that --dry-run describes; by default the one here or an H100
     out: str = None                 # folder of the run; by default a new one under runs/
     save_quantized: str = None      # only write the model in NVFP4 to this new folder, for vLLM and
                                     # transformers: docs/serving.md
@@ -159,7 +159,7 @@ PRESETS = {
 
 
 def train(settings):
-    """Algorithm 1 of the paper, and around it what keeps a run: resume, evaluate, log, save."""
+    """Run Algorithm 1 of the paper, and around it resume, evaluate, log and save."""
     ranks = Ranks()                                    # as many processes as torchrun started, or one
     method = find_method(settings)                     # the module qerl, or a neighbour
     model, tokenizer, data, settings = load_all(settings, method, ranks)
@@ -212,8 +212,8 @@ def train(settings):
         advantages = method.group_advantages(samples.rewards, settings.algo)              # [P, G]
         batch = make_batch(samples, advantages, method, settings, ranks)
 
-        # Log-probabilities under the policy before its updates, and the reference: without LoRA. The
-        # first minibatch needs no old ones: its own forward pass gives them.
+        # Log-probabilities under the policy before its updates and under the reference policy. The first
+        # minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
             write_logprobs(batch.old_logprobs, batch, batch.later_rows)
             if settings.beta:
@@ -240,7 +240,7 @@ def update(method, model, batch, optimizer, scaler, settings, ranks):
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
     A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
-    has in the whole minibatch. The first minibatch sets its old_logprobs, the others must have them.
+    has in the whole minibatch. The first minibatch sets its old_logprobs, the others have them.
     """
     kls = []
     trained = qerl.trainable(model).values()
@@ -248,7 +248,7 @@ def update(method, model, batch, optimizer, scaler, settings, ranks):
         for rows in batch.micro_batches(minibatch, settings.micro_tokens):
             logprobs = method.token_logprobs(
                 model, rows.prompts, rows.tokens, rows.length, settings.temperature)
-            if number == 0:                    # the policy has not moved since it sampled
+            if number == 0:                    # no update has come yet in this step
                 rows.old_logprobs = logprobs.detach()
                 batch.old_logprobs[rows.index] = rows.old_logprobs
             loss, kl = method.policy_loss(                                                # Eq. 3
@@ -338,14 +338,14 @@ def load_all(settings, method, ranks):
     data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
     questions = sum(data, [])
     check_tokens(questions, tokenizer.eos, model.config.vocab_size)
-    find_reward(settings.reward)("", data.train[0])    # one that fails does so before all else
+    find_reward(settings.reward)("", data.train[0])    # one that fails does so before the first step
     print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
     fewest = min(len(data.held_out), len(data.validation) or ranks.count)
     require(fewest >= ranks.count,
             f"held-out questions: {fewest}, fewer than the {ranks.count} processes; raise --eval-questions "
             "and --validation, give more of them, or start fewer processes")
     if method is not qerl:
-        method.prepare(model, folder, data.train, tokenizer)     # first: what it keeps is not free below
+        method.prepare(model, folder, data.train, tokenizer)     # before `fitted` asks what memory is free
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
     return model, tokenizer, data, fitted(settings, model, longest)
 
@@ -446,11 +446,11 @@ def find_reward(scheme):
 
 
 def dynamic_sampling(samples, draw, ranks, updates):
-    """DAPO's: draw on until enough groups have rewards that differ; keep as many as `samples` has.
+    """DAPO's way: draw until enough groups have rewards that differ; keep as many as `samples` has.
 
     Groups whose rewards are all equal teach nothing. After four draws they fill the rest. (DAPO itself
-    asks for right and wrong answers; --reward paper tells formats apart, too.) Of several processes
-    each has its share of the groups that all of them have drawn.
+    asks for right and wrong answers; --reward paper tells formats apart, too.) Each process keeps its
+    share of the groups that all processes have drawn.
     """
     own_draws = [samples]
     draws = [ranks.pool(samples, updates)]
@@ -472,11 +472,11 @@ def dynamic_sampling(samples, draw, ranks, updates):
 # The update's parts
 
 def make_optimizer(model, settings):
-    """(AdamW on what is trained, the scaler of its loss); norm scales do not decay.
+    """AdamW for what is trained, and the scaler of the loss; the norms' scales do not decay.
 
     The betas are the authors' code's. Table 4 keeps AdamW's moments in 8 bits, for memory; here they
-    are float32. In float16 small gradients would vanish: they are computed of a loss that is scaled
-    up. Where that makes them overflow the step is left out and the scale halved.
+    are float32. In float16 small gradients would vanish: they are computed from a loss that is scaled
+    up. Where a gradient overflows, the step is left out and the scale halved.
     """
     parameters = qerl.trainable(model).values()
     groups = [

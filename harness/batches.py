@@ -24,7 +24,7 @@ class Batch:
     ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
     minibatches: list = None            # of a step: the row numbers of each, without those that
                                         # teach nothing
-    index: list = None                  # of rows of a step: their numbers there
+    index: list = None                  # of each row: its number in the step
 
     @property
     def taught_rows(self):
@@ -83,7 +83,7 @@ def make_batch(samples, advantages, method, settings, ranks):
     teaches = (teaches | (settings.beta > 0)).repeat_interleave(group)
     weights = []
     for part in mask.tensor_split(settings.updates):
-        # The fraction of all processes' minibatch that is here, by what the objective divides by.
+        # This process's share of the minibatch, in what the objective counts: completions or tokens.
         count = torch.as_tensor(objective.count(part), device=part.device)
         fraction = count / ranks.total(count.clone()).clamp_min(1)
         weights.append(

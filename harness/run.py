@@ -106,7 +106,7 @@ class Keeper:
             cut_log(self.folder, done)
 
     def steps(self, clock):
-        """The numbers of the steps that are left, behind a bar on stderr; each restarts the clock."""
+        """Yield the numbers of the steps that are left, and show a bar; each step restarts the clock."""
         total = self.settings.steps
         self.bar = tqdm(range(self.state["step"], total), initial=self.state["step"], total=total,
                         unit="step", disable=not self.ranks.main)
@@ -149,7 +149,7 @@ class Keeper:
             if isinstance(value, float):
                 require_finite(f"step {step}: the values of {name}", value)
         due = step % self.settings.save_every == 0 or step == self.settings.steps
-        if due:                            # otherwise the next rollout tells
+        if due:                            # else the next rollout finds a NaN
             require_finite_policy(self.model, batch.prompts[0])
         if not self.ranks.main:
             return
