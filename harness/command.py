@@ -157,7 +157,7 @@ def one_line():
     at the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
     run = SimpleNamespace(folder=None, lock=None)
-    if not Ranks().main:                    # rank 0 alone speaks
+    if not Ranks().main:                    # rank 0 alone prints to it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif hasattr(sys.stdout, "reconfigure"):           # it may lack letters of a folder's name
         sys.stdout.reconfigure(errors="backslashreplace")

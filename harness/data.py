@@ -160,7 +160,7 @@ def question_of(row, place):
     answer = first_text(row, ANSWER)
     box = last_box(answer)
     prose = " " in answer and answer == first_text(row, ["solution"])
-    if box is not None or prose:                # of a solution its box alone is an answer
+    if "####" not in answer and (box is not None or prose):        # of a solution only its box counts
         answer = (box or "").strip()
     require(question and answer,
             f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
@@ -197,7 +197,7 @@ def jsonl_rows(path):
     for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError:                                 # also of bytes that are no UTF-8
+        except (ValueError, RecursionError):               # bytes that are no UTF-8 are a ValueError
             row = None
         require(isinstance(row, dict), f"{path}:{number}: not a JSON object; mend or remove this line")
         yield row
@@ -209,7 +209,7 @@ def first_text(row, names):
     JSON can hold halves of characters; a text with them is none.
     """
     value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    if type(value) in (int, float) and abs(value) < math.inf:
         value = str(value)
     is_text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
     return value.strip() if is_text else ""

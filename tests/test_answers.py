@@ -245,7 +245,9 @@ Remember to put your answer on its own line after "Answer:"."""
      "Five ducks.\n\nAnd so on?", "34"),
     ({"problem": "Twice?", "answer": "2x", "solution": "So \\boxed{2 x}."}, "Twice?", "2x"),
     ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
-    ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34")])
+    ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34"),
+    # Where both are there, "####" has the answer.
+    ({"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}, "3?", "not \\boxed{2}\n#### 7")])
 def test_questions_and_answers_are_found_in_the_columns_that_have_them(
         tmp_path, row, question, answer):
     write_jsonl(tmp_path / "rows.jsonl", [row, row])               # twice there, taken once
@@ -260,6 +262,7 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     {"question": "half \ud800", "answer": "#### 5"},
     {"question": [{"role": "user"}], "answer": "#### 5"},
     {"question": "a", "answer": math.nan},
+    {"question": "a", "answer": True},
     {"problem": "a", "solution": "so it is 5"},
     # A completion with an empty box would be right.
     {"problem": "a", "answer": "so \\boxed{ }"},
