@@ -1058,7 +1058,8 @@ class Objective:
     """What tells one objective from another; the defaults are GRPO's.
 
     The loss of a token is divided by `length` of its completion, and by count(mask), which is summed
-    over all processes. With clip_low = clip_high = 0 weighted_logprob makes REINFORCE.
+    over all processes. With clip_low = clip_high = 0 weighted_logprob makes REINFORCE. Only grpo has a
+    KL term unless --beta is given.
     """
     length: Callable = own_length   # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
     count: Callable = len           # mask -> a number
