@@ -311,10 +311,10 @@ class FrozenLinear(torch.autograd.Function):
 class QuantLinear(nn.Module):
     """Linear layers over one input, frozen, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
-    names: the layers' names in the checkpoint; sizes: their out_features; weight: those of all layers,
-    stacked along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A [layers * r, in]
-    and lora_B [out, r] are float32 and move with .to(); weight and bias are no buffers and stay on
-    the device that they were made on. lora_alpha defaults to the rank.
+    names: the layers' names in the checkpoint; sizes: their out_features; weight: those of all
+    layers, stacked along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A
+    [layers * r, in] and lora_B [out, r] are float32 and move with .to(); weight and bias are no
+    buffers and stay on the device that they were made on. lora_alpha defaults to the rank.
     """
 
     # Both are set by Transformer.recompute_in_backward.
@@ -864,8 +864,8 @@ class Sampler:
         """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
 
         With top-p the graph is of `forward` alone: one of all would keep the sort's temporaries.
-        Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None, not
-        self.step: a sampler that refers to itself would keep its cache after the call.)
+        Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None,
+        not self.step: a sampler that refers to itself would keep its cache after the call.)
         """
         self.replay = None
         if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
@@ -1013,7 +1013,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    π_ref       the policy that training began with
 #
 # Algorithm 1 calls the noisy policy π_old. Here, as in the paper's code, ρ divides by the policy
-# without noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may correct it.
+# without noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may
+# correct it.
 # π_ref is that of Algorithm 1 with a single iteration of its outer loop.
 
 @contextlib.contextmanager
@@ -1196,7 +1197,7 @@ def pack(prompts, length):
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
     places = ends[P:] - ends[P]                        # where completions begin, and the last ends
     before = torch.arange(ends[P], ends[-1]) - 1
-    before[places[:-1]] = ends[1:][owner] - 1          # a completion's first token follows its prompt's last
+    before[places[:-1]] = ends[1:][owner] - 1          # a first token follows its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     position, before, ends, group_ends = (
         to_device(t, length.device) for t in (position, before, ends, group_ends))

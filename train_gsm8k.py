@@ -166,8 +166,7 @@ def train(settings):
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    keeper = Keeper(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method,
-                    sum(data, []))
+    keeper = Keeper(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method, data)
     state = keeper.state                               # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -388,8 +387,11 @@ def score(questions, rollout, texts, scheme):
     """
     earned = find_reward(scheme)
     answers = answers_to(questions, texts)
-    right = [is_right(text, question["right"]) for text, question in answers]
-    scores = [(earned(*answer), bool(correct)) for answer, correct in zip(answers, right)]
+    right = []
+    scores = []
+    for text, question in answers:
+        right.append(is_right(text, question["right"]))
+        scores.append((earned(text, question), bool(right[-1])))       # the reward asks is_right again
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
     return Samples(questions, rollout, texts, rewards, correct, right.count(None))

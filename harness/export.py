@@ -151,8 +151,9 @@ def stacked_parts(names, sizes, packed, block_scale, global_scale):
 def copy_companions(source, folder):
     """Copy what stands beside the weights, with the quantization_config NVFP4A16.
 
-    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone: whoever serves the folder samples from the
-    policy that was evaluated here, without a repetition_penalty, top_k and the like.
+    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone:
+    whoever serves the folder samples from the policy that was evaluated here, without a
+    repetition_penalty, top_k and the like.
     """
     for path in Path(source).iterdir():
         if path.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in path.name:

@@ -53,10 +53,10 @@ class Keeper:
     far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256.
     """
 
-    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, questions):
+    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, data):
         """Take charge of these and, with --resume, put them where the checkpoint had them.
 
-        settings: with what memory holds; generators: list of torch.Generator; questions: all.
+        settings: with what memory holds; generators: list of torch.Generator; data: a data.Data.
         """
         self.settings = settings
         self.ranks = ranks
@@ -68,7 +68,7 @@ class Keeper:
         self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.made_of = model.fingerprints | {
-            "questions, answers or prompts": fingerprint(questions),
+            "questions, answers or prompts": fingerprint(sum(data, [])),
             "kind of --device": model.device.type,     # of its generators; any GPU will do
         }
         planned = None
