@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import qerl
+from harness.errors import UserError
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -673,7 +674,7 @@ def packed_layer(tensors):
 
 def refused(folder, message):
     """qerl.load_model refuses a folder with one line."""
-    with pytest.raises(qerl.UserError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         qerl.load_model(folder)
     assert "\n" not in str(error.value)
 
@@ -765,5 +766,5 @@ def test_unusable_configs_are_named(qwen, tmp_path, message, config):
 
 def test_features_that_no_block_divides_are_named():
     message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
-    with pytest.raises(qerl.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         qerl.Checkpoint({}).linear("mlp", ["down_proj"], [128], 200, bias=False)

@@ -38,7 +38,7 @@ from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
 from harness.run import require_same, resumed
 from harness.small_policy import ByteText, warm_start
-from qerl import require
+from harness.errors import require
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import traceback
 from decimal import Decimal
 from pathlib import Path
 
-from qerl import UserError, require
+from harness.errors import UserError, require
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
 

@@ -17,7 +17,7 @@ import torch
 
 from harness.folders import CHECKPOINT, LOCK
 from harness.ranks import Ranks
-from qerl import UserError, require
+from harness.errors import UserError, require
 
 
 class Parser(argparse.ArgumentParser):

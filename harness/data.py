@@ -25,7 +25,7 @@ import transformers
 from harness.answers import last_box, right_answer
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
-from qerl import UserError, reason, require
+from harness.errors import UserError, reason, require
 
 
 GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"

@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness.folders import atomic_write, files_fingerprint, generation_config, new_folder
-from qerl import UserError, reason, require
+from harness.errors import UserError, reason, require
 
 
 def trained_norms(model):

@@ -25,7 +25,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from transformers import AutoConfig, GenerationConfig
 
-from qerl import UserError, require
+from harness.errors import UserError, require
 
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig
 
 import qerl
+from harness.errors import UserError, reason
 
 
 HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
@@ -188,7 +189,7 @@ def forecast(settings, processes):
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as e:
-        raise qerl.UserError(f"model {model}: its config.json cannot be read ({qerl.reason(e)}); check "
+        raise UserError(f"model {model}: its config.json cannot be read ({reason(e)}); check "
                              "the name and the connection")
     qerl.check_config(config)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

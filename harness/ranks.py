@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from harness.batches import pick_groups, with_tensors
-from qerl import require
+from harness.errors import require
 
 # How the ranks' figures of a step become one, where that is not their mean.
 JOINED = {"kl": sum, "timeouts": sum, "tokens_per_s": sum, "mismatch_max_ratio": max,

@@ -17,7 +17,7 @@ import jinja2
 
 import qerl
 from harness.folders import atomic_write, read_jsonl
-from qerl import reason
+from harness.errors import reason
 
 STEPS = 7                              # of samples.jsonl, at most
 TOKENS = 500                           # of a completion, at most: some 80 bytes each

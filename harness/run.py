@@ -16,7 +16,7 @@ from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, new
 from harness.folders import open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
-from qerl import require
+from harness.errors import require
 
 
 # Settings that are a process's own: where a run lives, what is done with it.

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 
 import qerl
-from qerl import require
+from harness.errors import require
 
 
 class Method:

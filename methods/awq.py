@@ -30,6 +30,7 @@ already, so that GPTQ comes nearer to the 16-bit model.
 import torch
 
 import qerl
+from harness.errors import require
 from harness.export import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
@@ -49,7 +50,7 @@ def awq_scale(layer, seen):
         if error < lowest:
             lowest = error
             best = s
-    qerl.require(lowest < float("inf"), f"layer {layer.names[0]}: the errors of its outputs overflow, so "
+    require(lowest < float("inf"), f"layer {layer.names[0]}: the errors of its outputs overflow, so "
                                         "that AWQ cannot choose by them; use --quantizer rtn")
     return best
 

@@ -40,6 +40,7 @@ from dataclasses import replace
 import torch
 
 import qerl
+from harness.errors import require
 from harness.batches import pick_groups
 from methods import Method
 
@@ -102,7 +103,7 @@ class Neighbour(Method):
         self.state = {"outcomes": []}
 
     def check(self):
-        qerl.require(not qerl.OBJECTIVES[self.settings.algo].redraw,
+        require(not qerl.OBJECTIVES[self.settings.algo].redraw,
                      f"--method deep_grpo: --algo {self.settings.algo} replaces groups itself; use "
                      "--algo grpo")
 

@@ -36,6 +36,7 @@ no correction.
 import contextlib
 
 import qerl
+from harness.errors import require
 from methods import Method
 from methods.parts.eight_bit import eight_bit, require_fp8_products
 
@@ -49,7 +50,7 @@ class Neighbour(Method):
 
     def check(self):
         settings = self.settings
-        qerl.require(settings.weights == "bf16",
+        require(settings.weights == "bf16",
                      f"--method {settings.method}: quantises 16-bit weights for the rollout, and "
                      f"{settings.weights} is smaller already; use --weights bf16")
         if self.variant == "fp8":

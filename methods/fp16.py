@@ -38,7 +38,7 @@ mismatch stays. It is not for models whose activations pass 65504: they become i
 stops with a message.
 """
 from methods import Method
-from qerl import require
+from harness.errors import require
 
 
 class Neighbour(Method):

@@ -48,7 +48,7 @@ import qerl
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.eight_bit import CodedWeight, multiply, quantize, require_fp8_products, transposed
-from qerl import require
+from harness.errors import require
 
 
 class Product(torch.autograd.Function):

@@ -29,7 +29,7 @@ import torch
 
 import qerl
 from methods import Method
-from qerl import require
+from harness.errors import require
 
 
 def maspo_weights(ratio, old_logprobs, advantages):

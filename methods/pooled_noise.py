@@ -28,7 +28,7 @@ import torch
 import qerl
 from harness.batches import join_rollouts
 from methods import rollout_correction
-from qerl import require
+from harness.errors import require
 
 DRAWS = 4                      # in a group
 

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
 
 import qerl
+from harness.errors import require
 from harness.export import require_16_bit, stacked_parts, write_packed_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
@@ -138,7 +139,7 @@ class Neighbour(Method):
 
     def check(self):
         given = self.settings.weights
-        qerl.require(given == "nvfp4", "--method qat: trains weights for NVFP4, not for "
+        require(given == "nvfp4", "--method qat: trains weights for NVFP4, not for "
                                        f"{given}; use --weights nvfp4")
 
     def stored_model(self, start, folder, questions, tokenizer):

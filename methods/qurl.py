@@ -40,7 +40,7 @@ the log has tokens beyond the cap (capped_fraction). If it has none, ACR changes
 """
 import qerl
 from methods import flashrl
-from qerl import require
+from harness.errors import require
 
 UAQ_SCALE = 1.5
 

@@ -38,7 +38,7 @@ import qerl
 from harness.export import require_16_bit
 from methods import Method
 from methods.parts.worked import Worked, answer_logits, batches_of, fit, worked_sequences
-from qerl import require
+from harness.errors import require
 
 TEXTS = 320
 LONGEST = 512                      # tokens of a text

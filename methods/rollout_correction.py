@@ -38,7 +38,7 @@ import torch
 
 import qerl
 from methods import Method
-from qerl import require
+from harness.errors import require
 
 
 def within(ratio, low, high):

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 import qerl
+from harness.errors import UserError, reason
 from harness.export import save_adapter, save_packed
 from harness.machine import Clock
 from studies.random_models import config_of, random_model, random_prompts
@@ -58,7 +59,7 @@ def equal_lengths(settings, sizes, tokens):
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise qerl.UserError(f"--peers: {', '.join(missing)} cannot be imported; "
+        raise UserError(f"--peers: {', '.join(missing)} cannot be imported; "
                              "pip install 'trl[vllm,peft]' into this environment")
     slots = max(prompts * group for prompts, group in sizes)
     return replace(settings, max_new_tokens=tokens, slots=slots)
@@ -186,7 +187,7 @@ def trl_rows(name, sizes, settings, repeats):
         try:
             step = in_own_process(measure, name, prompts, group, settings, repeats, tuning)
         except Exception as e:
-            print(f"TRL + vLLM, {name}, {prompts} x {group}: {qerl.reason(e)}", flush=True)
+            print(f"TRL + vLLM, {name}, {prompts} x {group}: {reason(e)}", flush=True)
             continue
         yield {"model": name, "weights": "trl", "processes": 1, "prompts": prompts, "group": group,
                **step, **tuning, **versions}

@@ -24,7 +24,8 @@ import train_gsm8k
 from harness.command import Parser, full_name, require_flag
 from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
-from qerl import UserError, model_folder
+from harness.errors import UserError
+from qerl import model_folder
 from studies.factorial import FLAGS, STUDIES
 
 # Flags of train_gsm8k.py that a study sets for each run.

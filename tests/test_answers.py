@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, strategies
 
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
@@ -272,7 +273,7 @@ def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
     """An empty line at the end is none."""
     lines = [json.dumps({"question": "fine", "answer": "#### 5"}), json.dumps(row), "", ""]
     (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(qerl.UserError, match="train.jsonl:2: "):
+    with pytest.raises(UserError, match="train.jsonl:2: "):
         read_questions(tmp_path, "*")
 
 
@@ -296,7 +297,7 @@ def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
     assert [q["question"] for q in read_questions(tmp_path, "*")] == ["c"]
     assert "stand there with different answers" in capsys.readouterr().out
     write_jsonl(tmp_path / "train.jsonl", rows[:4])
-    with pytest.raises(qerl.UserError, match="holds no question with one answer"):
+    with pytest.raises(UserError, match="holds no question with one answer"):
         read_questions(tmp_path, "*")
 
 
@@ -332,7 +333,7 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     for evaluate_on, message in ((["train.jsonl"], "has 0 training questions that are not held out"),
                                  (None, "has no held-out questions; name some by --eval")):
-        with pytest.raises(qerl.UserError, match=message):
+        with pytest.raises(UserError, match=message):
             load_questions(replace(settings, eval=evaluate_on))
 
 

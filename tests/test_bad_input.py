@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import read_json, stop_at, tensors_of_checkpoint, without_times
@@ -54,7 +55,7 @@ from test_qerl import HERE
     "--save-quantized out --model m --eval-only": "--eval-only and torchrun out",
 }.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
-    with pytest.raises(qerl.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         train_gsm8k.arguments(["--device", "cpu", *argv.split()])
 
 
@@ -153,7 +154,7 @@ def test_bad_input_is_one_line_and_leaves_no_empty_folder(
 
 
 def test_a_tokenizer_of_another_model_is_refused():
-    with pytest.raises(qerl.UserError, match="tokens 1 to 300, its vocabulary has 262"):
+    with pytest.raises(UserError, match="tokens 1 to 300, its vocabulary has 262"):
         check_tokens([{"question": "a", "prompt": [1, 300]}], {256}, 262)
 
 
@@ -201,7 +202,7 @@ def test_a_folder_that_is_used_is_refused(tmp_path):
     for name in (".lock", "checkpoint.safetensors.tmp"):
         (tmp_path / name).touch()
     with open_folder(str(tmp_path), resume=False):
-        with pytest.raises(qerl.UserError, match="in use"):
+        with pytest.raises(UserError, match="in use"):
             open_folder(str(tmp_path), resume=False)
 
 
@@ -226,7 +227,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
     for content in damaged:
         (tmp_path / "checkpoint.safetensors").write_bytes(content)
-        with pytest.raises(qerl.UserError, match="checkpoint.safetensors: "):
+        with pytest.raises(UserError, match="checkpoint.safetensors: "):
             read_checkpoint(tmp_path)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.testing import assert_close
 
 import qerl
+from harness.errors import UserError
 from harness.data import ChatText
 from harness.export import save_adapter
 from test_qerl import GATE, STORED, TOKENS, UP, break_tensor, make_folder, packed_layer, relative
@@ -33,7 +34,7 @@ def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (qerl.load_model, lambda path: ChatText(path, "")):
-        with pytest.raises(qerl.UserError, match="cannot be"):
+        with pytest.raises(UserError, match="cannot be"):
             load(folder)
     assert not ran.exists()
 

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
 from common import read_json, stop_at
@@ -404,7 +405,7 @@ def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
 def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch, name):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(qerl.UserError, match="this GPU has no FP8 products"):
+    with pytest.raises(UserError, match="this GPU has no FP8 products"):
         neighbour(name, device="cuda")
 
 

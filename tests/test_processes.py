@@ -18,6 +18,7 @@ from torch import distributed
 
 import bench
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, read_json, refused, run_main
 from harness import layers
@@ -177,7 +178,7 @@ def test_ranks_have_the_flags_of_the_first_and_the_same_content():
     settings = ranks.settings_of_first(train_gsm8k.Settings(lr=1e-2, model="/here"))
     assert (settings.lr, settings.model, settings.out) == (1e-3, "/here", "runs/1")
     ranks = as_rank(2, lambda facts: [{"weights": "a"}, *facts])
-    with pytest.raises(qerl.UserError, match="weights: b in rank 2 is a in rank 0; give all machines"):
+    with pytest.raises(UserError, match="weights: b in rank 2 is a in rank 0; give all machines"):
         ranks.agree({"weights": "b"})
 
 
@@ -260,13 +261,13 @@ def test_cut_weights_are_rounded():
 def test_a_machine_with_too_few_gpus_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(qerl.UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
+    with pytest.raises(UserError, match="--nproc-per-node 2: only 1 GPUs are here"):
         as_rank(1).start("cuda")
 
 
 def test_each_process_needs_a_held_out_question(several):
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
-    with pytest.raises(qerl.UserError, match="held-out questions: 3, fewer than the 4 processes"):
+    with pytest.raises(UserError, match="held-out questions: 3, fewer than the 4 processes"):
         train_gsm8k.load_all(settings, qerl, as_rank(2, lambda items: items))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import bench
 import qerl
+from harness.errors import UserError
 from common import files_below
 from harness.folders import write_jsonl
 from studies import results
@@ -38,7 +39,7 @@ def test_runs_are_added_to_the_results(tmp_path):
     def packed(folder):
         return [results.read_csv(f"{folder}/{name}") for name in ("runs.csv", "steps.csv.gz")]
     results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
-    with pytest.raises(qerl.UserError, match="add claims/new: has new already"):
+    with pytest.raises(UserError, match="add claims/new: has new already"):
         results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
     rows, steps = packed(f"{HERE}/results")
     step |= {"accuracy": 0.333333, "entropy": 6.66667e-12}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch.testing import assert_close
 
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from common import killed_at, needs_fork, read_json, refused, run_main
 from harness import export
@@ -108,7 +109,7 @@ def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, 
 
     def note(settings, method, folder, questions, tokenizer):
         asked.append([question["question"] for question in questions])
-        raise qerl.UserError("noted")
+        raise UserError("noted")
     monkeypatch.setattr(train_gsm8k, "stored_folder", note)
     run = ("--data", data, "--quantizer", "gptq", "--validation", 3)
     refused(*saving, *run)

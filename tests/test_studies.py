@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import qerl
+from harness.errors import UserError
 import train_gsm8k
 from harness import small_policy
 from studies import claims, study
@@ -115,7 +116,7 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch):
     "--tables": "out: holds no finished run",
 }.items())
 def test_a_study_refuses_what_it_cannot_run(tmp_path, flags, message):
-    with pytest.raises(qerl.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         claims.main("claims", ["--out", str(tmp_path / "out"), *flags.split()])
     assert not os.listdir(tmp_path)
 
@@ -129,5 +130,5 @@ def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
     study.require_same_settings(study_arguments(tmp_path, "--prompts", "8"))
     moved = study_arguments(tmp_path, "--prompts", "8", "--slots", "7", "--model", "moved/Model")
     study.require_same_settings(moved)
-    with pytest.raises(qerl.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         study.require_same_settings(study_arguments(tmp_path, *flags.split()))

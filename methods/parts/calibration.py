@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import qerl
+from harness.errors import require
 from harness.ranks import Ranks
 from methods.parts.worked import batches_of
 
@@ -74,7 +75,7 @@ def inputs_of(layers, block, batches, hidden, ropes):
     torch.set_float32_matmul_precision(precision)
     for layer, seen in inputs.items():
         seen.hook.remove()
-        qerl.require(torch.isfinite(seen.gram).all(),
+        require(torch.isfinite(seen.gram).all(),
                      f"layer {layer.names[0]}: what it reads overflows {hidden[0].dtype}, so that no "
                      "codes can be fitted to it; use --quantizer rtn")
     return inputs

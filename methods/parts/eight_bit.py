@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import qerl
+from harness.errors import require
 from harness.layers import TrainedLinear, replace_layers
 
 if qerl.kernels is not None:
@@ -67,7 +68,7 @@ class CodedWeight(qerl.PackedWeight):
 
     def __init__(self, weight, format, whole=False):
         super().__init__(format, *quantize(weight, format, whole))
-        qerl.require(not weight.is_cuda or all(size % 16 == 0 for size in weight.shape),
+        require(not weight.is_cuda or all(size % 16 == 0 for size in weight.shape),
                      "a GPU's 8-bit products need features divisible by 16, and this model has a weight "
                      f"{list(weight.shape)}; use --method qerl")
 
@@ -118,7 +119,7 @@ def require_fp8_products(settings):
     device = torch.device(settings.device)
     able = device.type != "cuda" or (
         not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
-    qerl.require(able, f"--method {settings.method}: this GPU has no FP8 products, NVIDIA's have them "
+    require(able, f"--method {settings.method}: this GPU has no FP8 products, NVIDIA's have them "
                        "from Ada and Hopper on; use --method flashrl:int8 or qerl")
 
 
