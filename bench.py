@@ -32,7 +32,7 @@ from functools import partial
 import numpy as np
 import torch
 
-import qerl
+from harness import fast, loading
 from harness.command import Parser, check_device, command_line, full_name, one_line
 from harness.command import require_flag
 from harness.folders import atomic_write
@@ -55,11 +55,11 @@ from studies.study import grouped, positive, read_json, table
 
 def relative_errors(layers, device):
     """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    squares = {name: np.zeros(2) for name in qerl.FORMATS}
+    squares = {name: np.zeros(2) for name in fast.FORMATS}
     bits = {}
     for weight in layers:
         weight = weight.to(device)
-        for name, format in qerl.FORMATS.items():
+        for name, format in fast.FORMATS.items():
             stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
             difference = format.dequantize(*stored, torch.float32) - weight
             squares[name] += [t.double().square().sum().item() for t in (difference, weight)]
@@ -69,8 +69,8 @@ def relative_errors(layers, device):
 
 def bench_formats(args):
     """Of Gaussian matrices, and of a model's linear layers, of which stacked ones are one."""
-    folder = qerl.model_folder(full_name(args.model)) if args.model else warm_start()
-    weights = (layer.weight for layer in qerl.load_model(folder, "bf16").quantized_layers())
+    folder = loading.model_folder(full_name(args.model)) if args.model else warm_start()
+    weights = (layer.weight for layer in fast.load_model(folder, "bf16").quantized_layers())
     generator = torch.Generator().manual_seed(0)
     normal = (torch.randn(2048, 2048, generator=generator) for _ in range(8))
     gaussian = relative_errors(normal, args.device)
@@ -143,7 +143,7 @@ def plot_kernels(result, plt):
 def decode_seconds(model, batch, tokens):
     """{"prefill", "decode": seconds} of `batch` prompts of so many tokens and as many new ones."""
     clock = Clock(model.device)
-    sampler = qerl.Sampler(model, batch, batch, 2 * tokens, tokens, 1.0, 1.0, set(), None)
+    sampler = fast.Sampler(model, batch, batch, 2 * tokens, tokens, 1.0, 1.0, set(), None)
     prompts = random_prompts(model.config.vocab_size, batch, tokens)
     numbers = torch.arange(batch, device=model.device)
     with clock("prefill"):
@@ -238,7 +238,7 @@ FLAGS = {
     "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
     "model": dict(nargs="+", choices=SHAPES, default=[],
                   help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
-    "weights": dict(nargs="+", choices=qerl.FORMATS, default=["nvfp4", "bf16", "nf4"],
+    "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16", "nf4"],
                     help="default nvfp4 bf16 nf4"),
     "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],

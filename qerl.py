@@ -4,31 +4,30 @@ Equations, tables and algorithms cited here are those of "QeRL: Beyond Efficienc
 Quantization-enhanced Reinforcement Learning for LLMs", arXiv 2510.11696. The file reads top to
 bottom, from a weight's 4 bits up to the loss:
 
-    1. Formats            NVFP4: 4-bit codes, block scales, one global scale               Eq. 6
-    2. Quantised linear   a frozen packed weight with trainable LoRA                       Eq. 2
-    3. Noisy RMSNorm      quantisation noise as annealed exploration, merged in the norm   Eq. 7-10
-    4. Transformer        Qwen2/2.5, Qwen3 and Llama 3
-    5. Sampler            KV cache, groups of completions for each prompt
-    6. Objectives         GRPO and five others: advantages, loss; mismatch                 Eq. 3-4
+    1. Formats              NVFP4: 4-bit codes, block scales, one global scale             Eq. 6
+    2. Quantised linear     a frozen packed weight with trainable LoRA                     Eq. 2
+    3. Noisy RMSNorm        noise for exploration, annealed, merged in the norm            Eq. 7-10
+    4. Transformer          Qwen2/2.5, Qwen3 and Llama 3
+    5. Sampler              KV cache, groups of completions for each prompt
+    6. Objectives           GRPO and five others: advantages, loss; mismatch               Eq. 3-4
+    7. Log-probabilities    of completions, with the gradient
+    8. Loading              a Hugging Face folder, quantised layer by layer
 
-    and what a first reading may skip:
-    7. Log-probabilities of a batch, in which a prompt that completions share is computed once
-    8. Loading
+This file is plain PyTorch and says what is computed. harness/fast.py computes the same, faster:
+its functions and classes have the names of those here, and the tests hold the two together.
 
-Letters in shape comments: B sequences, T tokens, S tokens packed in a line, V vocabulary, d model
-width, P prompts, G samples per prompt, N = P * G completions, and C tokens, the longest completion.
-In section 2 A and B are LoRA's matrices, r their rank, n tokens of any sequences, one a row, and
-layers the number of linear layers that are stacked into one.
+Letters in shape comments: B sequences, T tokens, V vocabulary, d model width, D head width, P
+prompts, G samples per prompt, N = P * G completions, and C tokens, the longest completion. In
+section 2 A and B are LoRA's matrices, r their rank, and layers the number of linear layers that are
+stacked into one.
 """
 import contextlib
 import functools
-import itertools
-import json
+import glob
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import huggingface_hub
 import torch
@@ -36,22 +35,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute        # gradient checkpointing
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-try:
-    import fp4_kernels as kernels
-except ImportError:            # the file is not there, or Triton is not, or the GPU is not NVIDIA's
-    kernels = None
-
-
-def use_kernels(x):
-    """Whether this tensor is for a Triton kernel; if not, PyTorch computes the same.
-
-    A function that has a kernel asks this in its first line. What follows is its PyTorch.
-    """
-    return kernels is not None and kernels.runs_on(x.device, x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,15 +92,13 @@ def encode_e2m1(weight, scale):
 
     To the nearest magnitude, ties to the even code; what is beyond 6 becomes 6.
     """
-    if use_kernels(weight):
-        return kernels.encode_e2m1(weight, scale)
     blocks = weight.unflatten(1, (scale.shape[1], -1)).float()
     x = (blocks / scale[..., None]).flatten(1)
     magnitude = torch.bucketize(x.abs(), E2M1_BOUNDS.to(x.device))
     return pack_nibbles((magnitude + 8 * (x < 0)).to(torch.uint8))
 
 
-def quantize_nvfp4(weight):
+def quantize_nvfp4(weight, encode=encode_e2m1):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
     weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
@@ -133,7 +116,7 @@ def quantize_nvfp4(weight):
     scale = scale.to(torch.float8_e4m3fn).float()
     # By that format (nearly) empty blocks get E4M3's epsilon, 0.125.
     scale = torch.where(scale == 0, torch.finfo(torch.float8_e4m3fn).eps, scale)
-    packed = encode_e2m1(weight, scale / global_scale)
+    packed = encode(weight, scale / global_scale)
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
 
@@ -142,7 +125,7 @@ def powers_of_two(e8m0):
     return torch.exp2(e8m0.float() - 127)
 
 
-def quantize_mxfp4(weight):
+def quantize_mxfp4(weight, encode=encode_e2m1):
     """OCP Microscaling FP4: E2M1 codes, a power of two (E8M0) as the scale of each 32 weights.
 
     weight [out, in], in divisible by 32 -> packed uint8 [out, in/2], block_scale uint8 [out,
@@ -153,7 +136,7 @@ def quantize_mxfp4(weight):
     # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
-    packed = encode_e2m1(weight, powers_of_two(e8m0))
+    packed = encode(weight, powers_of_two(e8m0))
     return packed, e8m0, amax.new_ones(1)
 
 
@@ -190,34 +173,20 @@ class Format:
     block: int                       # input features that share a scale; `in` is divisible by it
     table: torch.Tensor = None       # float32 [16], the value of each code; None: there are no codes
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
-    tiled: bool = False              # whether fp4_kernels knows its codes
-
-    def pack(self, weight):
-        """A weight [out, in] as an object that can multiply."""
-        return PackedWeight(self, *self.quantize(weight))
 
     def dequantize(self, packed, block_scale, global_scale, dtype):
-        """Eq. 6: the three -> weight [out, in] in dtype; global_scale may be [1] or [out, 1]."""
+        """The three -> weight [out, in] in dtype; global_scale may be [1] or [out, 1]."""
         if self.table is None:
             return packed.to(dtype)
         scale = self.scale(block_scale) / global_scale
         return dequantize_blocks(packed, self.table, scale, dtype)
 
-    def tile(self, packed, block_scale, global_scale):
-        """The three in the order in which the GPU's kernels read them (fp4_kernels.py, section 2).
 
-        NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
-        """
-        scale = self.scale(block_scale)
-        if self.block == 32:
-            scale = scale.repeat_interleave(2, 1)                     # one for each 16
-        return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.block == 64)
-
-
+# The functions are called by their names, so that another may take a name.
 FORMATS = {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
-    "nf4": Format(quantize_nf4, 64, NF4, tiled=True),
+    "nvfp4": Format(lambda weight: quantize_nvfp4(weight), 16, E2M1),
+    "mxfp4": Format(lambda weight: quantize_mxfp4(weight), 32, E2M1, powers_of_two),
+    "nf4": Format(lambda weight: quantize_nf4(weight), 64, NF4),
     "bf16": Format(keep_16_bit, 1),
 }
 
@@ -231,15 +200,7 @@ FORMATS = {
 # own A, B and global scale.
 
 class PackedWeight:
-    """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole.
-
-    On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
-    tiles: it multiplies the codes without that detour.
-    """
-    # Only TiledWeight has True here. It stores its columns in the order in which the GPU's threads
-    # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
-    # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
-    interleaved = False
+    """A frozen weight [out, in] as its format stores it. To multiply, it is dequantised whole."""
 
     def __init__(self, format, *parts):
         self.format = format
@@ -249,77 +210,41 @@ class PackedWeight:
         """The whole weight [out, in], a temporary."""
         return self.format.dequantize(*self.parts, dtype)
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
-        """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient.
-
-        lora: (A, B'), see QuantLinear.lora.
-        """
-        h = x @ lora[0].T if lora else None
-        weight = self.dequantize(x.dtype)
-        if residual is None:
-            y = F.linear(x, weight, bias)
-        else:
-            y = torch.addmm(residual, x, weight.T)
-            if bias is not None:
-                y += bias
-        return y if h is None else y.addmm_(h, lora[1].T)
+    def multiply(self, x):
+        """x [..., in] -> x Ŵᵀ [..., out]."""
+        return FrozenProduct.apply(x, self)
 
 
-class FrozenLinear(torch.autograd.Function):
-    """x [n, in] and LoRA's A and B' (QuantLinear.lora) -> y = x Ŵᵀ + b + (x Aᵀ) B'ᵀ, [n, out].
+class FrozenProduct(torch.autograd.Function):
+    """x Ŵᵀ, with a gradient for x alone.
 
-    layer: the QuantLinear; A and B' are None without LoRA.
-
-    Autograd alone would keep the dequantised Ŵ of every layer until backward. This dequantises it
-    again there, unless the block is recomputed just before (Transformer.recompute_in_backward). Ŵ
-    has no gradient.
-
-    LoRA's products are thin: they take the time of reading and writing x and y. The wider of the two
-    is therefore not written twice: LoRA joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ.
+    Autograd by itself would keep the dequantised Ŵ of every layer until backward. This keeps the
+    packed one, and dequantises it again there.
     """
 
     @staticmethod
-    def forward(ctx, x, A, B, layer):
-        weight = layer.weight.dequantize(x.dtype)
-        h = None if A is None else x @ A.T                                       # [n, layers * r]
-        ctx.layer = layer
-        ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
-        # The second forward of recompute_in_backward (the first has no gradients) only saves anew what
-        # backward needs. `down` is a block's last product, whose value nobody reads then.
-        if layer.output_unread and ctx.needs_input_grad[0]:
-            return x.new_zeros(len(x), len(weight))
-        if h is not None and weight.shape[0] > weight.shape[1]:
-            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
-        y = F.linear(x, weight, layer.bias)
-        return y if h is None else y.addmm_(h, B.T)
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight.dequantize(x.dtype).T
 
     @staticmethod
     def backward(ctx, grad):
-        x, h, A, B, weight = ctx.saved_tensors
-        if weight is None:
-            weight = ctx.layer.weight.dequantize(grad.dtype)
-        if h is None:
-            return grad @ weight, None, None, None
-        grad_h = grad @ B
-        if weight.shape[0] > weight.shape[1]:
-            grad_x = (grad @ weight).addmm_(grad_h, A)
-        else:
-            grad_x = torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])
-        return grad_x, grad_h.T @ x, grad.T @ h, None
+        return grad @ ctx.weight.dequantize(grad.dtype), None
+
+
+def lora_linear(x, weight, bias, A, B, scale):
+    """x [..., in], a PackedWeight, bias [out] or 0, A [r, in], B [out, r] -> y [..., out]."""
+    return weight.multiply(x) + bias + scale * (x @ A.T) @ B.T                           # Eq. 2
 
 
 class QuantLinear(nn.Module):
     """Linear layers over one input, frozen, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
-    names: the layers' names in the checkpoint; sizes: their out_features; weight: those of all
-    layers, stacked along out, a PackedWeight or fp4_kernels.TiledWeight; bias [out] or None. lora_A
-    [layers * r, in] and lora_B [out, r] are float32 and move with .to(); weight and bias are no
-    buffers and stay on the device that they were made on. lora_alpha defaults to the rank.
+    names: the layers' names in the folder; sizes: their out_features; weight: those of all layers,
+    stacked along out, a PackedWeight; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r]
+    are float32 and move with .to(); weight and bias stay on the device that they were made on.
+    lora_alpha defaults to the rank.
     """
-
-    # Both are set by Transformer.recompute_in_backward.
-    keep_dequantized = False       # from a block's second forward to its backward
-    output_unread = False          # True of the MLP's down
 
     def __init__(self, names, sizes, in_features, weight, bias, lora_rank=0, lora_alpha=None):
         super().__init__()
@@ -338,37 +263,14 @@ class QuantLinear(nn.Module):
             self.lora_A = nn.Parameter(A)
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank))
 
-    def lora(self, dtype):
-        """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
-
-        A [layers * r, in] is multiplied by α/r; in B' [out, layers * r] each layer's piece of
-        B [out, r] is a block on the diagonal.
-        """
-        if not self.use_adapter:
-            return None, None
-        A = self.lora_A if self.alpha == self.rank else self.alpha / self.rank * self.lora_A
-        B = self.lora_B.to(dtype)
-        if len(self.sizes) > 1:
-            B = torch.block_diag(*B.split(self.sizes))
-        return A.to(dtype), B
-
     def forward(self, x):
-        rows = x.flatten(0, -2)
-        return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
-
-    def prepare_decoding(self, dtype):
-        """Before each rollout: bring LoRA into the form in which `decode` takes it."""
+        bias = 0 if self.bias is None else self.bias
         if not self.use_adapter:
-            self.decode_lora = None
-        elif self.weight.interleaved:
-            self.decode_lora = self.weight.prepare_lora(
-                self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
-        else:
-            self.decode_lora = self.lora(dtype)
-
-    def decode(self, x, residual=None):
-        """forward(x) + residual, without gradient; x [slots, in], interleaved if the weight is."""
-        return self.weight.multiply(x, self.bias, residual, self.decode_lora)
+            return self.weight.multiply(x) + bias
+        # Each stacked layer has its own A and B: one A below the other, the Bs on a diagonal.
+        B = torch.block_diag(*self.lora_B.split(self.sizes))
+        A, B = self.lora_A.to(x.dtype), B.to(x.dtype)
+        return lora_linear(x, self.weight, bias, A, B, self.alpha / self.rank)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,32 +302,22 @@ class RMSNorm(nn.Module):
     def scale(self):
         return self.weight if self.noisy_weight is None else self.noisy_weight
 
-    def forward(self, x, interleaved=False):
-        """interleaved: for a layer that reads the result so, see PackedWeight."""
-        if use_kernels(x):
-            return kernels.rms_norm(x, self.scale, self.eps, interleaved)
+    def forward(self, x):
         return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
-
-    def branch(self, x, added=None):
-        """(x + added, its norm)."""
-        if use_kernels(x):
-            return kernels.norm_branch(x, added, self.scale, self.eps)
-        x = x if added is None else x + added
-        return x, self(x)
 
 
 @contextlib.contextmanager
 def adaptive_quantization_noise(model, sigma, generator=None):
     """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²).
 
-    Eq. 10. Wrap one rollout in it, as Algorithm 1 does in line 9 (the text before Eq. 7 draws anew
+    Wrap one rollout in it, as Algorithm 1 does in line 9 (the text before Eq. 7 draws anew
     for each forward pass); log-probabilities and updates run outside. Not to be nested. generator:
     on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
         z = torch.randn(norm.weight.shape, generator=generator).to(norm.weight.device)
-        norm.noisy_weight = norm.weight.detach() + sigma * z
+        norm.noisy_weight = norm.weight.detach() + sigma * z                   # Eq. 10, Z of Eq. 7
     try:
         yield
     finally:
@@ -453,6 +345,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     """
     # Eq. 8's K is here the number of noisy stages, so that the last has `end`, as in the authors' code.
     # Algorithm 1's line 7 takes all stages, and would stop short of it; appendix F ends at σ_start.
+    assert 0 <= step < steps, f"noise_sigma: step {step} is none of the {steps} steps, 0 to {steps - 1}"
     stage = step * stages // steps
     if stage == 0:
         return 0.0
@@ -465,18 +358,11 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
-# A module's `forward` (the whole model's: `hidden`) takes whole sequences, to train on and as
-# prompts. `decode` takes one new token of every slot of the sampler, without gradient. Both
-# compute the same, from the same packed weights. checkpoint.linear and checkpoint.norm hand out the
-# layers with their weights (section 8).
-
-# cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
-# PyTorch takes another of its attention kernels instead.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
+# One forward serves training, prompts and decoding. With a cache (section 5) the tokens follow those
+# that it holds. The reader hands out the layers with their weights (section 8).
 
 def rope_frequencies(config, head_dim):
-    """(frequencies [head_dim/2] in radians per position, a factor on cos and sin)."""
+    """(frequencies [D/2] in radians per position, a factor on cos and sin)."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
@@ -484,223 +370,132 @@ def rope_frequencies(config, head_dim):
 
 
 def rotary(x, cos, sin):
-    """Rotary embedding of x [..., T, heads, D]; cos, sin [T, D].
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D] or [B, T, D].
 
     Each pair (x[i], x[i + D/2]) is turned by an angle of its own.
     """
-    if use_kernels(x):
-        return kernels.rotary(x, cos, sin)
     left, right = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+    return x * cos.unsqueeze(-2) + torch.cat([-right, left], -1) * sin.unsqueeze(-2)
 
 
-def silu_mul(gate_up, interleaved=False):
-    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
-    if use_kernels(gate_up):
-        return kernels.silu_mul(gate_up, interleaved)
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def attention(q, k, v, mask=None):
+    """q [B, T, heads, D], k and v [B, S, kv_heads, D] -> y [B, T, heads, D].
 
-
-def causal_attention(q, k, v, layer=None):
-    """q [B, T, heads, D], k and v [B, T, kv_heads, D] -> y [B, T, heads, D].
-
-    Each token attends to those up to itself in its row. KVCache.prefill, which asks for the number
-    of the layer, and packed_attention take the place of this function.
+    mask: bool [B, 1, T, S], what each token attends to; without it, to those up to itself.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
-    """Put one token of each slot into a layer's cache and attend to all that are there.
-
-    qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
-    Returns [slots, heads * D].
-    """
-    kv_cache = cache.layers[layer]
-    filled = cache.filled
-    if use_kernels(qkv):
-        return kernels.decode_attention(qkv, cos, sin, kv_cache, filled, interleaved)
-    _, slots, kv_heads, _, D = kv_cache.shape
-    heads = qkv.shape[1] // D - 2 * kv_heads
-    q, k, v = qkv.view(slots, -1, D).split([heads, kv_heads, kv_heads], 1)       # [slots, heads, D]
-    slot = torch.arange(slots, device=qkv.device)
-    kv_cache[0, slot, :, filled] = rotary(k, cos, sin)
-    kv_cache[1, slot, :, filled] = v
-
-    length = filled + 1
-    k, v = kv_cache[:, :, :, :length.max()]                                      # of all tokens so far
-    there = length_mask(length, k.shape[2])[:, None, None]                       # [slots, 1, 1, longest]
-    q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
-    return y.flatten(1)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    return y.transpose(1, 2)
 
 
 class Attention(nn.Module):
     """Grouped-query attention: several heads of q share one of k and v."""
 
-    def __init__(self, config, checkpoint, name, index):
+    def __init__(self, config, reader, name, index):
         super().__init__()
         self.index = index
         d = config.hidden_size
         self.head_dim = getattr(config, "head_dim", None) or d // config.num_attention_heads
         q = config.num_attention_heads * self.head_dim
         kv = config.num_key_value_heads * self.head_dim
-        bias = getattr(config, "attention_bias", False)
-        qkv_bias = bias or config.model_type == "qwen2"
-        self.qkv = checkpoint.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, qkv_bias)
-        self.o = checkpoint.linear(name, ["o_proj"], [d], q, bias)
-        norm = checkpoint.norm if config.model_type == "qwen3" else nn.Identity
+        qwen2 = config.model_type == "qwen2"               # has biases for q, k and v, come what may
+        bias = getattr(config, "attention_bias", False) and not qwen2
+        self.qkv = reader.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias or qwen2)
+        self.o = reader.linear(name, ["o_proj"], [d], q, bias)
+        norm = reader.norm if config.model_type == "qwen3" else nn.Identity
         # Qwen3 alone has these two norms; Identity takes any arguments.
         self.q_norm = norm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
         self.k_norm = norm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
 
     def heads(self, qkv):
-        """q, k, v [..., heads, head_dim] of the stacked projections [..., q + k + v]."""
+        """q, k, v [..., heads, D] of the stacked projections [..., q + k + v]."""
         return (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, -1))
 
-    def forward(self, x, rope, attend=causal_attention):
-        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), each [T, head_dim]."""
-        q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, head_dim]
+    def forward(self, x, rope, cache=None):
+        """x [B, T, d] -> [B, T, d]; rope = (cos, sin), see rotary."""
+        q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, D]
         q = rotary(self.q_norm(q), *rope)
         k = rotary(self.k_norm(k), *rope)
-        return self.o(attend(q, k, v, self.index).flatten(2))
-
-    def decode(self, x, rope, cache, residual):
-        """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
-        qkv = self.qkv.decode(x)
-        if isinstance(self.q_norm, RMSNorm):
-            q, k, v = self.heads(qkv)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1).flatten(1)
-        # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
-        y = decode_attention(qkv, *rope, cache, self.index, self.o.weight.interleaved)
-        return self.o.decode(y, residual)
+        y = attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
+        return self.o(y.flatten(2))
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config, checkpoint, name):
+    def __init__(self, config, reader, name):
         super().__init__()
         d = config.hidden_size
         inner = config.intermediate_size
         bias = getattr(config, "mlp_bias", False)
-        self.gate_up = checkpoint.linear(name, ["gate_proj", "up_proj"], [inner, inner], d, bias)
-        self.down = checkpoint.linear(name, ["down_proj"], [d], inner, bias)
+        self.gate_up = reader.linear(name, ["gate_proj", "up_proj"], [inner, inner], d, bias)
+        self.down = reader.linear(name, ["down_proj"], [d], inner, bias)
 
     def forward(self, x):
-        return self.down(silu_mul(self.gate_up(x)))
-
-    def decode(self, x, residual):
-        """forward(x) + residual for one new token of each slot, [slots, d]."""
-        gate_up = self.gate_up.decode(x)
-        y = silu_mul(gate_up, self.down.weight.interleaved)
-        return self.down.decode(y, residual)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    Attention = Attention
+    MLP = MLP
 
-    def __init__(self, config, checkpoint, name, index):
+    def __init__(self, config, reader, name, index):
         super().__init__()
         d = config.hidden_size
         eps = config.rms_norm_eps
-        self.attention_norm = checkpoint.norm(f"{name}.input_layernorm", d, eps)
-        self.attention = Attention(config, checkpoint, f"{name}.self_attn", index)
-        self.mlp_norm = checkpoint.norm(f"{name}.post_attention_layernorm", d, eps)
-        self.mlp = MLP(config, checkpoint, f"{name}.mlp")
+        self.attention_norm = reader.norm(f"{name}.input_layernorm", d, eps)
+        self.attention = self.Attention(config, reader, f"{name}.self_attn", index)
+        self.mlp_norm = reader.norm(f"{name}.post_attention_layernorm", d, eps)
+        self.mlp = self.MLP(config, reader, f"{name}.mlp")
 
-    def forward(self, x, rope, attend=causal_attention):
-        x, y = self.attention_norm.branch(x)
-        x, y = self.mlp_norm.branch(x, self.attention(y, rope, attend))
-        return x + self.mlp(y)
-
-    def decode(self, x, rope, cache):
-        """forward for one new token of each slot, x [slots, d].
-
-        On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
-        """
-        y = self.attention_norm(x, self.attention.qkv.weight.interleaved)
-        x = self.attention.decode(y, rope, cache, residual=x)
-        y = self.mlp_norm(x, self.mlp.gate_up.weight.interleaved)
-        return self.mlp.decode(y, residual=x)
+    def forward(self, x, rope, cache=None):
+        x = x + self.attention(self.attention_norm(x), rope, cache)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nn.Module):
-    """model(tokens int64 [B, T]) -> logits [B, T, V]. config: transformers'; checkpoint: a Checkpoint."""
+    """model(tokens int64 [B, T]) -> logits [B, T, V]. config: transformers'; reader: a WeightReader."""
+    Block = Block
 
-    def __init__(self, config, checkpoint):
-        check_config(config)
+    def __init__(self, config, reader):
         super().__init__()
         self.config = config
-        self.recompute_blocks = 0                      # how many, from the first on
         shape = (config.vocab_size, config.hidden_size)
-        self.register_buffer("embedding", checkpoint.tensor("model.embed_tokens.weight", shape))
+        self.register_buffer("embedding", reader.tensor("model.embed_tokens.weight", shape))
         tied = config.tie_word_embeddings
         self.register_buffer(
-            "lm_head", self.embedding if tied else checkpoint.tensor("lm_head.weight", shape))
+            "lm_head", self.embedding if tied else reader.tensor("lm_head.weight", shape))
         self.blocks = nn.ModuleList(
-            Block(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
+            self.Block(config, reader, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
-        self.norm = checkpoint.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = reader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.reference = {name: p.detach().clone() for name, p in trainable(self).items()
                           if "lora" not in name}       # see adapters_off
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
         self.register_buffer("frequencies", frequencies.to(self.device))
 
     def rope(self, positions, dtype):
-        """cos and sin of int64 positions [...], each [..., head_dim]."""
+        """cos and sin of int64 positions [...], each [..., D]."""
         angles = positions[..., None] * self.frequencies
         angles = torch.cat([angles, angles], -1)
         cos = angles.cos() * self.rope_factor
         sin = angles.sin() * self.rope_factor
         return cos.to(dtype), sin.to(dtype)
 
-    def hidden(self, tokens, attend=causal_attention, position=None):
+    def hidden(self, tokens, cache=None):
         """tokens int64 [B, T] -> final hidden states [B, T, d].
 
-        attend: causal_attention or what takes its place. position: int64 [T]; by default 0, 1, ...
+        cache: a KVCache, or whatever has its `attend` and `positions`.
         """
-        recomputing = self.recompute_blocks if torch.is_grad_enabled() else 0
         x = F.embedding(tokens, self.embedding)
-        if recomputing:
-            x.requires_grad_()     # reentrant recomputation gives a gradient only if its input asks
-        if position is None:
-            position = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = self.rope(position, x.dtype)
-        for i, block in enumerate(self.blocks):
-            if i < recomputing:
-                # use_reentrant=False, today's default, hooks every tensor: twice the host's work.
-                x = recompute(
-                    block, x, rope, attend, use_reentrant=True, preserve_rng_state=False)
-            else:
-                x = block(x, rope, attend)
-        return self.norm(x)
-
-    def decode(self, tokens, cache):
-        """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
-        x = F.embedding(tokens, self.embedding)
-        rope = self.rope(cache.filled, x.dtype)
+        count = tokens.shape[1]
+        positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
+        rope = self.rope(positions, x.dtype)
         for block in self.blocks:
-            x = block.decode(x, rope, cache)
+            x = block(x, rope, cache)
         return self.norm(x)
-
-    def recompute_in_backward(self, blocks=None):
-        """Gradient checkpointing: the first `blocks`, or all, keep only their input.
-
-        In backward a block runs forward again, is differentiated and freed. Its dequantised
-        weights live from this second forward to the end of its backward, so that each is
-        dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
-        autograd.grad. Nobody reads the last product of the second forward, that of `down`: no
-        gradient depends on it, and it is left out.
-        """
-        self.recompute_blocks = len(self.blocks) if blocks is None else blocks
-        for i, block in enumerate(self.blocks):
-            recomputed = i < self.recompute_blocks
-            block.mlp.down.output_unread = recomputed
-            for layer in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down):
-                layer.keep_dequantized = recomputed
 
     def quantized_layers(self):
         return [m for m in self.modules() if isinstance(m, QuantLinear)]
@@ -721,45 +516,44 @@ def trainable(model):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# This is continuous batching. All slots decode together, a completion each. One that is done leaves
-# its slot idle: it decodes on from an empty cache, and what it writes goes to a spare row. Once G
-# slots are idle the next prompt takes them: its keys and values are computed once and copied to all.
-# Once no prompt waits and half of the slots are idle, the other half goes on alone (from 32 slots
-# on). Everything that a decode step needs lives in tensors of fixed shape on the device, so that on a
-# GPU the whole step is one recorded CUDA graph (all its kernels, started by one launch), and the host
-# looks at the slots only every 8 tokens.
-
-IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
-PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
-
+# A prompt is computed once, and its keys and values are copied to the G completions of its group. The
+# completions of several prompts then decode together, a token of each at a time, until the last one
+# is done.
 
 class KVCache:
-    """Keys and values of every slot; filled int64 [slots]: how many positions each holds.
+    """Keys and values of B rows; filled int64 [B]: how many positions each row holds.
 
-    layers: of each layer a tensor [2, slots, kv_heads, max_len, head_dim], keys then values.
+    layers: of each layer a tensor [2, B, max_len, kv_heads, D], keys then values.
     """
 
-    def __init__(self, model, slots, max_len):
+    def __init__(self, model, rows, max_len):
         head_dim = model.blocks[0].attention.head_dim
-        shape = 2, slots, model.config.num_key_value_heads, max_len, head_dim
+        shape = 2, rows, max_len, model.config.num_key_value_heads, head_dim
         self.layers = [model.embedding.new_zeros(shape) for _ in model.blocks]
-        self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
+        self.filled = torch.zeros(rows, dtype=torch.long, device=model.device)
 
-    def prefill(self, q, k, v, layer, into_slots):
-        """causal_attention of P prompts; k and v of prompt p go to into_slots[p * G:(p + 1) * G].
+    def positions(self, count):
+        """The places of the next `count` tokens of each row, int64 [B, count]."""
+        return self.filled[:, None] + torch.arange(count, device=self.filled.device)
 
-        The padding of shorter prompts lies behind `filled`, where nothing looks.
+    def attend(self, q, k, v, layer):
+        """Put the keys and values of T new tokens behind those that each row holds; attend to all.
+
+        q [B, T, heads, D], k and v [B, T, kv_heads, D] -> y [B, T, heads, D]. `filled` stays.
         """
-        groups = into_slots.view(len(k), -1)                                     # [P, G]
-        kv = torch.stack([k, v]).transpose(2, 3)               # [2, P, kv_heads, T, head_dim]
-        self.layers[layer][:, groups, :, :k.shape[1]] = kv[:, :, None]           # the same for each of G
-        return causal_attention(q, k, v)
+        kv = self.layers[layer]
+        position = self.positions(q.shape[1])                                            # [B, T]
+        row = torch.arange(len(q), device=q.device)[:, None]
+        kv[0, row, position] = k
+        kv[1, row, position] = v
+        total = int(position.max()) + 1
+        up_to_itself = torch.arange(total, device=q.device) <= position[..., None]       # [B, T, total]
+        return attention(q, *kv[:, :, :total], mask=up_to_itself[:, None])
 
-    def keep(self, slots):
-        """Forget all slots but these, int64 [fewer]; layer by layer, so there is never a second cache."""
-        self.filled = self.filled[slots]
-        for i, kv in enumerate(self.layers):
-            self.layers[i] = kv[:, slots]
+    def repeat(self, count):
+        """Each row `count` times."""
+        self.layers = [kv.repeat_interleave(count, 1) for kv in self.layers]
+        self.filled = self.filled.repeat_interleave(count)
 
 
 @dataclass
@@ -782,31 +576,21 @@ def length_mask(length, longest):
     return torch.arange(longest, device=length.device) < length[:, None]
 
 
-def nucleus(probs, top_p, count=1024):
-    """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V].
-
-    To sort all tokens would take most of a rollout's time: the `count` likeliest mostly suffice.
-    """
-    ordered, index = probs.topk(min(count, probs.shape[1]))
-    total = ordered.cumsum(-1)
-    if count < probs.shape[1] and (total[:, -1] < top_p).any():
-        return nucleus(probs, top_p, probs.shape[1])
-    ordered[total - ordered >= top_p] = 0              # where all likelier tokens have top_p already
+def nucleus(probs, top_p):
+    """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V]."""
+    ordered, index = probs.sort(descending=True)
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0     # where all likelier tokens have top_p already
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 
-def sample(logits, temperature=1.0, top_p=1.0, generator=None):
+def sample(logits, temperature=1.0, top_p=1.0, generator=None, nucleus=nucleus):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
     Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
     temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
     an exponential race: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p (in
-    logarithms this is the Gumbel-max trick). Unlike torch.multinomial it does not make the host wait
-    for the GPU. The kernel draws so, too, from a random stream of its own.
+    logarithms this is the Gumbel-max trick).
     """
-    if logits.is_cuda and temperature > 0 and top_p == 1 and use_kernels(logits):
-        seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
-        return kernels.sample(logits, temperature, seed)
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum(-1)
@@ -818,198 +602,76 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
-def to_device(numbers, device):
-    """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
-    tensor = torch.as_tensor(numbers, dtype=torch.long)
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)
+def complete(model, prompts, group_size, max_new_tokens, temperature, top_p, eos, generator):
+    """A group of completions of each prompt, all decoded together -> Rollout."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+    padded = padded.to(model.device)                                                     # [P, longest]
+    cache = KVCache(model, len(prompts), padded.shape[1] + max_new_tokens)
+    if padded.shape[1] > 1:
+        model.hidden(padded[:, :-1], cache)            # of each prompt all but the last token
+    cache.filled = lengths - 1                         # what padding has written lies behind
+    cache.repeat(group_size)
+    token = padded.gather(1, lengths[:, None] - 1)[:, 0].repeat_interleave(group_size)   # [N]
+
+    ends = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
+    length = torch.zeros_like(token)
+    finished = torch.zeros_like(token, dtype=torch.bool)
+    drawn = []                                         # at each step: token, log-probability, entropy
+    while len(drawn) < max_new_tokens and not finished.all():
+        hidden = model.hidden(token[:, None], cache)[:, 0]                               # [N, d]
+        cache.filled += 1
+        drawn.append(sample(F.linear(hidden, model.lm_head), temperature, top_p, generator))
+        token = drawn[-1][0]
+        length += ~finished                            # a row that is finished decodes on, unread
+        finished |= torch.isin(token, ends)
+    tokens, logprobs, entropy = (torch.stack(part, 1) for part in zip(*drawn))           # [N, C]
+    there = length_mask(length, len(drawn))
+    return Rollout(tokens * there, logprobs * there, entropy * there, length, finished)
 
 
-class Sampler:
-    """The state of one `generate` call: what each slot is at, and the completions so far.
-
-    Made anew for each call, and with it the CUDA graph, which holds the call's cache and noisy norms.
-    """
-
-    fewest = 16                # slots that `shrink` may leave
-
-    def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
-                 generator):
-        device = model.device
-        self.model = model
-        self.temperature = temperature
-        self.top_p = top_p
-        self.generator = generator
-        self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
-
-        # Of each slot; how many keys and values it has is cache.filled.
-        self.completion = torch.full((slots,), IDLE, device=device)    # what it continues, a row below
-        self.position = torch.zeros_like(self.completion)              # its next token's column there
-        self.token = torch.zeros_like(self.completion)                 # the next input
-        self.logits = None                                             # float [slots, V], of this step
-        self.cache = KVCache(model, slots, max_len)
-
-        # Of each completion, and of one more, into which idle slots write.
-        self.logprobs = torch.zeros(count + 1, max_new_tokens, device=device)
-        self.entropy = torch.zeros_like(self.logprobs)
-        self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
-        self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # methods/deep_grpo.py lowers some
-        self.finished = torch.zeros_like(self.length, dtype=torch.bool)
-        for layer in model.quantized_layers():
-            layer.prepare_decoding(model.embedding.dtype)
-        self.record()
-
-    def record(self):
-        """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
-
-        With top-p the graph is of `forward` alone: one of all would keep the sort's temporaries.
-        Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None,
-        not self.step: a sampler that refers to itself would keep its cache after the call.)
-        """
-        self.replay = None
-        if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
-            recorded = self.step if self.top_p == 1 else self.forward
-            self.replay = kernels.record_graph(recorded, self.generator)
-
-    def admit(self, prompts, slots, completions):
-        """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
-
-        All but the last token of a prompt are prefilled, about PREFILL_TOKENS at a time; the last
-        is the slot's first decode input.
-        """
-        device = self.model.device
-        group = len(slots) // len(prompts)
-        padded = to_device(pad_sequence(list(map(torch.tensor, prompts)), batch_first=True), device)
-        last = to_device([len(p) - 1 for p in prompts], device)
-        longest = padded.shape[1]
-        if longest > 1:                                # a single token needs no prefill
-            at_once = max(1, PREFILL_TOKENS // longest)
-            for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
-                self.model.hidden(tokens, functools.partial(self.cache.prefill, into_slots=chosen))
-        first_input = padded.gather(1, last[:, None])[:, 0]
-        self.token[slots] = first_input.repeat_interleave(group)
-        self.cache.filled[slots] = last.repeat_interleave(group)
-        self.completion[slots] = completions
-        self.position[slots] = 0
-
-    def steps(self, count):
-        """`count` tokens for every slot; nothing waits for the device."""
-        for _ in range(count):
-            if self.replay is None:
-                self.step()
-            else:
-                self.replay()
-                if self.top_p != 1:
-                    self.pick()                        # not in the graph, see record
-
-    def step(self):
-        """One token for every slot."""
-        self.forward()
-        self.pick()
-
-    def forward(self):
-        hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
-        self.logits = F.linear(hidden, self.model.lm_head)                       # [slots, V]
-
-    def draw(self):
-        return sample(self.logits, self.temperature, self.top_p, self.generator)
-
-    def pick(self):
-        """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
-        token, logprob, entropy = self.draw()
-        row = self.completion                          # [slots]; IDLE, -1, is the spare last row
-        column = self.position                         # [slots]
-        self.tokens[row, column] = token
-        self.logprobs[row, column] = logprob
-        self.entropy[row, column] = entropy
-        so_far = column + 1
-        ended = (token[:, None] == self.eos).any(1)
-        self.length[row] = so_far
-        self.finished[row] = ended
-        self.token.copy_(token)
-        # Every slot moves one token on; those that stop are idle and empty.
-        stopped = ended | (so_far >= self.limit[row]) | (row == IDLE)
-        self.completion.masked_fill_(stopped, IDLE)
-        self.position.add_(1).masked_fill_(stopped, 0)
-        self.cache.filled.add_(1).masked_fill_(stopped, 0)
-
-    def shrink(self):
-        """Keep the busy half of the slots when the other is idle: the last completions are then faster."""
-        busy_first = (self.completion == IDLE).int().argsort(stable=True)
-        kept = busy_first[:len(self.completion) // 2]
-        self.completion = self.completion[kept]
-        self.position = self.position[kept]
-        self.token = self.token[kept]
-        self.replay = None                             # gives the old graph's memory back
-        self.cache.keep(kept)
-        self.record()
-
-    def rollout(self):
-        """The completions, without the spare row, cut to the longest."""
-        longest = int(self.length[:-1].max())
-        cut = [t[:-1, :longest] for t in (self.tokens, self.logprobs, self.entropy)]
-        return Rollout(*cut, self.length[:-1], self.finished[:-1])
+def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
+    """Refuse arguments of `generate` that are out of range."""
+    assert prompts and all(map(len, prompts)), "generate: prompts are empty, or one of them is"
+    assert max_new_tokens >= 1 and group_size >= 1, "generate: max_new_tokens or group_size is below 1"
+    assert temperature == 0 or temperature > 1e-3, f"generate: temperature {temperature} is out of range"
+    assert 0 < top_p <= 1, f"generate: top_p {top_p} is out of range"
 
 
+@torch.no_grad()
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
-             slots=256, generator=None, sampler_class=Sampler):
+             slots=256, generator=None):
     """Sample group_size completions for each prompt -> Rollout of N = P * group_size, on model.device.
 
     prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
     slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
-    model.device. max_new_tokens and group_size are at least 1. temperature 0 is greedy; top_p 1
-    keeps all tokens. Raises a ValueError that names an argument that is out of range.
+    model.device. temperature 0 is greedy; top_p 1 keeps all tokens.
     """
-    possible = {
-        "prompts": len(prompts) and all(map(len, prompts)),
-        "max_new_tokens": max_new_tokens >= 1,
-        "group_size": group_size >= 1,
-        "temperature": temperature >= 0,
-        "top_p": top_p > 0,
-    }
-    for name, ok in possible.items():
-        if not ok:
-            raise ValueError(f"generate: {name} is out of range")
-    count = len(prompts) * group_size
-    slots = max(group_size, min(slots, count))
-    max_len = max(map(len, prompts)) + max_new_tokens
-    check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
-    with torch.no_grad():
-        sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
-                                generator)
-        entered = 0                                                # prompts that have had their slots
-        while True:
-            idle = (sampler.completion == IDLE).nonzero()[:, 0]
-            busy = len(sampler.completion) - len(idle)
-            admitted = min(len(idle) // group_size, len(prompts) - entered)
-            if not busy and not admitted:
-                return sampler.rollout()
-            many = len(sampler.completion) >= 2 * sampler.fewest
-            if many and entered == len(prompts) and busy <= len(idle):
-                sampler.shrink()                                # `idle` is stale now: no prompt waits
-            if busy:            # first, so that the GPU decodes while the host issues the prefill
-                sampler.steps(check_every)
-            if admitted:        # slots that were idle have stayed so
-                first = entered * group_size
-                completions = torch.arange(first, first + admitted * group_size, device=model.device)
-                sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
-                entered += admitted
+    check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
+    at_once = max(1, slots // group_size)
+    parts = [
+        complete(model, prompts[i:i + at_once], group_size, max_new_tokens, temperature, top_p, eos,
+                 generator)
+        for i in range(0, len(prompts), at_once)
+    ]
+    rows = {name: [row for part in parts for row in getattr(part, name)] for name in vars(parts[0])}
+    padded = [pad_sequence(rows[name], batch_first=True) for name in ("tokens", "logprobs", "entropy")]
+    return Rollout(*padded, torch.stack(rows["length"]), torch.stack(rows["finished"]))
 
 
 # --------------------------------------------------------------------------------------------------
 # 6. Objectives
 #
-#    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                     (Eq. 4)
 #    J   = E[ min(ρ A, clip(ρ, 1-ε_low, 1+ε_high) A) - β KL(π_θ || π_ref) ],
 #    ρ   = π_θ / π_old per token                                                           (Eq. 3)
+#    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                     (Eq. 4)
 #
 # E is the mean over the tokens of a completion, then over completions; in DAPO over all tokens.
 # ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too; Eq. 3 has them equal.
 #
 #    π_θ         is trained
 #    π_old       π_θ before the updates of this step, without noise
-#    π_rollout   π_old with AQN, by the arithmetic of decode: it sampled the completions
+#    π_rollout   π_old with AQN: it sampled the completions
 #    π_ref       the policy that training began with
 #
 # Algorithm 1 calls the noisy policy π_old. Here, as in the paper's code, ρ divides by the policy
@@ -1046,6 +708,7 @@ def has_signal(rewards):
 
 
 def own_length(mask, limit=None):
+    """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
     return mask.sum(1, keepdim=True).clamp_min(1)
 
 
@@ -1058,13 +721,13 @@ def deviation(rewards):
 class Objective:
     """What tells one objective from another; the defaults are GRPO's.
 
-    The loss of a token is divided by `length` of its completion, and by count(mask), which is summed
-    over all processes. With clip_low = clip_high = 0 weighted_logprob makes REINFORCE. Only grpo has a
-    KL term unless --beta is given.
+    The loss of a token is divided by length_divisor of its completion and by batch_divisor. (Of a
+    minibatch over several processes harness/batches.py adds up their batch_divisors.) With clip_low =
+    clip_high = 0 weighted_logprob makes REINFORCE.
     """
-    length: Callable = own_length   # mask float32 [N, C] and the limit of its tokens -> [N, 1] or 1
-    count: Callable = len           # mask -> a number
-    divisor: Callable = deviation   # rewards [P, G] -> what r - mean(r) is divided by
+    length_divisor: Callable = own_length   # mask float32 [N, C], most tokens -> [N, 1] or a number
+    batch_divisor: Callable = len   # mask -> a number; by default that of the completions
+    divisor: Callable = deviation   # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r)
     log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
@@ -1076,15 +739,16 @@ OBJECTIVES = {
     # Eq. 3: the mean over completions of the mean over their tokens
     "grpo": Objective(),
     # arXiv 2503.14476: the mean over all tokens
-    "dapo": Objective(length=lambda mask, limit: 1, count=torch.sum, redraw=True, drop_truncated=True),
+    "dapo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
+                      redraw=True, drop_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
-    "dr-grpo": Objective(length=lambda mask, limit: limit, divisor=lambda rewards: 1),
+    "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
     "gspo": Objective(log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
-    "cispo": Objective(length=lambda mask, limit: 1, count=torch.sum, weighted_logprob=True,
-                       defaults=dict(clip_low=1.0, clip_high=4.0)),
+    "cispo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
+                       weighted_logprob=True, defaults=dict(clip_low=1.0, clip_high=4.0)),
     # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
     # ratio of a completion is the product of its tokens'
     "rloo": Objective(divisor=lambda rewards: 1 - 1 / rewards.shape[1],
@@ -1093,11 +757,15 @@ OBJECTIVES = {
 
 
 def group_advantages(rewards, objective="grpo"):
-    """rewards [P, G] -> advantages [P, G] (Eq. 4), exactly 0 in groups without signal.
+    """rewards [P, G] -> advantages [P, G], exactly 0 in groups without signal.
 
     objective: a name in OBJECTIVES.
     """
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / OBJECTIVES[objective].divisor(rewards)
+    divisor = OBJECTIVES[objective].divisor(rewards)
+    shape = list(getattr(divisor, "shape", []))
+    assert shape in ([], [len(rewards), 1]), (
+        f"OBJECTIVES['{objective}'].divisor gave the shape {shape}, not [{len(rewards)}, 1] or a number")
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / divisor                     # Eq. 4
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
@@ -1108,8 +776,8 @@ def token_weights(mask, objective="grpo", limit=None):
     """
     objective = OBJECTIVES[objective]
     mask = mask.float()
-    count = torch.as_tensor(objective.count(mask)).clamp_min(1)
-    return mask / objective.length(mask, limit) / count
+    count = torch.as_tensor(objective.batch_divisor(mask)).clamp_min(1)
+    return mask / objective.length_divisor(mask, limit) / count
 
 
 def bounded(log_ratio):
@@ -1123,10 +791,11 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs [B, C]; advantages [B] or [B, C];
     clip_low, clip_high: both numbers or both [B, C]; weights [B, C]: how much each token counts, by
-    token_weights. Over a whole minibatch they add up to 1, so that the losses of its micro-batches
-    simply add up to its loss. KL is Schulman's estimate e^x - x - 1 with x = log π_ref - log π_θ:
-    never negative, and unbiased if π_θ drew the tokens (here π_rollout did). With tis, the cap of
-    truncated_importance, that multiplies the gain, not the KL. objective: a name in OBJECTIVES.
+    token_weights of the whole minibatch, so that the losses of its micro-batches simply add up. KL is
+    Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ. It is never negative, and unbiased
+    if π_θ drew the tokens (here π_rollout did). As a part of the loss it has the gradient of
+    KL(π_ref || π_θ). tis, if not 0, is the cap of truncated_importance, which multiplies the gain, not
+    the KL. objective: a name in OBJECTIVES.
     """
     objective = OBJECTIVES[objective]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
@@ -1140,10 +809,10 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     if objective.weighted_logprob:
         gain = clipped.detach() * advantage * logprobs
     else:
-        gain = torch.minimum(ratio * advantage, clipped * advantage)
+        gain = torch.minimum(ratio * advantage, clipped * advantage)                     # Eq. 3
     x = torch.zeros_like(logprobs) if ref_logprobs is None else bounded(ref_logprobs - logprobs)
     kl = x.exp() - x - 1
-    return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
+    return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()           # Eq. 3
 
 
 def mismatch(old_logprobs, rollout_logprobs, mask):
@@ -1165,190 +834,47 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Log-probabilities of a batch                                  (a first reading may skip this)
+# 7. Log-probabilities of completions
 #
-# The completions of a group share their prompt. So a batch goes through the layers as one line of
-# tokens, in which a shared prompt stands once and padding never (as in Prefix Grouper, arXiv
-# 2506.05433). test_qerl.py says in few lines what token_logprobs gives: one_by_one.
+# Each row is a prompt with its completion, padded to the longest. harness/fast.py computes the same of
+# a prompt that several completions share once, without padding, and never holds all logits.
 
-class Packing(NamedTuple):
-    """A line of S tokens: P prompts, then B completions. See pack."""
-    sizes: list                # tokens of each prompt, then of each completion
-    owner: list                # of each completion: the number of its prompt
-    position: torch.Tensor     # int64 [S], of a token in its prompt + completion
-    before: torch.Tensor       # int64: the token of the line before each token of the completions
-    ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
-    group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
-                               # counted from the first completion
-
-
-def pack(prompts, length):
-    """B prompts (lists) and int64 [B], the lengths of their completions -> Packing.
-
-    Neighbours with equal prompts share one. Rows "p q a" and "p q b c" -> line "p q a b c", position
-    [0, 1, 2, 2, 3], before [1, 1, 3].
-    """
-    groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
-    P = len(groups)
-    owner = [p for p, (_, count) in enumerate(groups) for _ in range(count)]
-    sizes = [size for size, _ in groups] + length.tolist()
-    starts = [0] * P + list(map(len, prompts))         # the position of each one's first token
-    position = torch.cat([torch.arange(n, n + size) for n, size in zip(starts, sizes)])
-    ends = torch.tensor([0, *itertools.accumulate(sizes)])
-    places = ends[P:] - ends[P]                        # where completions begin, and the last ends
-    before = torch.arange(ends[P], ends[-1]) - 1
-    before[places[:-1]] = ends[1:][owner] - 1          # a first token follows its prompt's last
-    group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
-    position, before, ends, group_ends = (
-        to_device(t, length.device) for t in (position, before, ends, group_ends))
-    return Packing(sizes, owner, position, before, ends.int(), group_ends.int())
-
-
-def packed_attention(q, k, v, layer, packing):
-    """q [1, S, heads, D], k and v [1, S, kv_heads, D] of a line of tokens -> y [1, S, heads, D].
-
-    A prompt attends to itself, and a completion to its prompt and to itself.
-    """
-    if kernels is not None and kernels.flash_runs_on(q):
-        return kernels.packed_attention(q[0], k[0], v[0], packing)[None]
-    sizes, owner = packing.sizes, packing.owner
-    P = len(sizes) - len(owner)
-
-    def rows(x):
-        """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
-        parts = x[0].split(sizes)
-        joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
-        return pad_sequence(joined, batch_first=True)
-
-    y = causal_attention(rows(q), rows(k), rows(v))
-    prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
-    completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
-    return torch.cat(prompts + completions)[None]
-
-
-def token_logprob(logits, tokens, gradient=False):
-    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
-
-    gradient: put its gradient [n, V], 1[token] - softmax(logits), in the place of the logits.
-    """
-    if use_kernels(logits):
-        return kernels.token_logprob(logits, tokens, gradient)
-    logprobs = logits.float().log_softmax(-1)
-    if gradient:
-        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
-    return logprobs.gather(-1, tokens[:, None])[:, 0]
-
-
-class OutputLogprobs(torch.autograd.Function):
-    """hidden [n, d], lm_head [V, d], tokens int64 [n] -> log π(token) float32 [n], `chunk` at a time.
-
-    The output layer is frozen, so that hidden alone needs a gradient. Forward computes it while the
-    logits are there: they are not kept, and not computed again in backward.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, chunk):
-        logprobs = []
-        gradients = []
-        for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
-            logits = F.linear(h, lm_head)
-            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
-            if ctx.needs_input_grad[0]:
-                gradients.append(logits @ lm_head)
-        ctx.save_for_backward(*gradients)
-        return torch.cat(logprobs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gradient = torch.cat(ctx.saved_tensors)
-        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
-
-
-def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
+def token_logprobs(model, prompts, completions, length, temperature=1.0):
     """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
 
-    Of softmax(logits / temperature); 0 at padding. length: int64 [B], of the completions. The output
-    layer runs on `chunk` tokens at a time: [tokens, V] logits never exist whole.
+    Of softmax(logits / temperature); 0 at padding. length: int64 [B], of the completions.
     """
+    assert temperature > 0, f"token_logprobs: temperature {temperature} is not positive"
     device = completions.device
-    packing = pack(prompts, length)
-    mask = length_mask(length, completions.shape[1])
-    tokens = completions[mask]                             # [n], in the line's order
-    shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
-    line = torch.cat([to_device(shared, device), tokens])
-    attend = functools.partial(packed_attention, packing=packing)
-    hidden = model.hidden(line[None], attend, packing.position)[0]                          # [S, d]
-    # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
-    # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
-    # no run could be repeated exactly.
-    hidden = F.embedding(packing.before, hidden)
-    if temperature != 1:
-        hidden = hidden / temperature                      # and so the logits
-    logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
-    return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
+    columns = completions.shape[1]
+    rows = [torch.cat([torch.tensor(p, device=device), c]) for p, c in zip(prompts, completions)]
+    hidden = model.hidden(pad_sequence(rows, batch_first=True))                          # [B, T, d]
+    # The hidden state at a token predicts the next one: the first comes from the prompt's last token.
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    before = last[:, None] + torch.arange(columns, device=device)                        # [B, C]
+    hidden = hidden.gather(1, before[..., None].expand(-1, -1, hidden.shape[-1]))
+    logits = F.linear(hidden, model.lm_head).float() / temperature                       # [B, C, V]
+    logprobs = logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
+    return logprobs * length_mask(length, columns)
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Loading                                                       (a first reading may skip this)
+# 8. Loading
+#
+# Short, but never silently wrong: what this file does not compute, and tensors that are missing or
+# left over, are refused. harness/loading.py reads more kinds of folders and looks for damage.
 
-class UserError(Exception):
-    """Something the user can mend. Its text is one line that names the thing and the remedy."""
-
-
-def require(ok, message):
-    """Raise a UserError with this message unless ok."""
-    if not ok:
-        raise UserError(message)
-
-
-def require_blocks(layer, in_features, weights):
-    """Refuse a layer whose input features do not fill the blocks of a format, a name in FORMATS."""
-    block = FORMATS[weights].block
-    require(in_features % block == 0, f"layer {layer} has {in_features} input features, not divisible "
-                                      f"by {weights}'s block of {block}; use other --weights")
-
-
-def reason(error):
-    """Another exception's text as one short line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-
-
-def open_tensors(folder, device):
-    """{tensor name: the open safetensors file that holds it} of a Hugging Face folder.
-
-    The files are model.safetensors or, where there is an index, those that it names. A tensor then
-    comes from the file that it has there, whatever else lies in the folder.
-    """
-    path = f"{folder}/model.safetensors.index.json"
-    files = {}
-    place = {}                                         # tensor name -> name of its file
-    try:
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                place = json.load(f)["weight_map"]
-        for name in sorted(set(place.values())) or ["model.safetensors"]:
-            path = f"{folder}/{os.path.basename(name)}"                # never one of another folder
-            file = safe_open(path, "pt", str(device))
-            files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
-    except Exception as e:
-        raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
-                        "pickled, .bin or .pt, are never loaded)")
-    return files
-
-
-LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
-IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
-# Names of tensors that a model may have and nothing here reads: what is computed, or scales of
+# Names of tensors that a folder may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
 UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 @dataclass
-class Checkpoint:
-    """Hands a model its tensors one layer at a time, read, checked and quantised; see load_model.
+class WeightReader:
+    """Hands a model its tensors one layer at a time, read and quantised; see load_model.
 
-    So of the quantised layers no more than one is ever held in full precision. files: see
-    open_tensors. Override `read` to make a model without files (random weights).
+    So of the quantised layers no more than one is ever held in full precision. files: {tensor name:
+    the open safetensors file that holds it}.
     """
     files: dict
     weights: str = "nvfp4"
@@ -1358,22 +884,21 @@ class Checkpoint:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
+    formats = FORMATS
+    QuantLinear = QuantLinear
+    RMSNorm = RMSNorm
+    PackedWeight = PackedWeight
+
     def __post_init__(self):
         self.unread = set(self.files)
-        # The layers that the folder has in NVFP4, as compressed-tensors or NVIDIA's ModelOpt writes it.
-        self.in_4_bits = {name.rpartition(".")[0] for name in self.files if name.endswith(IN_4_BITS)}
 
-    def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
-        """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
-        require(name in self.files, f"tensor {name} is missing; fetch the model again or check config.json")
+    def read(self, name, shape):
+        """The stored tensor `name`, of this shape; a single number is [1]."""
+        assert name in self.files, f"tensor {name} is missing; fetch the model again or check config.json"
         tensor = torch.atleast_1d(self.files[name].get_tensor(name))
-        require(tensor.shape == shape and tensor.dtype in dtypes,
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not of the shape {list(shape)} in "
-                "16 bit or NVFP4; use the config.json that belongs to the weights")
-        largest = tensor.float().abs().max()                         # NaN if one number is
-        require(largest < LARGEST and (largest > 0 or name.endswith(".bias")),
-                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
-                "the model again")
+        assert tensor.shape == shape, (
+            f"tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}; use the config.json that "
+            "belongs to the weights")
         self.unread.discard(name)
         return tensor
 
@@ -1381,51 +906,50 @@ class Checkpoint:
         return self.read(name, shape).to(self.dtype)
 
     def norm(self, name, size, eps):
-        return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
+        return self.RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
+
+    def in_4_bits(self, name):
+        return f"{name}.weight_packed" in self.files
 
     def read_nvfp4(self, name, out_features, in_features):
         """(packed, block_scale, global_scale [1]) of a layer that the folder has in NVFP4."""
-        codes = f"{name}.weight_packed"
-        if codes in self.files:                                        # of compressed-tensors
-            global_scale = self.read(f"{name}.weight_global_scale", (1,))
-        else:                                                          # of ModelOpt, which has S_FP32
-            codes = f"{name}.weight"
-            global_scale = 1 / self.read(f"{name}.weight_scale_2", (1,))
-        packed = self.read(codes, (out_features, in_features // 2), [torch.uint8])
-        scale = self.read(
-            f"{name}.weight_scale", (out_features, in_features // 16), [torch.float8_e4m3fn])
-        require(scale.float().min() >= 0 and global_scale > 1 / LARGEST,
-                f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
-                "these are not; quantise it again")
-        return packed, scale, global_scale
+        packed = self.read(f"{name}.weight_packed", (out_features, in_features // 2))
+        block_scale = self.read(f"{name}.weight_scale", (out_features, in_features // 16))
+        return packed, block_scale, self.read(f"{name}.weight_global_scale", (1,))
 
     def quantized(self, name, out_features, in_features, weights):
-        """(packed, block_scale, global_scale [out, 1]) of a layer, read as NVFP4 or quantised here."""
-        require_blocks(name, in_features, weights)
-        quantize = FORMATS[weights].quantize
-        if name not in self.in_4_bits:
+        """The three parts of a layer in a format, read as NVFP4 or quantised here."""
+        if not self.in_4_bits(name):
             weight = self.read(f"{name}.weight", (out_features, in_features))
             # A weight is quantised in the dtype that it has.
-            parts = quantize(weight.to(self.dtype) if weights == "bf16" else weight)
-        else:
-            parts = self.read_nvfp4(name, out_features, in_features)
-            if weights != "nvfp4":
-                parts = quantize(FORMATS["nvfp4"].dequantize(*parts, self.dtype))
-        packed, scale, global_scale = parts
-        return packed, scale, global_scale.expand(out_features, 1)
+            return self.quantize(name, weight.to(self.dtype) if weights == "bf16" else weight, weights)
+        parts = self.read_nvfp4(name, out_features, in_features)
+        if weights == "nvfp4":
+            return parts
+        return self.quantize(name, self.formats["nvfp4"].dequantize(*parts, self.dtype), weights)
+
+    def quantize(self, name, weight, weights):
+        """formats[weights].quantize(weight [out, in]); what it gives is checked."""
+        format = self.formats[weights]
+        out, columns = weight.shape
+        assert columns % format.block == 0, (
+            f"layer {name} has {columns} input features, not divisible by {weights}'s block of "
+            f"{format.block}; use other --weights")
+        parts = format.quantize(weight)
+        if format.table is not None:
+            found = [list(part.shape) for part in parts]
+            wanted = [[out, columns // 2], [out, columns // format.block], [1]]
+            assert found == wanted, f"FORMATS['{weights}'].quantize gave shapes {found}, not {wanted}"
+            first = format.dequantize(*(part[:16] for part in parts), torch.float32)
+            wrong = first - weight[:16]
+            assert wrong.norm() <= weight[:16].float().norm() / 2, (
+                f"FORMATS['{weights}'] does not dequantise to the weight that it was given")
+        return parts
 
     def stacked(self, names, sizes, in_features):
-        """The weight of several layers, one below the other, as an object that can multiply."""
-        weights = self.weights
-        if self.in_4_bits and not self.in_4_bits.issuperset(names):
-            weights = "bf16"                           # the folder leaves one of these layers in 16 bit
-        layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
-        parts = [torch.cat(part) for part in zip(*layers)]
-        format = FORMATS[weights]
-        device = torch.device(self.device)
-        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
-            return format.tile(*parts)
-        return PackedWeight(format, *parts)
+        """The weights of several layers, one below the other, as one that can multiply."""
+        layers = [self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
+        return self.PackedWeight(self.formats[self.weights], *stack_parts(layers))
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
@@ -1435,33 +959,28 @@ class Checkpoint:
         if bias:
             biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]
             stored = torch.cat(biases)
-        layer = QuantLinear(names, sizes, in_features, weight, stored, self.lora_rank, self.lora_alpha)
+        layer = self.QuantLinear(names, sizes, in_features, weight, stored, self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
-    def require_all_read(self):
+    def check_all_read(self):
         """Refuse a tensor that was not read, unless it is UNUSED or a copy of the embedding."""
         for name in sorted(self.unread):
             if name.endswith(UNUSED):
                 continue
             pair = [self.files[n].get_tensor(n) for n in (name, "model.embed_tokens.weight")]
-            require(name == "lm_head.weight" and torch.equal(*pair),
-                    f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
-                    "attention_bias and the like); use the config that belongs to the weights")
+            assert name == "lm_head.weight" and torch.equal(*pair), (
+                f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
+                "attention_bias and the like); use the config that belongs to the weights")
 
 
-def model_folder(name):
-    """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
-    if os.path.isdir(name):
-        return name
-    try:
-        return huggingface_hub.snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-    except Exception as e:
-        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it "
-                        f"({reason(e)}); check the name and the connection")
+def stack_parts(layers):
+    """The three parts of each of several layers -> of one with all their rows; global_scale [out, 1]."""
+    packed, block_scale, global_scale = zip(*layers)
+    global_scale = [scale.expand(len(codes), 1) for scale, codes in zip(global_scale, packed)]
+    return torch.cat(packed), torch.cat(block_scale), torch.cat(global_scale)
 
 
-def check_config(config):
+def check_config(config, stored_formats=(None, "nvfp4-pack-quantized")):
     """Refuse, with the reason, what this transformer does not compute."""
     rope_type = config.rope_parameters["rope_type"]
     stored = getattr(config, "quantization_config", None) or {}
@@ -1469,46 +988,42 @@ def check_config(config):
     supported = {
         f"architecture {config.model_type}": config.model_type in ("qwen2", "qwen3", "llama"),
         f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
-        "sliding-window attention": not getattr(config, "use_sliding_window", False),
-        f"activation {config.hidden_act}": config.hidden_act == "silu",
-        f"quantisation {format}": format in (None, "nvfp4-pack-quantized", "modelopt"),
+        "sliding-window attention": "sliding_attention" not in (getattr(config, "layer_types", 0) or []),
+        f"activation {config.hidden_act}": config.hidden_act in ("silu", "swish"),
+        f"quantisation {format}": format in stored_formats,
         "a transform_config (rotated weights)": not stored.get("transform_config"),
     }
     for what, computed in supported.items():
-        require(computed, f"config.json asks for {what}, which is not supported; use a Qwen2, Qwen2.5, "
-                          "Qwen3 or Llama 3 model in 16 bit or NVFP4A16")
+        assert computed, (f"config.json asks for {what}, which is not supported; use a Qwen2, Qwen2.5, Qwen3 "
+                          "or Llama 3 model in 16 bit or NVFP4A16")
 
 
-def default_dtype(device):
-    """bfloat16 on a GPU that can compute in it (from 2020 on), float16 on others, float32 on a CPU."""
-    if torch.device(device).type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]          # what is fetched of a model
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
-               train_norms=False, checkpoint_class=Checkpoint):
+               train_norms=False, model_class=Transformer, reader_class=WeightReader):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
 
-    weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU
-    (float16 on one from before 2020, which cannot compute in bfloat16), float32 on a CPU unless
-    given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank) and, with train_norms,
-    to the norms' scales. A folder in NVFP4 (compressed-tensors' or ModelOpt's) is read as it is with
-    weights="nvfp4", and dequantised first for the others. Of several GPUs choose one by
-    torch.cuda.set_device first: kernels start on the current one. Raises UserError.
+    weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU,
+    float32 on a CPU unless given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank)
+    and, with train_norms, to the norms' scales. A folder in NVFP4 as compressed-tensors writes it is
+    read as it is with weights="nvfp4", and dequantised first for the others.
     """
-    require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
-    folder = model_folder(path)
-    dtype = dtype or default_dtype(device)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        files = open_tensors(folder, device)
-        checkpoint = checkpoint_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-        model = Transformer(config, checkpoint)
-        checkpoint.require_all_read()
-        return model
-    except (UserError, RuntimeError):                  # RuntimeError: out of memory
-        raise
-    except Exception as e:
-        raise UserError(f"model {path}: config.json cannot be used ({reason(e)}); give the folder of "
-                        "a Qwen2.5, Qwen3 or Llama 3 model") from e
+    assert weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}"
+    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    assert dtype.is_floating_point, f"dtype {dtype} is not a floating-point type"
+    if not os.path.isdir(path):
+        path = huggingface_hub.snapshot_download(path, allow_patterns=MODEL_FILES)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    check_config(config)
+    files = {}
+    for name in sorted(glob.glob(f"{glob.escape(path)}/*.safetensors")):
+        file = safe_open(name, "pt", str(device))
+        twice = files.keys() & set(file.keys())
+        assert not twice, f"{name}: {min(twice)} is in another file, too; keep the files of one model"
+        files |= dict.fromkeys(file.keys(), file)
+    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+    model = model_class(config, reader)
+    reader.check_all_read()
+    return model

@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import qerl
+from harness import fast
 from harness.errors import UserError
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -38,7 +39,7 @@ CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 runs_kernels = pytest.mark.skipif(
-    qerl.kernels is None or not (CUDA or qerl.kernels.INTERPRETED),
+    fast.kernels is None or not (CUDA or fast.kernels.INTERPRETED),
     reason="needs a GPU or TRITON_INTERPRET=1")
 
 SIZES = dict(
@@ -133,7 +134,7 @@ def qwen(made_qwen):
 def with_lora(folder, **options):
     """A model whose LoRA is not zero, so that it matters."""
     torch.manual_seed(1)
-    model = qerl.load_model(folder, lora_rank=4, **options)
+    model = fast.load_model(folder, lora_rank=4, **options)
     for p in qerl.trainable(model).values():
         p.data += 0.05 * torch.randn_like(p)
     return model
@@ -158,7 +159,7 @@ def gradient_of(model, loss):
 
 def sample_two_each(model):
     """A Rollout of two completions for each of PROMPTS, of which some end early."""
-    return qerl.generate(model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5,
+    return fast.generate(model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5,
                          generator=seeded(1))
 
 
@@ -169,8 +170,8 @@ def sampled(model):
 
 
 def scored(model, rollout, **options):
-    """qerl.token_logprobs of sample_two_each."""
-    return qerl.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
+    """fast.token_logprobs of sample_two_each."""
+    return fast.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
 
 
 BEFORE = """
@@ -178,7 +179,7 @@ import sys
 sys.modules["fp4_kernels"] = None                      # not even one that is installed
 import torch, qerl
 
-model = qerl.load_model(sys.argv[1], weights="nvfp4", lora_rank=4)
+model = fast.load_model(sys.argv[1], weights="nvfp4", lora_rank=4)
 optimizer = torch.optim.AdamW(qerl.trainable(model).values(), lr=1e-2)
 step, steps, prompts, eos = 1, 2, [[1, 2, 3], [4, 5]], {256}
 
@@ -186,7 +187,7 @@ def score(rollout):
     return (rollout.tokens < 128).float().mean(1).view(2, 8)
 """
 AFTER = """
-after = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+after = fast.token_logprobs(model, repeated, rollout.tokens, rollout.length)
 print(sigma > 0, ((after - logprobs) * weights * advantages[:, None]).sum().item() > 0)
 """
 
@@ -236,14 +237,14 @@ def compressed_tensors(weight, format):
 def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
     """Float16 counts as float32: it cannot hold the global scale of small weights."""
     weight = WEIGHTS[kind]().to(dtype)
-    packed, scale, global_scale = qerl.FORMATS[name].quantize(weight)
+    packed, scale, global_scale = fast.FORMATS[name].quantize(weight)
     weight = weight.float() if dtype == torch.float16 else weight
     state, decompressed = compressed_tensors(weight, name.upper())
     assert packed.equal(state["weight_packed"])
     if name == "nvfp4":                                # the library's MXFP4 has other scales of zeros
         assert scale.view(torch.uint8).equal(state["weight_scale"].view(torch.uint8))
         assert global_scale.equal(state["weight_global_scale"])
-    decoded = qerl.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
+    decoded = fast.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
     # The library decodes NVFP4 in 16 bit.
     assert_close(decoded, decompressed.float(), rtol=1e-2, atol=0)
 
@@ -252,7 +253,7 @@ def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
 def test_nf4_equals_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
     weight = WEIGHTS[kind]()
-    format = qerl.FORMATS["nf4"]
+    format = fast.FORMATS["nf4"]
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
     assert_close(decoded, bnb.dequantize_nf4(*bnb.quantize_nf4(weight, blocksize=64)))
 
@@ -262,13 +263,13 @@ def test_nf4_equals_bitsandbytes(kind):
 
 def stacked_layer(weights, dense, bias=None, **lora):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
-    format = qerl.FORMATS[weights]
+    format = fast.FORMATS[weights]
     sizes = [len(weight) for weight in dense]
     packed, scale, global_scale = zip(*map(format.quantize, dense))
     global_scale = [one.expand(size, 1) for one, size in zip(global_scale, sizes)]
-    weight = qerl.PackedWeight(format, *map(torch.cat, (packed, scale, global_scale)))
+    weight = fast.PackedWeight(format, *map(torch.cat, (packed, scale, global_scale)))
     names = list("abc"[:len(sizes)])
-    return qerl.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
+    return fast.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
 
 
 @pytest.mark.parametrize("first,second", [(48, 16), (160, 96)])
@@ -312,7 +313,7 @@ def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
     """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too."""
     folder, theirs = family
     channels = sum(p.numel() for name, p in theirs.named_parameters() if "norm" in name)
-    model = qerl.load_model(folder, train_norms=True)
+    model = fast.load_model(folder, train_norms=True)
     for norm in scales(model):
         norm.weight.data = torch.linspace(-1, 9, len(norm.weight))     # not as loaded
 
@@ -349,17 +350,17 @@ def test_noise_schedules(schedule, expected):
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer
 
-@pytest.mark.parametrize("weights", qerl.FORMATS)
+@pytest.mark.parametrize("weights", fast.FORMATS)
 @torch.no_grad()
 def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
     folder, theirs = family
-    format = qerl.FORMATS[weights]
+    format = fast.FORMATS[weights]
     decoded = copy.deepcopy(theirs)
     for name, weight in decoded.named_parameters():
         if name.endswith("_proj.weight"):
             weight.copy_(format.dequantize(*format.quantize(weight), torch.float32))
     tokens = torch.arange(450).view(3, 150) % 262
-    assert relative(qerl.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
+    assert relative(fast.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -369,14 +370,14 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     if recompute:
         model.recompute_in_backward()
     decoded = []
-    dequantize = qerl.PackedWeight.dequantize
+    dequantize = fast.PackedWeight.dequantize
 
     def recorded(packed, dtype):
         weight = dequantize(packed, dtype)
         decoded.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(qerl.PackedWeight, "dequantize", recorded)
+    monkeypatch.setattr(fast.PackedWeight, "dequantize", recorded)
     loss = model(TOKENS).square().mean()
     layers = len(model.quantized_layers())
     assert [weight() for weight in decoded] == [None] * layers
@@ -385,8 +386,8 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
 
 
 def test_reference_policy_is_the_model_without_adapters(qwen):
-    plain = qerl.load_model(qwen)(TOKENS)
-    fresh = qerl.load_model(qwen, lora_rank=4)
+    plain = fast.load_model(qwen)(TOKENS)
+    fresh = fast.load_model(qwen, lora_rank=4)
     assert fresh(TOKENS).equal(plain)                  # where training starts
     tuned = with_lora(qwen, train_norms=True)
     with qerl.adapters_off(tuned):
@@ -401,8 +402,8 @@ def test_reference_policy_is_the_model_without_adapters(qwen):
 def test_greedy_completions_equal_transformers(family, options):
     """Two of each prompt; with 3 slots a prompt waits until two of them are idle."""
     folder, theirs = family
-    model = qerl.load_model(folder, weights="bf16")
-    rollout = qerl.generate(model, PROMPTS, 12, group_size=2, **options)
+    model = fast.load_model(folder, weights="bf16")
+    rollout = fast.generate(model, PROMPTS, 12, group_size=2, **options)
     assert not rollout.finished.any()
     for prompt, completion in zip(TWICE, rollout.tokens.tolist()):
         expected = theirs.generate(
@@ -422,9 +423,9 @@ def test_a_completion_ends_at_its_first_eos_or_at_the_limit(sampled):
 def test_samples_follow_the_distribution(temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
-    token, logprob, _ = qerl.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
+    token, logprob, _ = fast.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
     probs = (logits / temperature).softmax(-1)
-    likely = qerl.nucleus(probs, top_p)[0]
+    likely = fast.nucleus(probs, top_p)[0]
     assert_close(token.bincount(minlength=5) / 40000, likely / likely.sum(), rtol=0, atol=0.01)
     assert_close(logprob, probs[0].log()[token])
 
@@ -438,7 +439,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     """Also if it has more tokens than are sorted at first."""
     probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
     for count in (1, 2, 4, 1024):
-        assert_close(qerl.nucleus(probs, top_p, count), torch.tensor([kept]))
+        assert_close(fast.nucleus(probs, top_p, count), torch.tensor([kept]))
 
 
 @pytest.mark.parametrize("name,value", [
@@ -453,14 +454,14 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
 ])
 def test_generate_names_an_argument_out_of_range(model, name, value):
     with pytest.raises(ValueError, match=f"generate: {name} is out of range"):
-        qerl.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
+        fast.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
 def test_fewer_slots_at_the_end_change_nothing(model):
     """33 slots against 4. 16 completions end first, 17 need over half."""
     seen = []
 
-    class Uneven(qerl.Sampler):
+    class Uneven(fast.Sampler):
         def __init__(self, *args):
             super().__init__(*args)
             self.limit[:16] = 2
@@ -473,7 +474,7 @@ def test_fewer_slots_at_the_end_change_nothing(model):
     prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
 
     def rollout(slots):
-        return vars(qerl.generate(
+        return vars(fast.generate(
             model, prompts, 24, temperature=0, slots=slots, sampler_class=Uneven))
 
     expected = rollout(slots=4)
@@ -548,8 +549,8 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     length = torch.tensor([9, 4, 7, 1])
     mask = qerl.length_mask(length, 9)
     completions = torch.randint(20, 250, (4, 9)) * mask
-    ours = qerl.load_model(qwen, weights="bf16", lora_rank=2, train_norms=True)
-    logprobs = qerl.token_logprobs(ours, prompts, completions, length, trainer.temperature)
+    ours = fast.load_model(qwen, weights="bf16", lora_rank=2, train_norms=True)
+    logprobs = fast.token_logprobs(ours, prompts, completions, length, trainer.temperature)
     # So far apart that some ratios are clipped.
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
     mask[3] = False
@@ -629,14 +630,14 @@ def test_training_logprobs_equal_the_samplers(sampled):
 
 def test_packing_holds_each_prompt_once():
     """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
-    packing = qerl.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
+    packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
     assert packing.sizes == [3, 1, 1, 2, 1]            # p q r, s, a, b c, d
 
 
 def test_output_layer_runs_in_chunks(sampled):
     """Logits of more than `chunk` tokens never exist, and each is computed once."""
     model, rollout = sampled
-    with mock.patch.object(qerl, "token_logprob", wraps=qerl.token_logprob) as spy:
+    with mock.patch.object(qerl, "token_logprob", wraps=fast.token_logprob) as spy:
         gradient_of(model, scored(model, rollout, chunk=8).sum())
     rows = [len(call.args[0]) for call in spy.call_args_list]
     assert max(rows) == 8
@@ -668,14 +669,14 @@ def break_tensor(folder, tmp_path, edit, **settings):
 def packed_layer(tensors):
     """Store two layers that are stacked as NVFP4."""
     for name in (GATE, UP):
-        parts = qerl.quantize_nvfp4(tensors.pop(name))
+        parts = fast.quantize_nvfp4(tensors.pop(name))
         tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
 
 
 def refused(folder, message):
-    """qerl.load_model refuses a folder with one line."""
+    """fast.load_model refuses a folder with one line."""
     with pytest.raises(UserError, match=message) as error:
-        qerl.load_model(folder)
+        fast.load_model(folder)
     assert "\n" not in str(error.value)
 
 
@@ -689,7 +690,7 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
         save_file(wrong | load_file(shard), shard)
     for stray in ("a", "z", *["model"] * len(sharding)):
         save_file(wrong, tmp_path / f"{stray}.safetensors")
-    assert qerl.load_model(folder)(TOKENS).equal(qerl.load_model(qwen)(TOKENS))
+    assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
     shard.unlink()
     torch.save(wrong, tmp_path / "pytorch_model.bin")
     refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
@@ -714,7 +715,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
                 tensors.update({prefix + part: state[part] for part in state if part != "weight"})
 
     break_tensor(folder, tmp_path, compress, quantization_config=STORED)
-    model = qerl.load_model(str(tmp_path))
+    model = fast.load_model(str(tmp_path))
     codes, _, _ = model.blocks[0].attention.qkv.weight.parts
     stored = load_file(tmp_path / "model.safetensors")
     assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
@@ -767,4 +768,4 @@ def test_unusable_configs_are_named(qwen, tmp_path, message, config):
 def test_features_that_no_block_divides_are_named():
     message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
     with pytest.raises(UserError, match=message):
-        qerl.Checkpoint({}).linear("mlp", ["down_proj"], [128], 200, bias=False)
+        fast.WeightReader({}).linear("mlp", ["down_proj"], [128], 200, bias=False)

@@ -14,9 +14,11 @@
 # --method it is a neighbour in the folder methods/, which has some functions of its own and qerl's
 # others. Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
 # completion.
+import inspect
 import json
 import math
 import re
+import runpy
 import zlib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,13 +34,13 @@ from harness.data import ChatText, Data, by_set, check_tokens, load_questions, n
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, policy_fingerprints, write_jsonl
-from harness.layers import ShardedCheckpoint, SharedPasses, TrainedLinear, replace_layers
+from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
 from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
 from harness.run import require_same, resumed
 from harness.small_policy import ByteText, warm_start
-from harness.errors import require
+from harness.errors import UserError, reason, require
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Settings:
 
     # The objective
     algo: str = "grpo"              # objective: qerl.OBJECTIVES
-    method: str = "qerl"            # qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods
+    method: str = "qerl"            # qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods;
+                                    # with --plain FILE.py, whose functions take the place of qerl.py's
     reward: str = "answer"          # 1 if right; paper: 2, and 0.2 for format [code]; random: 0 or
                                     # 1 whatever it says; FILE.py:FUNCTION: your own, of
                                     # (completion, question), a dict of question, answer and right;
@@ -116,6 +119,7 @@ class Settings:
     shard: bool = False             # cut the frozen weights over torchrun's processes, for models
                                     # that one GPU cannot hold; slower
     seed: int = 0                   # seeds LoRA, the order of the questions, sampling and noise
+    plain: bool = False             # compute by qerl.py alone, slower: to step through, or in doubt
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
     dtype: str = None               # of activations; by default bfloat16, float16 on old GPUs,
                                     # float32 on a CPU
@@ -189,7 +193,7 @@ def train(settings):
         state["drawn"] += len(asked)
         return complete(ranks.share(asked, settings.updates))
 
-    if method is not qerl:
+    if hasattr(method, "sampling"):
         draw = method.sampling(draw, complete, noise_rng)
 
     def write_logprobs(into, batch, chosen):
@@ -291,48 +295,79 @@ def instruction(scheme):
     return SYSTEM["paper" if "paper" in re.split(r"[\s+*]+", scheme) else "answer"]
 
 
-def find_method(settings):
-    """The module qerl or, with --method, a neighbour: an object whose other functions are qerl's."""
-    if settings.method == "qerl":
+def find_engine(settings):
+    """The module that computes: harness.fast or, with --plain, qerl itself."""
+    if settings.plain:
         return qerl
+    from harness import fast                   # without which a plain run does
+    return fast
+
+
+def find_method(settings):
+    """The engine or, with --method, a neighbour: an object whose other functions are the engine's."""
+    if settings.method == "qerl":
+        return find_engine(settings)
+    if settings.method.endswith(".py"):
+        return with_functions_of(settings.method)
     import methods                             # which other runs do without
     return methods.find(settings.method, settings)
+
+
+def with_functions_of(path):
+    """The module qerl, in which the functions of a file take the place of its own (docs/lab).
+
+    A function in which NotImplementedError still stands is not written yet; qerl's stays.
+    """
+    try:
+        found = runpy.run_path(path)
+    except (Exception, SystemExit) as e:
+        raise UserError(f"--method {path}: cannot be run ({reason(e)}); mend the file")
+    for name, function in found.items():
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        written = code and code.co_filename == path and "NotImplementedError" not in code.co_names
+        if written and hasattr(qerl, name):
+            setattr(qerl, name, function)
+    return qerl
 
 
 def find_model(settings):
     """(folder, tokenizer) of --model or, without it, of the built-in policy."""
     if not settings.model:
         return warm_start(settings.start_seed), ByteText()
-    folder = qerl.model_folder(settings.model)
+    folder = model_folder(settings.model)
     return folder, ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
 
 
 def load_all(settings, method, ranks):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
+    engine = find_engine(settings)
     data = load_questions(settings)
     folder, tokenizer = find_model(settings)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
-    model = qerl.load_model(
+    reader_class = engine.WeightReader
+    if settings.shard:
+        from harness.layers import ShardedReader as reader_class
+    model = engine.load_model(
         stored, settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
-        train_norms=settings.train_norms or settings.lora_rank == 0,
-        checkpoint_class=ShardedCheckpoint if settings.shard else qerl.Checkpoint,
-    )
+        train_norms=settings.train_norms or settings.lora_rank == 0, reader_class=reader_class)
     if settings.shard:
+        from harness.layers import SharedPasses
         ranks.serve = SharedPasses(model, ranks.count).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
     model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
     model.fingerprints["file of --reward"] = reward_fingerprint(settings.reward)
-    if settings.device != "cpu" and not settings.keep_activations:
+    if settings.device != "cpu" and not settings.keep_activations and not settings.plain:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
+        from harness.layers import TrainedLinear, replace_layers
         replace_layers(model, TrainedLinear)
     if settings.adapter:
         load_adapter(model, settings.adapter)
     if not settings.shard:
-        keep_decoded(model)
+        keep_decoded(model, engine)
     longest = model.config.max_position_embeddings - settings.max_new_tokens
     data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
     questions = sum(data, [])
@@ -343,10 +378,10 @@ def load_all(settings, method, ranks):
     require(fewest >= ranks.count,
             f"held-out questions: {fewest}, fewer than the {ranks.count} processes; raise --eval-questions "
             "and --validation, give more of them, or start fewer processes")
-    if method is not qerl:
+    if method is not engine:
         method.prepare(model, folder, data.train, tokenizer)     # before `fitted` asks what memory is free
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
-    return model, tokenizer, data, fitted(settings, model, longest)
+    return model, tokenizer, data, fitted(settings, model, longest, engine)
 
 
 def stored_folder(settings, method, folder, questions, tokenizer):
@@ -355,7 +390,7 @@ def stored_folder(settings, method, folder, questions, tokenizer):
     if settings.quantizer != "rtn":
         from methods.parts.quantizers import quantized_folder
         stored = quantized_folder(folder, settings.quantizer, questions, tokenizer, settings.device)
-    return stored if method is qerl else method.stored_model(stored, folder, questions, tokenizer)
+    return stored if method is find_engine(settings) else method.stored_model(stored, folder, questions, tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -514,7 +549,7 @@ def answer_all(model, tokenizer, questions, settings, ranks, samples, temperatur
     prompts = [question["prompt"] for question in questions[first:last]]
     rng = torch.Generator(model.device).manual_seed(settings.seed)
     ranks.differ(rng, settings.seed, 0)
-    rollout = qerl.generate(
+    rollout = find_engine(settings).generate(
         model, prompts, settings.max_new_tokens, samples, temperature, top_p,
         eos=tokenizer.eos, slots=settings.slots, generator=rng,
     )
@@ -613,7 +648,7 @@ def save_quantized(settings):
     folder, tokenizer = find_model(settings)
 
     def calibrated():
-        return stored_folder(settings, qerl, folder, load_questions(settings).train, tokenizer)
+        return stored_folder(settings, find_engine(settings), folder, load_questions(settings).train, tokenizer)
 
     rounding = settings.quantizer == "rtn"
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
@@ -648,13 +683,13 @@ def arguments(argv=None):
     check_settings(settings)
     find_method(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)
-    usual = str(qerl.default_dtype(settings.device)).removeprefix("torch.")
+    usual = str(default_dtype(settings.device)).removeprefix("torch.")
     return replace(settings, dtype=settings.dtype or usual)
 
 
 def method_defaults(name):
     """The settings that --method changes where no flag gives them."""
-    if name == "qerl":
+    if name == "qerl" or name.endswith(".py"):
         return {}
     import methods
     neighbour, variant = methods.look_up(name)

@@ -118,7 +118,7 @@ def cut_rows(prompts, lengths, budget):
     """Rows (a prompt, its completion's length) cut into micro-batches, lists of row numbers.
 
     One holds at most `budget` tokens, counting a prompt once that several of its rows share
-    (qerl.pack), and at most four times as many where attention pads the rows to one length. A row
+    (fast.pack), and at most four times as many where attention pads the rows to one length. A row
     that is longer goes alone. Prompts with the longest rows come first.
     """
     rows_of = {}

@@ -9,12 +9,14 @@ import re
 import shlex
 import shutil
 import sys
+import traceback
 from dataclasses import fields
 from types import SimpleNamespace
 
 import safetensors
 import torch
 
+import qerl
 from harness.folders import CHECKPOINT, LOCK
 from harness.ranks import Ranks
 from harness.errors import UserError, require
@@ -132,6 +134,11 @@ def check_settings(settings):
          "knows real models alone, and no --shard; name one with --model"),
         ("method", settings.method != "qerl", processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
+        ("plain", settings.plain,
+         not settings.shard and settings.lora_rank and settings.method.endswith(("qerl", ".py")),
+         "computes by qerl.py alone; leave out --shard, --lora-rank 0 and the methods of methods/"),
+        ("method", settings.method.endswith(".py"), settings.plain,
+         "is a file whose functions take the place of qerl.py's; add --plain"),
         ("shard", settings.shard, processes > 1,
          "cuts the weights over several processes, but this is one; start by torchrun "
          "--nproc_per_node=2 or more"),
@@ -170,6 +177,10 @@ def one_line():
         sys.exit(141)
     except (UserError, OSError, safetensors.SafetensorError) as e:
         end(run, e)
+    except AssertionError as e:
+        if traceback.extract_tb(e.__traceback__)[-1].filename != qerl.__file__:
+            raise
+        end(run, UserError(e))
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 import qerl
+from harness import loading
 from harness.folders import atomic_write, files_fingerprint, generation_config, new_folder
 from harness.errors import UserError, reason, require
 
@@ -123,7 +124,7 @@ NVFP4A16 = {
 
 def is_packed(folder):
     """Whether a layer of this folder is in 4 bits."""
-    return bool(qerl.Checkpoint(qerl.open_tensors(folder, "cpu")).in_4_bits)
+    return any(name.endswith(loading.IN_4_BITS) for name in loading.open_tensors(folder, "cpu"))
 
 
 def require_16_bit(folder, flag):
@@ -171,7 +172,7 @@ def write_packed_folder(source, found, folder):
 
     found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight".
     """
-    files = qerl.open_tensors(source, "cpu")
+    files = loading.open_tensors(source, "cpu")
     kept = {name: file.get_tensor(name) for name, file in files.items()
             if name not in found and f"{name}_packed" not in found}
     # Copies, because tensors that share a storage are not saved.
@@ -182,16 +183,17 @@ def write_packed_folder(source, found, folder):
 
 def rounded(folder, device):
     """{tensor name: tensor on the CPU} of the linear layers of a 16-bit folder, rounded to NVFP4."""
+    from harness import fast                   # which a run without it does not need
     found = {}
 
-    class Packer(qerl.Checkpoint):
+    class Packer(fast.WeightReader):
         def stacked(self, names, sizes, in_features):
-            qerl.require_blocks(names[0], in_features, "nvfp4")
             weights = [
                 self.read(f"{name}.weight", (size, in_features)) for name, size in zip(names, sizes)]
-            found.update(stacked_parts(names, sizes, *qerl.quantize_nvfp4(torch.cat(weights))))
+            parts = self.quantize(names[0], torch.cat(weights), "nvfp4")
+            found.update(stacked_parts(names, sizes, *parts))
 
-    qerl.load_model(folder, device=device, checkpoint_class=Packer)
+    fast.load_model(folder, device=device, reader_class=Packer)
     return found
 
 

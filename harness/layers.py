@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qerl
+from harness import fast
 from harness.ranks import Ranks
 
 
@@ -37,7 +38,7 @@ from harness.ranks import Ranks
 # are trained, too (train_norms); embeddings and output layer stay as they are, unlike in the authors'
 # full runs.
 
-class TrainedLinear(qerl.QuantLinear):
+class TrainedLinear(fast.QuantLinear):
     """A QuantLinear's layers with weights that are trained themselves: x [..., in] -> [..., out].
 
     master: float32 [out, in], the layers stacked; bias: float32 [out] or None, trained as well.
@@ -60,7 +61,7 @@ class TrainedLinear(qerl.QuantLinear):
 
     def prepare_decoding(self, dtype):
         weight, self.decode_bias = self.cast(dtype)
-        self.weight = qerl.FORMATS["bf16"].pack(weight.detach())
+        self.weight = fast.FORMATS["bf16"].pack(weight.detach())
 
     def decode(self, x, residual=None):
         return self.weight.multiply(x, self.decode_bias, residual)
@@ -100,7 +101,7 @@ def replace_packed(weight, tensors):
         weight.words, weight.scales = tensors
 
 
-class ShardedCheckpoint(qerl.Checkpoint):
+class ShardedReader(fast.WeightReader):
     """Of each layer that it hands out this rank keeps its piece alone, from the start."""
 
     def linear(self, *args):
@@ -131,7 +132,7 @@ def tensors_in(line, layout, unit):
 
 
 class SharedPasses:
-    """The passes of the ranks through the blocks of a model from a ShardedCheckpoint.
+    """The passes of the ranks through the blocks of a model from a ShardedReader.
 
     It makes the model gather its weights. Before all else that the ranks do together each of them
     must `serve`, which Ranks sees to.
@@ -148,7 +149,7 @@ class SharedPasses:
         self.place_weights(count)
         model.recompute_in_backward()                  # else backward would need blocks at any time
         for i, block in enumerate(model.blocks):
-            block.forward = partial(self.run, i, block.forward)
+            block.compute = partial(self.run, i, block.compute)
             block.decode = partial(self.run, i, block.decode)
 
     def place_weights(self, count):
@@ -164,7 +165,7 @@ class SharedPasses:
                 replace_packed(layer.weight, views)
 
     def run(self, i, compute, *args):
-        """Block i's forward or decode, with its weights here and the next one's on their way."""
+        """Block i's compute or decode, with its weights here and the next one's on their way."""
         # With gradients a block runs in backward alone: forward keeps nothing but its input.
         direction = DOWN if torch.is_grad_enabled() else UP
         order = self.orders[direction]

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 import qerl
-from harness.errors import UserError, reason
+from harness import loading
 
+try:
+    import triton
+except ImportError:                            # macOS, Windows
+    triton = None
 
 HOST = "/proc/meminfo"                         # of Linux: "MemAvailable:   123 kB"
 UNKNOWN = 4e9                                  # bytes taken to be free where nobody says
@@ -33,7 +36,7 @@ def free_memory(device):
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def keep_decoded(model, small=1e8):
+def keep_decoded(model, engine, small=1e8):
     """Replace 4-bit weights that no kernel multiplies by their values, if there is room.
 
     They may take half of the free memory. The values, and so all results, are the same to the last
@@ -53,10 +56,11 @@ def keep_decoded(model, small=1e8):
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:
-        layer.weight = qerl.FORMATS["bf16"].pack(layer.weight.dequantize(dtype))
+        values = qerl.keep_16_bit(layer.weight.dequantize(dtype))
+        layer.weight = engine.PackedWeight(engine.FORMATS["bf16"], *values)
 
 
-def fitted(settings, model, longest):
+def fitted(settings, model, longest, engine):
     """The settings with the slots and micro_tokens that memory holds, where no flag gave them.
 
     longest: tokens of a prompt and its completion; the KV cache takes 0.7 of the free memory if all
@@ -64,9 +68,14 @@ def fitted(settings, model, longest):
     the second the order of sums. On a GPU this also chooses the blocks whose activations are kept.
     """
     free = free_memory(model.device)
-    token = sum(kv.nbytes for kv in qerl.KVCache(model, slots=1, max_len=1).layers)
+    token = sum(kv.nbytes for kv in engine.KVCache(model, 1, 1).layers)
     slots = int(0.7 * free / (longest * token))
-    values = activations(model.config, len(model.blocks), model.recompute_blocks)
+    recomputed = getattr(model, "recompute_blocks", 0)                 # qerl.py recomputes none
+    values = activations(model.config, len(model.blocks), recomputed)
+    if settings.plain:
+        # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are there,
+        # some four times in float32.
+        values = 4 * (values + 8 * model.config.vocab_size)
     micro_tokens = int(room_for_updates(model) / values)
     settings = replace(
         settings,
@@ -74,7 +83,7 @@ def fitted(settings, model, longest):
         micro_tokens=settings.micro_tokens or max(512, min(16384, micro_tokens)),
     )
     print(f"--slots {settings.slots} --micro-tokens {settings.micro_tokens}, with {free / 1e9:.1f} GB free")
-    if model.recompute_blocks and not settings.shard:
+    if recomputed and not settings.shard:
         keep_activations(model, settings.micro_tokens)
     return settings
 
@@ -186,12 +195,7 @@ def estimate(config, settings, gpu, length, taught=1.0):
 def forecast(settings, processes):
     """The line that says what a run will take of --gpu, or of the GPU here, or else of an H100."""
     model = settings.model
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as e:
-        raise UserError(f"model {model}: its config.json cannot be read ({reason(e)}); check "
-                             "the name and the connection")
-    qerl.check_config(config)
+    config = loading.read_config(model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     name = settings.gpu or next((name for name in GPUS if name in here), "H100")
     memory, *speeds = GPUS[name]
@@ -245,5 +249,5 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": qerl.kernels and qerl.kernels.triton.__version__,
+        "triton": triton and triton.__version__,
     }

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 
 import qerl
+from harness import fast
 from harness.errors import require
 
 
@@ -23,7 +24,7 @@ class Method:
         self.measured = {}         # {name: number} of the last step, for metrics.jsonl
 
     def __getattr__(self, name):
-        return getattr(qerl, name)
+        return getattr(fast, name)
 
     @classmethod
     def defaults(cls, variant):
@@ -61,7 +62,7 @@ class Method:
         complete(questions, phase, **options) samples a group for each question and scores it. The
         "prompt" of such a question may end in the first tokens of a completion; then "begun" holds
         their text, which is scored, too. phase: the name of these seconds in metrics.jsonl; options:
-        those of qerl.generate; generator: on the CPU; checkpoints keep its state.
+        those of fast.generate; generator: on the CPU; checkpoints keep its state.
         """
         return draw
 

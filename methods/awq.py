@@ -29,7 +29,7 @@ already, so that GPTQ comes nearer to the 16-bit model.
 """
 import torch
 
-import qerl
+from harness import fast
 from harness.errors import require
 from harness.export import stacked_parts
 from methods import OtherCodes
@@ -44,8 +44,8 @@ def awq_scale(layer, seen):
     for step in range(20):
         s = mean.pow(step / 20).clamp_min(1e-4)
         s = s / (s.max() * s.min()).sqrt()
-        parts = qerl.quantize_nvfp4(weight * s)
-        difference = qerl.FORMATS["nvfp4"].dequantize(*parts, torch.float32) / s - weight
+        parts = fast.quantize_nvfp4(weight * s)
+        difference = fast.FORMATS["nvfp4"].dequantize(*parts, torch.float32) / s - weight
         error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)
         if error < lowest:
             lowest = error
@@ -94,7 +94,7 @@ def choose_codes(model, sequences):
         folded = fold(block, scales)
         for layer in inputs:
             weights = [folded.pop(f"{name}.weight") for name in layer.names]
-            parts = qerl.quantize_nvfp4(torch.cat(weights))
+            parts = fast.quantize_nvfp4(torch.cat(weights))
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
         found.update(folded)                       # norms and biases
     return found

@@ -40,6 +40,7 @@ from dataclasses import replace
 import torch
 
 import qerl
+from harness import fast
 from harness.errors import require
 from harness.batches import pick_groups
 from methods import Method
@@ -87,7 +88,7 @@ def pivot_utility(cuts, line):
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
 
-class CutSampler(qerl.Sampler):
+class CutSampler(fast.Sampler):
     """Cuts completion i at limits[i] tokens, int64."""
 
     def __init__(self, limits, model, *args):

@@ -30,6 +30,7 @@ from functools import lru_cache, partial
 import torch
 
 import qerl
+from harness import fast
 from harness.export import stacked_parts
 from methods import OtherCodes
 from methods.parts.calibration import calibrate
@@ -74,8 +75,8 @@ def column_rounder(shape, device):
     U = torch.eye(shape[1], device=device)
     tensors = (W, W.clone(), U, W.clone(), W.clone())
     run = partial(round_columns, *tensors)
-    if W.is_cuda and qerl.use_kernels(W):
-        run = qerl.kernels.record_graph(run)
+    if W.is_cuda and fast.use_kernels(W):
+        run = fast.kernels.record_graph(run)
     return tensors, run
 
 
@@ -84,7 +85,7 @@ def quantize_gptq(weight, gram, group=128):
 
     The losses of `group` columns reach the columns behind them in one product.
     """
-    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
+    _, block_scale, global_scale = fast.quantize_nvfp4(weight)
     scale = block_scale.float() / global_scale                                    # [out, in/16]
     order = gram.diag().argsort(descending=True, stable=True)
     W = weight.float()[:, order]
@@ -101,7 +102,7 @@ def quantize_gptq(weight, gram, group=128):
         run()
         rounded[:, now] = found
         W[:, behind] -= losses @ U[now, behind]
-    codes = qerl.encode_e2m1(rounded[:, order.argsort()], scale)
+    codes = fast.encode_e2m1(rounded[:, order.argsort()], scale)
     return codes, block_scale, global_scale
 
 
@@ -115,8 +116,8 @@ def choose_codes(model, sequences):
         for layer, seen in inputs.items():
             parts = quantize_gptq(layer.weight.dequantize(torch.float32), seen.gram)
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
-            rounded = qerl.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype)
-            layer.weight = qerl.FORMATS["bf16"].pack(rounded)
+            rounded = fast.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype)
+            layer.weight = fast.FORMATS["bf16"].pack(rounded)
     column_rounder.cache_clear()
     return found
 

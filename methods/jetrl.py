@@ -44,7 +44,7 @@ When would you use it? Use `unified` to train all weights on Hopper GPUs, with l
 import torch
 import torch.nn.functional as F
 
-import qerl
+from harness import fast
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.eight_bit import CodedWeight, multiply, quantize, require_fp8_products, transposed
@@ -62,7 +62,7 @@ class Product(torch.autograd.Function):
     def forward(ctx, x, master, weight, unread):
         ctx.codes, ctx.scale = weight.parts
         ctx.x = None
-        if unread and master is None and ctx.needs_input_grad[0]:      # see qerl.FrozenLinear
+        if unread and master is None and ctx.needs_input_grad[0]:      # see fast.FrozenLinear
             return x.new_zeros(len(x), len(ctx.codes))
         rounded = quantize(x, "fp8")
         if ctx.needs_input_grad[1]:
@@ -97,7 +97,7 @@ def forward(layer, x, master, weight):
     return y.unflatten(0, x.shape[:-1])
 
 
-class FrozenFP8Linear(qerl.QuantLinear):
+class FrozenFP8Linear(fast.QuantLinear):
     """A QuantLinear with its frozen weight in FP8; for all_passes it has no other weight."""
 
     def __init__(self, layer, all_passes):
@@ -131,10 +131,9 @@ class TrainedFP8Linear(TrainedLinear):
 def fp8_in_training(block, arguments):
     """Before a Block's forward: let its layers compute in FP8 if this is a pass of training.
 
-    In such a pass, also the second one of recompute_in_backward, attention is that of a packing.
+    In such a pass, also the second one of recompute_in_backward, the tokens are those of a Line.
     """
-    *_, attend = arguments
-    training = getattr(attend, "func", None) is qerl.packed_attention
+    training = isinstance(arguments[-1], fast.Line)
     for layer in block.modules():
         if isinstance(layer, FrozenFP8Linear):
             layer.fp8 = training

@@ -29,7 +29,7 @@ if the log's mismatch_kl stays small beside that of the noise.
 """
 import torch
 
-import qerl
+from harness import fast
 from harness.machine import free_memory
 from methods import Method
 from methods.parts.eight_bit import current_weight
@@ -43,11 +43,11 @@ def merged_weight(layer, dtype):
     if torch.equal(row, row.to(dtype).float()):
         return None
     weight = current_weight(layer).to(dtype)
-    return qerl.FORMATS["bf16"].pack(weight)
+    return fast.FORMATS["bf16"].pack(weight)
 
 
-class MergingSampler(qerl.Sampler):
-    """For qerl.generate: merges the layers while many slots decode, if memory allows."""
+class MergingSampler(fast.Sampler):
+    """For fast.generate: merges the layers while many slots decode, if memory allows."""
 
     def record(self):
         self.restore()
@@ -85,5 +85,5 @@ class Neighbour(Method):
     """QeRL, sampled by a MergingSampler."""
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
-        return qerl.generate(model, prompts, max_new_tokens, group_size,
+        return fast.generate(model, prompts, max_new_tokens, group_size,
                              sampler_class=MergingSampler, **options)

@@ -26,6 +26,7 @@ import contextlib
 import torch
 
 import qerl
+from harness import fast
 from harness.batches import join_rollouts
 from methods import rollout_correction
 from harness.errors import require
@@ -59,6 +60,6 @@ class Neighbour(rollout_correction.Neighbour):
         rollouts = []
         for _ in range(DRAWS):
             with qerl.adaptive_quantization_noise(model, *self.noise):
-                rollouts.append(qerl.generate(model, prompts, max_new_tokens, share, **options))
+                rollouts.append(fast.generate(model, prompts, max_new_tokens, share, **options))
         rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
         return join_rollouts(rollouts, rows.transpose(0, 1).flatten())

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
 
 import qerl
+from harness import fast
 from harness.errors import require
 from harness.export import require_16_bit, stacked_parts, write_packed_folder
 from harness.layers import TrainedLinear, replace_layers
@@ -52,7 +53,7 @@ RECIPE = dict(lr=1e-5, steps=500, batch=16)
 SMALL_RECIPE = dict(lr=3e-5, steps=60, batch=16)       # for the built-in policy
 
 
-class WithScales(qerl.Checkpoint):
+class WithScales(fast.WeightReader):
     """Hands out 16-bit weights. The attribute nvfp4 of each has the parts of the same weight in NVFP4."""
 
     def stacked(self, names, sizes, in_features):
@@ -78,13 +79,13 @@ class FakeQuantLinear(TrainedLinear):
     def cast(self, dtype):
         _, bias = super().cast(dtype)
         W = self.master.detach()
-        packed = qerl.encode_e2m1(W, self.scale)
+        packed = fast.encode_e2m1(W, self.scale)
         rounded = qerl.dequantize_blocks(packed, qerl.E2M1, self.scale, torch.float32)
         return (rounded + (self.master - W)).to(dtype), bias       # the gradient of W is Ŵ's
 
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
-        packed = qerl.encode_e2m1(self.master.detach(), self.scale)
+        packed = fast.encode_e2m1(self.master.detach(), self.scale)
         found = stacked_parts(self.names, self.sizes, packed, *self.scales)
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)
@@ -94,7 +95,7 @@ class FakeQuantLinear(TrainedLinear):
 
 def fake_quantised(folder, device="cpu"):
     """The model of a folder in 16 bit or NVFP4, with FakeQuantLinear layers."""
-    model = qerl.load_model(folder, "bf16", device=device, checkpoint_class=WithScales)
+    model = fast.load_model(folder, "bf16", device=device, reader_class=WithScales)
     replace_layers(model, FakeQuantLinear)
     return model
 
@@ -154,7 +155,7 @@ class Neighbour(Method):
             if device != "cpu":
                 student.recompute_in_backward()
             distilled = self.variant == "distil"
-            teacher = qerl.load_model(folder, "bf16", device=device) if distilled else None
+            teacher = fast.load_model(folder, "bf16", device=device) if distilled else None
             losses = cold_start(student, teacher, sequences, **recipe)
             write_packed_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 
 import qerl
+from harness import fast
 from harness.export import require_16_bit
 from methods import Method
 from methods.parts.worked import Worked, answer_logits, batches_of, fit, worked_sequences
@@ -119,7 +120,7 @@ class Neighbour(Method):
         texts = texts_of(questions, tokenizer)
         require(texts, f"--method rilq: none of the first {TEXTS} questions is shorter than {LONGEST} "
                        "tokens; give --data with shorter ones")
-        teacher = qerl.load_model(folder, "bf16", device=self.settings.device)
+        teacher = fast.load_model(folder, "bf16", device=self.settings.device)
         losses = compensate(model, teacher, texts)
         model.reference = adapter(model)           # of the KL term: the start, LoRA included
         print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "

@@ -49,8 +49,9 @@ import torch
 import torch.nn.functional as F
 
 import qerl
+from harness import fast
 from methods import Method
-from qerl import IDLE
+from harness.fast import IDLE
 
 ROWS = 100                     # 7B in NVFP4 on an H200: 2.6 ms a step for 1 row, 5.9 for 128
 CONTEXT = 3                    # so many last tokens are looked up
@@ -97,8 +98,8 @@ class Lookup:
         return self.texts.flatten()[place.clamp(0, self.texts.numel() - 1)]
 
 
-class SpeculativeSampler(qerl.Sampler):
-    """For qerl.generate. K: tokens of a draft; where it is 0 this is the plain sampler."""
+class SpeculativeSampler(fast.Sampler):
+    """For fast.generate. K: tokens of a draft; where it is 0 this is the plain sampler."""
 
     fewest = 4
 
@@ -133,7 +134,7 @@ class SpeculativeSampler(qerl.Sampler):
         self.draft = self.lookup.draft(self.completion, self.position, self.K)
         tokens = torch.cat([self.token[None], self.draft])                       # [K + 1, slots]
         filled = self.cache.filled + self.ahead
-        if qerl.use_kernels(self.model.embedding):
+        if fast.use_kernels(self.model.embedding):
             hidden = self.decode(tokens.flatten(), filled.flatten())
         else:
             hidden = torch.cat([self.decode(*row) for row in zip(tokens, filled)])
@@ -191,7 +192,7 @@ class Neighbour(Method):
         counts = torch.zeros(3, dtype=torch.long, device=model.device)
         sampler_class = partial(
             SpeculativeSampler, earlier, question, self.state["acceptance"], counts)
-        rollout = qerl.generate(model, prompts, max_new_tokens, group_size,
+        rollout = fast.generate(model, prompts, max_new_tokens, group_size,
                                 sampler_class=sampler_class, **options)
         tokens = F.pad(rollout.tokens, (0, max_new_tokens - rollout.tokens.shape[1])).int().cpu()
         self.texts |= zip(asked, tokens.split(group_size))

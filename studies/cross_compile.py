@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 import fp4_kernels
-import qerl
+from harness import fast
 from methods.parts import eight_bit
 from studies.random_models import random_model
 
@@ -46,18 +46,18 @@ def launch_model(weights, dtype):
     model = random_model("tiny", weights, 32, "cpu", dtype)
     for layer in model.quantized_layers():
         layer.prepare_decoding(dtype)
-    cache = qerl.KVCache(model, 16, 64)
+    cache = fast.KVCache(model, 16, 64)
     with torch.no_grad():
         model.decode(torch.zeros(16, dtype=torch.long), cache)
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    qerl.token_logprobs(model, [[0] * 8], tokens, torch.tensor([8])).sum().backward()
+    fast.token_logprobs(model, [[0] * 8], tokens, torch.tensor([8])).sum().backward()
     logits = torch.zeros(16, 512, dtype=dtype)
     fp4_kernels.sample(logits, 1.0, torch.zeros(1, dtype=torch.long))
 
 
 def launch_tiles():
     """linear_kernel in all Configs of the GPU."""
-    format = qerl.FORMATS["nvfp4"]
+    format = fast.FORMATS["nvfp4"]
     weight = format.tile(*format.quantize(torch.ones(512, 512)))
     lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0)
     for config in fp4_kernels.configs_on(weight.words.device):

@@ -2,7 +2,7 @@
 import torch
 import transformers
 
-import qerl
+from harness import fast, loading
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size")
@@ -18,7 +18,7 @@ SHAPES = {
 }
 
 
-class RandomWeights(qerl.Checkpoint):
+class RandomWeights(fast.WeightReader):
     """Normal weights of any shape."""
 
     def read(self, name, shape):
@@ -35,9 +35,9 @@ def config_of(name, **changed):
 def random_model(name, weights, lora_rank, device, dtype=None, **changed):
     """weights: a format; changed: as config_of's."""
     torch.manual_seed(0)
-    dtype = dtype or qerl.default_dtype(device)
+    dtype = dtype or loading.default_dtype(device)
     checkpoint = RandomWeights({}, weights, lora_rank, device=device, dtype=dtype)
-    return qerl.Transformer(config_of(name, **changed), checkpoint)
+    return fast.Transformer(config_of(name, **changed), checkpoint)
 
 
 def random_prompts(vocabulary, count, length):

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 import qerl
+from harness import fast
 from harness.batches import make_batch
 from harness.machine import Clock, keep_activations
 from harness.ranks import Ranks
@@ -35,8 +36,8 @@ def take_peak():
 def release_memory():
     """Give back what was used before, so that the next measurement starts from the same memory."""
     gc.collect()
-    if qerl.kernels:
-        qerl.kernels.attention_scratch.cache_clear()
+    if fast.kernels:
+        fast.kernels.attention_scratch.cache_clear()
     torch.cuda.empty_cache()
 
 
@@ -76,7 +77,7 @@ def take_step(model, optimizer, scaler, settings, lengths):
     ranks = Ranks()
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
     with clock("rollout"), qerl.adaptive_quantization_noise(model, settings.sigma_start, None):
-        rollout = qerl.generate(model, asked, settings.max_new_tokens, settings.group,
+        rollout = fast.generate(model, asked, settings.max_new_tokens, settings.group,
                                 slots=settings.slots, sampler_class=partial(CutSampler, lengths))
     rollout_gb = take_peak()
     with clock("reward"):

@@ -25,7 +25,7 @@ from harness.command import Parser, full_name, require_flag
 from harness.folders import atomic_write, read_jsonl
 from harness.run import lasting
 from harness.errors import UserError
-from qerl import model_folder
+from harness.loading import model_folder
 from studies.factorial import FLAGS, STUDIES
 
 # Flags of train_gsm8k.py that a study sets for each run.

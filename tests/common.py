@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import qerl
+from harness import fast
 import train_gsm8k
 import harness.run
 from harness.layers import TrainedLinear, replace_layers
@@ -58,7 +59,7 @@ def neighbour(name, **settings):
 
 def all_trained(folder):
     """A model whose weights, biases and norms are all trained."""
-    model = qerl.load_model(folder, "bf16", train_norms=True)
+    model = fast.load_model(folder, "bf16", train_norms=True)
     replace_layers(model, TrainedLinear)
     return model
 
@@ -124,8 +125,8 @@ def run_python(*args, cwd=HERE, **environment):
 def recorded(monkeypatch):
     """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
     calls = []
-    generate = qerl.generate
-    draw = qerl.sample
+    generate = fast.generate
+    draw = fast.sample
 
     def recorded_sample(logits, temperature, top_p, generator):
         calls[-1].drawn_with.add((temperature, top_p))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import qerl
+from harness import fast
 from harness.errors import UserError
 from harness.data import ChatText
 from harness.export import save_adapter
@@ -33,7 +33,7 @@ def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (qerl.load_model, lambda path: ChatText(path, "")):
+    for load in (fast.load_model, lambda path: ChatText(path, "")):
         with pytest.raises(UserError, match="cannot be"):
             load(folder)
     assert not ran.exists()
@@ -61,6 +61,6 @@ def modelopt_layout(tensors):
 def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path, edit, stored):
     def logits(edit, stored):
         break_tensor(qwen, tmp_path, edit, quantization_config=stored)
-        return qerl.load_model(str(tmp_path))(TOKENS)
+        return fast.load_model(str(tmp_path))(TOKENS)
 
     assert_close(logits(edit, stored), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 import torch
 
 import qerl
+from harness import fast
 import train_gsm8k
 from common import read_json, run_main
 from harness import machine
@@ -21,14 +22,14 @@ def test_weights_stay_decoded_in_half_of_the_free_memory(model, monkeypatch):
         free(monkeypatch, bytes_free)
         machine.keep_decoded(model, small=0)
         formats = {layer.weight.format for layer in model.quantized_layers()}
-        assert formats == {qerl.FORMATS[format]}
+        assert formats == {fast.FORMATS[format]}
         assert model(TOKENS).equal(expected)
 
 
 def test_slots_and_pieces_are_what_memory_holds(family, monkeypatch):
     """Pieces beside the logits and what is trained: two moments and a gradient, float32."""
     model = with_lora(family[0])
-    three = 1.0001 * sum(kv.nbytes for kv in qerl.KVCache(model, 3, 100).layers) / 0.7
+    three = 1.0001 * sum(kv.nbytes for kv in fast.KVCache(model, 3, 100).layers) / 0.7
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
     logits = 3 * 2048 * model.config.vocab_size * 4
     thousand = trained + logits + 1000.1 * 4 * machine.activations(model.config, 2, 0) / 0.8

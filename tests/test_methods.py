@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import qerl
+from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
@@ -153,10 +154,10 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
 
     @torch.no_grad()
     def errors():
-        logprobs = qerl.token_logprobs(model, TWICE, rollout.tokens, rollout.length)
+        logprobs = fast.token_logprobs(model, TWICE, rollout.tokens, rollout.length)
         return (logprobs - rollout.logprobs)[rollout.mask].abs()
     with eight_bit.eight_bit(model, format):
-        rollout = qerl.generate(model, PROMPTS, 16, 2, eos=range(20))
+        rollout = fast.generate(model, PROMPTS, 16, 2, eos=range(20))
         assert errors().mean() < largest
     assert errors().max() > 1e-3
     assert model.quantized_layers() == layers
@@ -251,7 +252,7 @@ def test_pooled_noise_shares_each_group_among_four_draws(model):
     noise = seeded(2)
     for draw in range(4):
         with qerl.adaptive_quantization_noise(model, 0.3, noise):
-            scored = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+            scored = fast.token_logprobs(model, repeated, rollout.tokens, rollout.length)
         error = (scored - rollout.logprobs).abs().amax(1)
         drawn_so = torch.arange(16) % 8 // 2 == draw
         assert torch.equal(error < 1e-4, drawn_so)
@@ -297,7 +298,7 @@ def test_branches_join_the_samples_behind_their_question(model):
 
     def complete(asked, phase, **options):
         assert asked == [branch]
-        rollout = qerl.generate(model, [branch["prompt"]], 12, 2, **options)
+        rollout = fast.generate(model, [branch["prompt"]], 12, 2, **options)
         return train_gsm8k.Samples(asked, rollout, ["b1", "b2"], one_right, one_right)
     joined = method.sampling(lambda: samples, complete, seeded(0))()
     assert joined.questions == [first, branch, second]

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import qerl
+from harness import fast
 import train_gsm8k
 from common import LEARNING, read_json, refused, run_main
 from harness.export import adapter_settings, adapter_tensors, load_adapter
@@ -106,7 +106,7 @@ def peft_adapter(folder, out, layers="all-linear"):
 def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
     """Its policy is PEFT's; the KL to the reference is 0 in the first minibatch, whose policy it is."""
     theirs = peft_adapter(qwen, tmp_path / "adapter")
-    ours = qerl.load_model(qwen, "bf16", lora_rank=2, lora_alpha=8)
+    ours = fast.load_model(qwen, "bf16", lora_rank=2, lora_alpha=8)
     ours.fingerprints = {}
     load_adapter(ours, tmp_path / "adapter")
     with torch.no_grad():

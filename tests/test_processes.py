@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import bench
-import qerl
+from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, read_json, refused, run_main
@@ -103,7 +103,7 @@ def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, c
 
     Cut weights train as whole ones bit for bit, though one rank decodes in fewer slots.
     """
-    monkeypatch.setattr(qerl, "generate", partial(same_completions, qerl.generate))
+    monkeypatch.setattr(qerl, "generate", partial(same_completions, fast.generate))
     options = (*several, "--model", deep, *flags.split())
     one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
     run_main(*options, "--out", one)
@@ -188,7 +188,7 @@ def passes_of(model):
     torch.manual_seed(3)
     with torch.no_grad():
         logits = model(tokens)
-    rollout = qerl.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
+    rollout = fast.generate(model, tokens.tolist(), 12, 4, temperature=0.0)
     model(tokens).square().mean().backward()
     return logits, rollout.tokens, gradient(model)
 
@@ -204,7 +204,7 @@ def test_gathered_weights_compute_the_same(deep, tmp_path):
     try:
         whole = with_lora(deep, device=device)
         whole.recompute_in_backward()
-        cut = with_lora(deep, device=device, checkpoint_class=layers.ShardedCheckpoint)
+        cut = with_lora(deep, device=device, reader_class=layers.ShardedReader)
         passes = layers.SharedPasses(cut, 1)
         packed = [layers.packed_tensors(layer.weight)[0] for layer in cut.quantized_layers()]
         assert len({t.untyped_storage().data_ptr() for t in packed}) == 2        # for three blocks
@@ -219,10 +219,10 @@ def test_ranks_keep_equal_pieces_of_a_layer(qwen):
     """None has more than its share, but for padding."""
     def loaded_by(rank):
         with mock.patch.dict(os.environ, numbers_of(rank, 3)):
-            model = qerl.load_model(qwen, checkpoint_class=layers.ShardedCheckpoint)
+            model = fast.load_model(qwen, reader_class=layers.ShardedReader)
         return model.quantized_layers()
 
-    whole = qerl.load_model(qwen).quantized_layers()
+    whole = fast.load_model(qwen).quantized_layers()
     for layer, *parts in zip(whole, *map(loaded_by, range(3))):
         share = sum(t.nbytes for t in layers.packed_tensors(layer.weight)) / 3
         for part in parts:

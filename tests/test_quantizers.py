@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import qerl
+from harness import fast
 import train_gsm8k
 from harness import export
 from harness.data import read_questions
@@ -21,7 +22,7 @@ from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
 from test_qerl import WEIGHTS, make_folder, relative, stacked_layer
 
-decoded = partial(qerl.FORMATS["nvfp4"].dequantize, dtype=torch.float32)
+decoded = partial(fast.FORMATS["nvfp4"].dequantize, dtype=torch.float32)
 
 
 def correlated():
@@ -70,7 +71,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 
 def textbook_gptq(weight, gram):
     """GPTQ as optimal brain quantisation: after each column the inverse Hessian is reduced."""
-    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
+    _, block_scale, global_scale = fast.quantize_nvfp4(weight)
     scale = (block_scale.double() / global_scale).repeat_interleave(16, 1)
     W = weight.double()
     result = torch.zeros_like(W)
@@ -104,7 +105,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
     layer(torch.cat([x, padding])[None])
 
     def error(s):
-        rounded = decoded(*qerl.quantize_nvfp4(weight * s)) / s
+        rounded = decoded(*fast.quantize_nvfp4(weight * s)) / s
         return F.linear(x, rounded - weight).norm().item()
 
     def candidate(a):
@@ -120,7 +121,7 @@ def test_folded_scales_change_no_logit(tmp_path):
     """Of a model with biases, of which two heads of o read one of v: o keeps its input."""
     folder, theirs = make_folder(tmp_path, "llama")
     folded = {}
-    for block in qerl.load_model(folder, "bf16").blocks:
+    for block in fast.load_model(folder, "bf16").blocks:
         folded |= awq.fold(block, {
             block.attention.qkv: torch.rand(128) + 0.5,
             block.mlp.gate_up: torch.rand(128) + 0.5,
@@ -141,7 +142,7 @@ def test_calibrated_codes_are_nearer_to_the_16_bit_model(made_qwen, asked, cache
     path = quantizers.quantized_folder(folder, quantizer, questions, text, "cpu")
     tokens = torch.tensor([text.prompt(questions[0]["question"])])
     with torch.no_grad():
-        error, rounding = (relative(qerl.load_model(stored)(tokens), theirs(tokens).logits)
+        error, rounding = (relative(fast.load_model(stored)(tokens), theirs(tokens).logits)
                            for stored in (path, folder))
     assert error < rounding
     assert quantizers.quantized_folder(path, "gptq", questions, text, "cpu") == path
@@ -149,7 +150,7 @@ def test_calibrated_codes_are_nearer_to_the_16_bit_model(made_qwen, asked, cache
 
 
 def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, asked):
-    model = qerl.load_model(qwen, "bf16", checkpoint_class=calibration.LeftInFiles)
+    model = fast.load_model(qwen, "bf16", reader_class=calibration.LeftInFiles)
     layers = model.quantized_layers()
     in_memory = []
     for layer in layers:
@@ -229,7 +230,7 @@ def test_losses_equal_transformers(made_qwen, tmp_path):
     """RILQ's has the final hidden states of all tokens and the answers' cross-entropy, QAT's is KL."""
     folder, their_student = made_qwen
     other, their_teacher = make_folder(tmp_path, seed=1)
-    student, teacher = (qerl.load_model(folder, "bf16") for folder in (folder, other))
+    student, teacher = (fast.load_model(folder, "bf16") for folder in (folder, other))
     rows = worked.rows_of(TWO, "cpu")
     hidden, q = by_transformers(their_student)
     wanted, p = by_transformers(their_teacher)
@@ -252,7 +253,7 @@ def test_straight_through_gradient_is_that_of_the_rounded_weight(made_qwen):
     parameters = dict(theirs.named_parameters())
     for name, p in parameters.items():
         if name.endswith("_proj.weight"):
-            p.data = decoded(*qerl.quantize_nvfp4(p.data))
+            p.data = decoded(*fast.quantize_nvfp4(p.data))
     expected = F.nll_loss(by_transformers(theirs)[1], ANSWERS)
     expected.backward()
     assert_close(loss, expected, rtol=1e-4, atol=0)
@@ -266,8 +267,8 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked, monkeypatch):
     questions, text, _ = asked
     monkeypatch.setattr(rilq, "TEXTS", 10)
     sequences = rilq.texts_of(questions, text)
-    teacher = qerl.load_model(qwen, "bf16")
-    model = qerl.load_model(qwen, lora_rank=4)
+    teacher = fast.load_model(qwen, "bf16")
+    model = fast.load_model(qwen, lora_rank=4)
     start = rilq.adapter(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)
     assert len(losses) == 1 + rilq.PATIENCE
@@ -281,8 +282,8 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tm
     questions, text, sequences = asked
     start = quantizers.quantized_folder(qwen, "gptq", questions, text, "cpu")
     student = qat.fake_quantised(start)
-    ordinary = qerl.load_model(start)
-    teacher = qerl.load_model(qwen, "bf16")
+    ordinary = fast.load_model(start)
+    teacher = fast.load_model(qwen, "bf16")
     rows = worked.rows_of(sequences, "cpu")
 
     def loss(model):
@@ -291,7 +292,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tm
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
     assert loss(student) < loss(ordinary)
     export.write_packed_folder(qwen, qat.packed_tensors(student), tmp_path)
-    trained = qerl.load_model(str(tmp_path))
+    trained = fast.load_model(str(tmp_path))
     assert loss(trained) == pytest.approx(loss(student), rel=1e-4)
     for layer, first in zip(trained.quantized_layers(), ordinary.quantized_layers()):
         same = list(map(torch.equal, layer.weight.parts, first.weight.parts))

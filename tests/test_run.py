@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import qerl
+from harness import fast
 import train_gsm8k
 from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, all_trained, assert_same_run, recorded
 from common import refused, run_main, stop_at
@@ -233,14 +234,14 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     log = read_jsonl(tmp_path / "metrics.jsonl")
     samples = {s["step"]: s["completions"] for s in read_jsonl(tmp_path / "samples.jsonl")}
     torch.manual_seed(settings.seed)
-    model = qerl.load_model(
+    model = fast.load_model(
         quiz, lora_rank=4, lora_alpha=settings.lora_alpha, train_norms=settings.train_norms)
-    reference = qerl.load_model(quiz)  # without adapters
+    reference = fast.load_model(quiz)  # without adapters
     trained = qerl.trainable(model)
     optimizer = adamw(trained.values(), settings)
     # The seed alone decides what is drawn.
     drawn_how = settings.temperature, settings.top_p
-    again = qerl.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group, *drawn_how,
+    again = fast.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group, *drawn_how,
                           eos=[QUIZ_EOS], generator=seeded(settings.seed))
     assert again.tokens.equal(calls[2].rollout.tokens)
     noise_rng = seeded(settings.seed + 1)

@@ -12,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.testing import assert_close
 
-import qerl
+from harness import fast, loading
 from harness.errors import UserError
 import train_gsm8k
 from common import killed_at, needs_fork, read_json, refused, run_main
@@ -40,7 +40,7 @@ def saving(qwen, tmp_path, monkeypatch):
 
 def tensors_of(folder):
     """{name: float tensor} of all files of a folder, as its index has them."""
-    files = qerl.open_tensors(str(folder), "cpu")
+    files = loading.open_tensors(str(folder), "cpu")
     return {name: file.get_tensor(name).float() for name, file in files.items()}
 
 
@@ -87,7 +87,7 @@ def test_a_kill_leaves_no_half_folder(tmp_path, saving):
     assert killed_at(event, 1, *saving) is None
     assert [left.name for left in tmp_path.iterdir()] == ["out.tmp"]
     assert killed_at(event, 0, *saving)                          # it is no obstacle
-    qerl.load_model(str(tmp_path / "out"))
+    fast.load_model(str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("module,name,error", [
@@ -150,8 +150,8 @@ def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkey
     assert tokens[0].tolist() == text.prompt(names["messages"][1]["content"])
     served, trained = names["model"](tokens).logits.float(), policy(tokens).float()
     exec(compile(merging, "docs/serving.md", "exec"), names)
-    merged = qerl.load_model("merged", "bf16")(tokens)
-    frozen = qerl.load_model("qwen-32b-nvfp4")(tokens)
+    merged = fast.load_model("merged", "bf16")(tokens)
+    frozen = fast.load_model("qwen-32b-nvfp4")(tokens)
     for found in (served, merged):
         assert relative(found, trained) < 0.03 < relative(found, frozen)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-import qerl
+from harness import fast
 from methods import speculative
 from test_qerl import NEAR, seeded, with_lora
 
@@ -13,7 +13,7 @@ from test_qerl import NEAR, seeded, with_lora
 def test_frequencies_are_the_policys(quiz, monkeypatch):
     """Of texts of three tokens, by chi-squared. Drafts are right now and then."""
     monkeypatch.setattr(speculative, "best_draft", lambda *_: 3)
-    model = qerl.load_model(quiz, "bf16")
+    model = fast.load_model(quiz, "bf16")
     method = speculative.Neighbour(None)
     rollout = method.generate(
         model, [[2]], max_new_tokens=3, group_size=10000, temperature=0.6, slots=10000,
@@ -21,7 +21,7 @@ def test_frequencies_are_the_policys(quiz, monkeypatch):
     assert 1.05 < method.measured["tokens_a_pass"] < 2.5
     texts = torch.cartesian_prod(*[torch.arange(9)] * 3)                         # [729, 3]
     length = torch.full((729,), 3)
-    logprobs = qerl.token_logprobs(model, [[2]] * 729, texts, length, temperature=0.6)
+    logprobs = fast.token_logprobs(model, [[2]] * 729, texts, length, temperature=0.6)
     expected = 10000 * logprobs.sum(1).exp()
     number = rollout.tokens @ torch.tensor([81, 9, 1])
     difference = number.bincount(minlength=729) - expected
@@ -36,10 +36,10 @@ def test_greedy_completions_are_the_plain_samplers(family):
     """
     model = with_lora(family[0])
     prompts = [[i, 3, 2 * i + 1] for i in range(20)]
-    endless = qerl.generate(model, prompts, 24, temperature=0)
+    endless = fast.generate(model, prompts, 24, temperature=0)
     eos = set(endless.tokens[:6, 3].tolist())
     options = dict(max_new_tokens=24, group_size=2, temperature=0, eos=eos)
-    plain = qerl.generate(model, prompts, **options)
+    plain = fast.generate(model, prompts, **options)
     assert plain.finished.any() and not plain.finished.all()
     method = speculative.Neighbour(None)
     for slots, acceptance in ((40, 0.1), (40, 0.5), (6, 0.5)):
@@ -60,7 +60,7 @@ def test_right_drafts_make_several_tokens_a_pass(
     """21 tokens in three passes if all drafts, of seven tokens, are right; if all are wrong, in 21."""
     monkeypatch.setattr(speculative, "best_draft", lambda *_: 7)
     prompts = [[1, 3], [2, 3]]
-    plain = qerl.generate(model, prompts, 21, temperature=0)
+    plain = fast.generate(model, prompts, 21, temperature=0)
     drafts = F.pad(plain.tokens + wrong, (0, 7))
 
     def draft(lookup, row, column, K):

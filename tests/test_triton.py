@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import qerl
+from harness import fast, loading
 from common import neighbour, run_python
 from methods import merged, speculative
-from qerl import kernels
+from harness.fast import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
 
@@ -72,12 +72,12 @@ def test_kernels_run_where_they_can(monkeypatch, version, in_bfloat16, in_float1
     assert kernels.runs_on(device, torch.float16) == in_float16
     assert kernels.runs_on(device, torch.bfloat16) == in_bfloat16
     assert kernels.tiles_fit(device, torch.bfloat16, 256, [128]) == in_bfloat16
-    assert (qerl.default_dtype(device) == torch.bfloat16) == in_bfloat16
+    assert (loading.default_dtype(device) == torch.bfloat16) == in_bfloat16
 
 
 def test_pytorch_computes_all_on_an_amd_gpu():
     """PyTorch calls it "cuda", too."""
-    program = "import torch; torch.version.hip = '7.0'; import qerl; print(qerl.kernels)"
+    program = "import torch; torch.version.hip = '7.0'; import qerl; print(fast.kernels)"
     result = run_python("-c", program)
     assert result.stdout.split() == ["None"]
     assert result.stderr.count("AMD GPU") == (kernels is not None)
@@ -141,7 +141,7 @@ def test_kernel_encode(dtype, block):
     scale = 2.0 ** torch.randint(-3, 3, (35, 96 // block))
     packed = kernels.encode_e2m1(*there(weight.to(dtype), scale)).cpu()
     with pytorch_alone():
-        assert packed.equal(qerl.encode_e2m1(weight, scale))
+        assert packed.equal(fast.encode_e2m1(weight, scale))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_kernels_train_as_pytorch(tmp_path, monkeypatch, tiles, name, recomputed
         model = one_block(tmp_path, name, train_norms=True)
         if recomputed:
             model.recompute_in_backward()
-        logprobs = qerl.token_logprobs(model, prompts, completions, length, chunk=4)
+        logprobs = fast.token_logprobs(model, prompts, completions, length, chunk=4)
         return logprobs.detach(), gradient_of(model, logprobs.square().sum())
 
     found = trained()
@@ -322,7 +322,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
     monkeypatch.setattr(speculative, "best_draft", lambda slots, acceptance: 3)
     prompts = [[5, 6] * n for n in (1, 32, 127, 150)]
     method = neighbour(method)
-    admit = qerl.Sampler.admit
+    admit = fast.Sampler.admit
 
     def prefill(*args):                    # which would take the interpreter minutes
         with pytorch_alone():
@@ -334,7 +334,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
 
     with pytorch_alone():
         expected = generated()
-    monkeypatch.setattr(qerl.Sampler, "admit", prefill)
+    monkeypatch.setattr(fast.Sampler, "admit", prefill)
     found = generated()
     for column, right in vars(expected).items():
         assert_close(getattr(found, column), right, **NEAR)
@@ -342,7 +342,7 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name, method, c
 
 @gpu
 @pytest.mark.parametrize("name,weights,top_p", [
-    *(("qerl", weights, 1.0) for weights in qerl.FORMATS),
+    *(("qerl", weights, 1.0) for weights in fast.FORMATS),
     ("qerl", "nvfp4", 0.9),
     ("merged", "nvfp4", 1.0),
     ("speculative", "nvfp4", 1.0),
@@ -367,7 +367,7 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
                                   generator=generator.manual_seed(0))
         repeated.append(rollout.logprobs)
     with torch.no_grad():
-        logprobs = qerl.token_logprobs(model, prompts, rollout.tokens, rollout.length)
+        logprobs = fast.token_logprobs(model, prompts, rollout.tokens, rollout.length)
     errors = (logprobs - rollout.logprobs).abs()
     assert errors[rollout.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")

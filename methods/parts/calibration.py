@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import qerl
+from harness import fast
 from harness.errors import require
 from harness.ranks import Ranks
 from methods.parts.worked import batches_of
 
 
 class Unread:
-    """Stands for a 16-bit qerl.PackedWeight that is in its file; read() makes it."""
+    """Stands for a 16-bit fast.PackedWeight that is in its file; read() makes it."""
 
     def __init__(self, read):
         self.read = read
@@ -26,14 +26,15 @@ class Unread:
         return self.read().dequantize(dtype)
 
 
-class LeftInFiles(qerl.Checkpoint):
+class LeftInFiles(fast.WeightReader):
     """Hands out layers whose weights stay in their files; refuses weights that NVFP4's blocks do not fit.
 
     Each is read once beforehand, so that a damaged model is refused at once, not after an hour.
     """
 
     def stacked(self, names, sizes, in_features):
-        qerl.require_blocks(names[0], in_features, "nvfp4")
+        require(in_features % 16 == 0, f"layer {names[0]} has {in_features} input features, not divisible by "
+                                       "nvfp4's block of 16; use other --weights")
         read = partial(super().stacked, names, sizes, in_features)
         read()
         return Unread(read)

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import qerl
+from harness import fast
 from harness.errors import require
 from harness.layers import TrainedLinear, replace_layers
 
-if qerl.kernels is not None:
+if fast.kernels is not None:
     import triton
     import triton.language as tl
 
@@ -30,7 +31,7 @@ def quantize(x, format, whole=False):
 
     whole: the scale is one, [1, 1], so that the transpose has the same codes.
     """
-    if format == "fp8" and not whole and qerl.use_kernels(x):
+    if format == "fp8" and not whole and fast.use_kernels(x):
         return quantize_rows_fused(x)
     x = x.float()
     largest = x.abs().amax((0, 1) if whole else 1, keepdim=True)
@@ -60,7 +61,7 @@ def multiply(x, weight):
     return torch._int_mm(padded, weight_codes.T)[:len(codes)] * scale * weight_scale
 
 
-class CodedWeight(qerl.PackedWeight):
+class CodedWeight(fast.PackedWeight):
     """A weight [out, in] in "int8" or "fp8" that multiplies activations in the same format.
 
     parts: its codes and scales; see quantize.
@@ -91,7 +92,7 @@ def current_weight(layer):
     return weight if A is None else weight + (B @ A).detach()
 
 
-class EightBitLinear(qerl.QuantLinear):
+class EightBitLinear(fast.QuantLinear):
     """The layers of a QuantLinear as they are now, in 8 bits: x [..., in] -> [..., out], no gradient."""
 
     def __init__(self, layer, format):
@@ -140,7 +141,7 @@ def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
 
 def transposed(codes):
     """codes.T as a contiguous tensor."""
-    if not qerl.use_kernels(codes) or any(size % 128 for size in codes.shape):
+    if not fast.use_kernels(codes) or any(size % 128 for size in codes.shape):
         return codes.T.contiguous()
     rows, columns = codes.shape
     result = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
@@ -149,7 +150,7 @@ def transposed(codes):
     return result
 
 
-if qerl.kernels is not None:
+if fast.kernels is not None:
     @triton.jit
     def quantize_kernel(x, codes, scale, columns, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
         """Each program reads a row twice: for its scale, and from the cache for its codes."""

@@ -1,0 +1,747 @@
+"""The same as qerl.py, faster: a reader may leave this file closed.
+
+Its functions and classes have the names of those in qerl.py and compute the same. Each says which
+lines it equals, and tests/test_fast.py holds the two together. What this file does not define is
+qerl's: fast.NAME gives that, too. What makes it fast:
+
+    1. layers             the kernels of fp4_kernels.py; Ŵ and LoRA in one product; recomputation
+    2. sampler            continuous batching; a decode step as one recorded CUDA graph
+    3. log-probabilities  a line of tokens, in which a prompt that completions share stands once
+    4. loading            weights in the kernels' tiles
+
+In shapes S is the number of tokens packed in a line; n tokens are of any sequences, one a row.
+"""
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute        # gradient checkpointing
+
+import qerl
+from harness import loading
+from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
+
+try:
+    import fp4_kernels as kernels
+except ImportError:            # the file is not there, or Triton is not, or the GPU is not NVIDIA's
+    kernels = None
+
+
+def __getattr__(name):
+    """What this module lacks is that of qerl."""
+    return getattr(qerl, name)
+
+
+def use_kernels(x):
+    """Whether this tensor is for a Triton kernel; if not, PyTorch computes the same."""
+    return kernels is not None and kernels.runs_on(x.device, x.dtype)
+
+
+# cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
+# PyTorch takes another of its attention kernels instead.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. Layers
+
+def encode_e2m1(weight, scale):
+    """qerl.encode_e2m1, by a kernel where one runs."""
+    return (kernels if use_kernels(weight) else qerl).encode_e2m1(weight, scale)
+
+
+quantize_nvfp4 = functools.partial(qerl.quantize_nvfp4, encode=encode_e2m1)
+quantize_mxfp4 = functools.partial(qerl.quantize_mxfp4, encode=encode_e2m1)
+
+
+@dataclass(eq=False)
+class Format(qerl.Format):
+    """qerl.Format, whose codes a kernel may know how to multiply."""
+    tiled: bool = False            # whether fp4_kernels knows its codes
+
+    def pack(self, weight):
+        """A weight [out, in] as an object that can multiply."""
+        return PackedWeight(self, *self.quantize(weight))
+
+    def tile(self, packed, block_scale, global_scale):
+        """The three parts in the order in which the kernels read them (fp4_kernels.py, section 2).
+
+        NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
+        """
+        scale = self.scale(block_scale)
+        if self.block == 32:
+            scale = scale.repeat_interleave(2, 1)                     # one for each 16
+        return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.table is NF4)
+
+
+# qerl's entries; those that the kernels know are replaced.
+FORMATS = {name: Format(**vars(format)) for name, format in qerl.FORMATS.items()} | {
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
+    "nf4": Format(qerl.quantize_nf4, 64, NF4, tiled=True),
+}
+
+
+class PackedWeight(qerl.PackedWeight):
+    """qerl.PackedWeight, which adds bias, LoRA and a residual to its product.
+
+    On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
+    tiles: it multiplies the codes without dequantising the whole weight first.
+    """
+    # Only TiledWeight has True here. It stores its columns in the order in which the GPU's threads
+    # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
+    # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
+    interleaved = False
+
+    def multiply(self, x, bias=None, residual=None, lora=None):
+        """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient (qerl.lora_linear).
+
+        lora: (A, B'), see QuantLinear.lora.
+        """
+        h = x @ lora[0].T if lora else None
+        weight = self.dequantize(x.dtype)
+        if residual is None:
+            y = F.linear(x, weight, bias)
+        else:
+            y = torch.addmm(residual, x, weight.T)
+            if bias is not None:
+                y += bias
+        return y if h is None else y.addmm_(h, lora[1].T)
+
+
+class FrozenLinear(torch.autograd.Function):
+    """qerl.lora_linear with its gradient: x [n, in] -> y = x Ŵᵀ + b + (x Aᵀ) B'ᵀ, [n, out].
+
+    layer: the QuantLinear; A and B': see its lora, None without LoRA.
+
+    Autograd alone would keep the dequantised Ŵ of every layer until backward. This dequantises it
+    again there, unless the block is recomputed just before (Block.forward). Ŵ
+    has no gradient.
+
+    LoRA's products are thin: they take the time of reading and writing x and y. The wider of the two
+    is therefore not written twice: LoRA joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ.
+    """
+
+    @staticmethod
+    def forward(ctx, x, A, B, layer):
+        weight = layer.weight.dequantize(x.dtype)
+        h = None if A is None else x @ A.T                                       # [n, layers * r]
+        ctx.layer = layer
+        ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
+        # The second forward of recompute_in_backward (the first has no gradients) only saves anew what
+        # backward needs. `down` is a block's last product, whose value nobody reads then.
+        if layer.output_unread and ctx.needs_input_grad[0]:
+            return x.new_zeros(len(x), len(weight))
+        if h is not None and weight.shape[0] > weight.shape[1]:
+            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
+        y = F.linear(x, weight, layer.bias)
+        return y if h is None else y.addmm_(h, B.T)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, h, A, B, weight = ctx.saved_tensors
+        if weight is None:
+            weight = ctx.layer.weight.dequantize(grad.dtype)
+        if h is None:
+            return grad @ weight, None, None, None
+        grad_h = grad @ B
+        if weight.shape[0] > weight.shape[1]:
+            grad_x = (grad @ weight).addmm_(grad_h, A)
+        else:
+            grad_x = torch.cat([grad, grad_h], 1) @ torch.cat([weight, A])
+        return grad_x, grad_h.T @ x, grad.T @ h, None
+
+
+class QuantLinear(qerl.QuantLinear):
+    """qerl.QuantLinear, in one product in training and in decoding."""
+
+    # Both are set by Transformer.recompute_in_backward.
+    keep_dequantized = False       # from a block's second forward to its backward
+    output_unread = False          # True of the MLP's down
+
+    def lora(self, dtype):
+        """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
+
+        A [layers * r, in] is multiplied by α/r; in B' [out, layers * r] each layer's piece of
+        B [out, r] is a block on the diagonal.
+        """
+        if not self.use_adapter:
+            return None, None
+        A = self.lora_A if self.alpha == self.rank else self.alpha / self.rank * self.lora_A
+        B = self.lora_B.to(dtype)
+        if len(self.sizes) > 1:
+            B = torch.block_diag(*B.split(self.sizes))
+        return A.to(dtype), B
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
+
+    def prepare_decoding(self, dtype):
+        """Before each rollout: bring LoRA into the form in which `decode` takes it."""
+        if not self.use_adapter:
+            self.decode_lora = None
+        elif self.weight.interleaved:
+            self.decode_lora = self.weight.prepare_lora(
+                self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
+        else:
+            self.decode_lora = self.lora(dtype)
+
+    def decode(self, x, residual=None):
+        """forward(x) + residual, without gradient; x [slots, in], interleaved if the weight is."""
+        return self.weight.multiply(x, self.bias, residual, self.decode_lora)
+
+
+class RMSNorm(qerl.RMSNorm):
+    """qerl.RMSNorm, by a kernel."""
+
+    def forward(self, x, interleaved=False):
+        """interleaved: for a layer that reads the result so, see PackedWeight."""
+        if use_kernels(x):
+            return kernels.rms_norm(x, self.scale, self.eps, interleaved)
+        return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
+
+    def branch(self, x, added=None):
+        """(x + added, its norm)."""
+        if use_kernels(x):
+            return kernels.norm_branch(x, added, self.scale, self.eps)
+        x = x if added is None else x + added
+        return x, self(x)
+
+
+def rotary(x, cos, sin):
+    """qerl.rotary, by a kernel where all rows share the positions."""
+    by_kernel = use_kernels(x) and cos.dim() == 2
+    return (kernels if by_kernel else qerl).rotary(x, cos, sin)
+
+
+def silu_mul(gate_up, interleaved=False):
+    """gate_up [..., 2n] -> silu(gate) * up [..., n], as in qerl.MLP.forward."""
+    if use_kernels(gate_up):
+        return kernels.silu_mul(gate_up, interleaved)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
+    """qerl.KVCache.attend for one token of each slot, with the rotary embedding of q and k.
+
+    qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
+    Returns [slots, heads * D].
+    """
+    kv_cache = cache.layers[layer]
+    filled = cache.filled
+    if use_kernels(qkv):
+        return kernels.decode_attention(qkv, cos, sin, kv_cache, filled, interleaved)
+    _, slots, kv_heads, _, D = kv_cache.shape
+    heads = qkv.shape[1] // D - 2 * kv_heads
+    q, k, v = qkv.view(slots, -1, D).split([heads, kv_heads, kv_heads], 1)       # [slots, heads, D]
+    slot = torch.arange(slots, device=qkv.device)
+    kv_cache[0, slot, :, filled] = rotary(k, cos, sin)
+    kv_cache[1, slot, :, filled] = v
+
+    length = filled + 1
+    k, v = kv_cache[:, :, :, :length.max()]                                      # of all tokens so far
+    there = length_mask(length, k.shape[2])[:, None, None]                       # [slots, 1, 1, longest]
+    q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
+    return y.flatten(1)
+
+
+class Attention(qerl.Attention):
+    """qerl.Attention, with kernels."""
+
+    def forward(self, x, rope, cache=None):
+        q, k, v = self.heads(self.qkv(x))
+        q = rotary(self.q_norm(q), *rope)
+        k = rotary(self.k_norm(k), *rope)
+        y = qerl.attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
+        return self.o(y.flatten(2))
+
+    def decode(self, x, rope, cache, residual):
+        """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
+        qkv = self.qkv.decode(x)
+        if isinstance(self.q_norm, RMSNorm):
+            q, k, v = self.heads(qkv)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1).flatten(1)
+        # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
+        y = decode_attention(qkv, *rope, cache, self.index, self.o.weight.interleaved)
+        return self.o.decode(y, residual)
+
+
+class MLP(qerl.MLP):
+    """qerl.MLP, with a kernel."""
+
+    def forward(self, x):
+        return self.down(silu_mul(self.gate_up(x)))
+
+    def decode(self, x, residual):
+        """forward(x) + residual for one new token of each slot, [slots, d]."""
+        gate_up = self.gate_up.decode(x)
+        y = silu_mul(gate_up, self.down.weight.interleaved)
+        return self.down.decode(y, residual)
+
+
+class Block(qerl.Block):
+    """qerl.Block, which may keep nothing but its input for backward (gradient checkpointing)."""
+    Attention = Attention
+    MLP = MLP
+    recomputed = False             # set by Transformer.recompute_in_backward
+
+    def forward(self, x, rope, cache=None):
+        if not (self.recomputed and torch.is_grad_enabled()):
+            return self.compute(x, rope, cache)
+        # Reentrant recomputation gives a gradient only if its input asks for one. With
+        # use_reentrant=False, today's default, it hooks every tensor: twice the host's work.
+        return recompute(self.compute, x.requires_grad_(), rope, cache, use_reentrant=True,
+                         preserve_rng_state=False)
+
+    def compute(self, x, rope, cache):
+        x, y = self.attention_norm.branch(x)
+        x, y = self.mlp_norm.branch(x, self.attention(y, rope, cache))
+        return x + self.mlp(y)
+
+    def decode(self, x, rope, cache):
+        """forward for one new token of each slot, x [slots, d].
+
+        On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
+        """
+        y = self.attention_norm(x, self.attention.qkv.weight.interleaved)
+        x = self.attention.decode(y, rope, cache, residual=x)
+        y = self.mlp_norm(x, self.mlp.gate_up.weight.interleaved)
+        return self.mlp.decode(y, residual=x)
+
+
+class Transformer(qerl.Transformer):
+    """qerl.Transformer; `decode` is `hidden` for one new token of every slot of the sampler."""
+    Block = Block
+    recompute_blocks = 0           # how many, from the first on
+
+    def decode(self, tokens, cache):
+        """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
+        x = F.embedding(tokens, self.embedding)
+        rope = self.rope(cache.filled, x.dtype)
+        for block in self.blocks:
+            x = block.decode(x, rope, cache)
+        return self.norm(x)
+
+    def recompute_in_backward(self, blocks=None):
+        """Gradient checkpointing: the first `blocks`, or all, keep only their input.
+
+        In backward a block runs forward again, is differentiated and freed. Its dequantised
+        weights live from this second forward to the end of its backward, so that each is
+        dequantised once a pass. Gradients then come from .backward() without `inputs`, not from
+        autograd.grad. Nobody reads the last product of the second forward, that of `down`: no
+        gradient depends on it, and it is left out.
+        """
+        self.recompute_blocks = len(self.blocks) if blocks is None else blocks
+        for i, block in enumerate(self.blocks):
+            block.recomputed = recomputed = i < self.recompute_blocks
+            block.mlp.down.output_unread = recomputed
+            for layer in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down):
+                layer.keep_dequantized = recomputed
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Sampler
+#
+# qerl.generate by continuous batching. All slots decode together, a completion each. One that is done leaves
+# its slot idle: it decodes on from an empty cache, and what it writes goes to a spare row. Once G
+# slots are idle the next prompt takes them: its keys and values are computed once and copied to all.
+# Once no prompt waits and half of the slots are idle, the other half goes on alone (from 32 slots
+# on). Everything that a decode step needs lives in tensors of fixed shape on the device, so that on a
+# GPU the whole step is one recorded CUDA graph (all its kernels, started by one launch), and the host
+# looks at the slots only every 8 tokens.
+
+IDLE = -1                  # in place of a slot's completion; as an index it is the spare last row
+PREFILL_TOKENS = 32768     # of prompts that enter together, in one pass
+
+
+class KVCache:
+    """qerl.KVCache of slots; filled int64 [slots]: how many positions each holds.
+
+    layers: of each layer a tensor [2, slots, kv_heads, max_len, head_dim], keys then values.
+    """
+
+    def __init__(self, model, slots, max_len):
+        head_dim = model.blocks[0].attention.head_dim
+        shape = 2, slots, model.config.num_key_value_heads, max_len, head_dim
+        self.layers = [model.embedding.new_zeros(shape) for _ in model.blocks]
+        self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
+
+    def keep(self, slots):
+        """Forget all slots but these, int64 [fewer]; layer by layer, so there is never a second cache."""
+        self.filled = self.filled[slots]
+        for i, kv in enumerate(self.layers):
+            self.layers[i] = kv[:, slots]
+
+
+class Prefill(NamedTuple):
+    """What Transformer.hidden of P prompts takes as its cache: it fills a KVCache.
+
+    Keys and values of prompt p go to slots[p * G:(p + 1) * G]. The padding of shorter prompts lies
+    behind `filled`, where nothing looks.
+    """
+    cache: KVCache
+    slots: torch.Tensor            # int64 [P * G]
+
+    def positions(self, count):
+        return torch.arange(count, device=self.slots.device)
+
+    def attend(self, q, k, v, layer):
+        """q [P, T, heads, D], k and v [P, T, kv_heads, D] -> y [P, T, heads, D]."""
+        groups = self.slots.view(len(k), -1)                                     # [P, G]
+        kv = torch.stack([k, v]).transpose(2, 3)               # [2, P, kv_heads, T, head_dim]
+        self.cache.layers[layer][:, groups, :, :k.shape[1]] = kv[:, :, None]     # the same for each of G
+        return qerl.attention(q, k, v)
+
+
+def nucleus(probs, top_p, count=1024):
+    """qerl.nucleus: zero all but the smallest set of tokens whose probability reaches top_p.
+
+    To sort all tokens would take most of a rollout's time: the `count` likeliest mostly suffice.
+    """
+    ordered, index = probs.topk(min(count, probs.shape[1]))
+    total = ordered.cumsum(-1)
+    if count < probs.shape[1] and (total[:, -1] < top_p).any():
+        return nucleus(probs, top_p, probs.shape[1])
+    ordered[total - ordered >= top_p] = 0              # where all likelier tokens have top_p already
+    return torch.zeros_like(probs).scatter(-1, index, ordered)
+
+
+def sample(logits, temperature=1.0, top_p=1.0, generator=None):
+    """qerl.sample, on a GPU by a kernel with a random stream of its own.
+
+    The exponential race does not make the host wait for the GPU, as torch.multinomial does.
+    """
+    if logits.is_cuda and temperature > 0 and top_p == 1 and use_kernels(logits):
+        seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
+        return kernels.sample(logits, temperature, seed)
+    return qerl.sample(logits, temperature, top_p, generator, nucleus)
+
+
+def to_device(numbers, device):
+    """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
+    tensor = torch.as_tensor(numbers, dtype=torch.long)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
+class Sampler:
+    """The state of one `generate` call: what each slot is at, and the completions so far.
+
+    Made anew for each call, and with it the CUDA graph, which holds the call's cache and noisy norms.
+    """
+
+    fewest = 16                # slots that `shrink` may leave
+
+    def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
+                 generator):
+        device = model.device
+        self.model = model
+        self.temperature = temperature
+        self.top_p = top_p
+        self.generator = generator
+        self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
+
+        # Of each slot; how many keys and values it has is cache.filled.
+        self.completion = torch.full((slots,), IDLE, device=device)    # what it continues, a row below
+        self.position = torch.zeros_like(self.completion)              # its next token's column there
+        self.token = torch.zeros_like(self.completion)                 # the next input
+        self.logits = None                                             # float [slots, V], of this step
+        self.cache = KVCache(model, slots, max_len)
+
+        # Of each completion, and of one more, into which idle slots write.
+        self.logprobs = torch.zeros(count + 1, max_new_tokens, device=device)
+        self.entropy = torch.zeros_like(self.logprobs)
+        self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
+        self.length = torch.zeros_like(self.tokens[:, 0])
+        self.limit = torch.full_like(self.length, max_new_tokens)      # methods/deep_grpo.py lowers some
+        self.finished = torch.zeros_like(self.length, dtype=torch.bool)
+        for layer in model.quantized_layers():
+            layer.prepare_decoding(model.embedding.dtype)
+        self.record()
+
+    def record(self):
+        """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
+
+        With top-p the graph is of `forward` alone: one of all would keep the sort's temporaries.
+        Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None,
+        not self.step: a sampler that refers to itself would keep its cache after the call.)
+        """
+        self.replay = None
+        if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
+            recorded = self.step if self.top_p == 1 else self.forward
+            self.replay = kernels.record_graph(recorded, self.generator)
+
+    def admit(self, prompts, slots, completions):
+        """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
+
+        All but the last token of a prompt are prefilled, about PREFILL_TOKENS at a time; the last
+        is the slot's first decode input.
+        """
+        device = self.model.device
+        group = len(slots) // len(prompts)
+        padded = to_device(pad_sequence(list(map(torch.tensor, prompts)), batch_first=True), device)
+        last = to_device([len(p) - 1 for p in prompts], device)
+        longest = padded.shape[1]
+        if longest > 1:                                # a single token needs no prefill
+            at_once = max(1, PREFILL_TOKENS // longest)
+            for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
+                self.model.hidden(tokens, Prefill(self.cache, chosen))
+        first_input = padded.gather(1, last[:, None])[:, 0]
+        self.token[slots] = first_input.repeat_interleave(group)
+        self.cache.filled[slots] = last.repeat_interleave(group)
+        self.completion[slots] = completions
+        self.position[slots] = 0
+
+    def steps(self, count):
+        """`count` tokens for every slot; nothing waits for the device."""
+        for _ in range(count):
+            if self.replay is None:
+                self.step()
+            else:
+                self.replay()
+                if self.top_p != 1:
+                    self.pick()                        # not in the graph, see record
+
+    def step(self):
+        """One token for every slot."""
+        self.forward()
+        self.pick()
+
+    def forward(self):
+        hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
+        self.logits = F.linear(hidden, self.model.lm_head)                       # [slots, V]
+
+    def draw(self):
+        return sample(self.logits, self.temperature, self.top_p, self.generator)
+
+    def pick(self):
+        """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
+        token, logprob, entropy = self.draw()
+        row = self.completion                          # [slots]; IDLE, -1, is the spare last row
+        column = self.position                         # [slots]
+        self.tokens[row, column] = token
+        self.logprobs[row, column] = logprob
+        self.entropy[row, column] = entropy
+        so_far = column + 1
+        ended = (token[:, None] == self.eos).any(1)
+        self.length[row] = so_far
+        self.finished[row] = ended
+        self.token.copy_(token)
+        # Every slot moves one token on; those that stop are idle and empty.
+        stopped = ended | (so_far >= self.limit[row]) | (row == IDLE)
+        self.completion.masked_fill_(stopped, IDLE)
+        self.position.add_(1).masked_fill_(stopped, 0)
+        self.cache.filled.add_(1).masked_fill_(stopped, 0)
+
+    def shrink(self):
+        """Keep the busy half of the slots when the other is idle: the last completions are then faster."""
+        busy_first = (self.completion == IDLE).int().argsort(stable=True)
+        kept = busy_first[:len(self.completion) // 2]
+        self.completion = self.completion[kept]
+        self.position = self.position[kept]
+        self.token = self.token[kept]
+        self.replay = None                             # gives the old graph's memory back
+        self.cache.keep(kept)
+        self.record()
+
+    def rollout(self):
+        """The completions, without the spare row, cut to the longest."""
+        longest = int(self.length[:-1].max())
+        cut = [t[:-1, :longest] for t in (self.tokens, self.logprobs, self.entropy)]
+        return Rollout(*cut, self.length[:-1], self.finished[:-1])
+
+
+def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
+             slots=256, generator=None, sampler_class=Sampler):
+    """qerl.generate: sample group_size completions for each prompt -> Rollout, on model.device.
+
+    sampler_class: methods/ have others.
+    """
+    qerl.check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
+    count = len(prompts) * group_size
+    slots = max(group_size, min(slots, count))
+    max_len = max(map(len, prompts)) + max_new_tokens
+    check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
+    with torch.no_grad():
+        sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
+                                generator)
+        entered = 0                                                # prompts that have had their slots
+        while True:
+            idle = (sampler.completion == IDLE).nonzero()[:, 0]
+            busy = len(sampler.completion) - len(idle)
+            admitted = min(len(idle) // group_size, len(prompts) - entered)
+            if not busy and not admitted:
+                return sampler.rollout()
+            many = len(sampler.completion) >= 2 * sampler.fewest
+            if many and entered == len(prompts) and busy <= len(idle):
+                sampler.shrink()                                # `idle` is stale now: no prompt waits
+            if busy:            # first, so that the GPU decodes while the host issues the prefill
+                sampler.steps(check_every)
+            if admitted:        # slots that were idle have stayed so
+                first = entered * group_size
+                completions = torch.arange(first, first + admitted * group_size, device=model.device)
+                sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
+                entered += admitted
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Log-probabilities
+#
+# The completions of a group share their prompt. So a batch goes through the layers as one line of
+# tokens, in which a shared prompt stands once and padding never (as in Prefix Grouper, arXiv
+# 2506.05433).
+
+class Packing(NamedTuple):
+    """A line of S tokens: P prompts, then B completions. See pack."""
+    sizes: list                # tokens of each prompt, then of each completion
+    owner: list                # of each completion: the number of its prompt
+    position: torch.Tensor     # int64 [S], of a token in its prompt + completion
+    before: torch.Tensor       # int64: the token of the line before each token of the completions
+    ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
+    group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
+                               # counted from the first completion
+
+
+def pack(prompts, length):
+    """B prompts (lists) and int64 [B], the lengths of their completions -> Packing.
+
+    Neighbours with equal prompts share one. Rows "p q a" and "p q b c" -> line "p q a b c", position
+    [0, 1, 2, 2, 3], before [1, 1, 3].
+    """
+    groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
+    P = len(groups)
+    owner = [p for p, (_, count) in enumerate(groups) for _ in range(count)]
+    sizes = [size for size, _ in groups] + length.tolist()
+    starts = [0] * P + list(map(len, prompts))         # the position of each one's first token
+    position = torch.cat([torch.arange(n, n + size) for n, size in zip(starts, sizes)])
+    ends = torch.tensor([0, *itertools.accumulate(sizes)])
+    places = ends[P:] - ends[P]                        # where completions begin, and the last ends
+    before = torch.arange(ends[P], ends[-1]) - 1
+    before[places[:-1]] = ends[1:][owner] - 1          # a first token follows its prompt's last
+    group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
+    position, before, ends, group_ends = (
+        to_device(t, length.device) for t in (position, before, ends, group_ends))
+    return Packing(sizes, owner, position, before, ends.int(), group_ends.int())
+
+
+class Line(NamedTuple):
+    """What Transformer.hidden of a line of tokens [1, S] takes as its cache: a prompt attends to itself,
+    and a completion to its prompt and to itself.
+    """
+    packing: Packing
+
+    def positions(self, count):
+        return self.packing.position
+
+    def attend(self, q, k, v, layer=None):
+        """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
+        if kernels is not None and kernels.flash_runs_on(q):
+            return kernels.packed_attention(q[0], k[0], v[0], self.packing)[None]
+        sizes, owner = self.packing.sizes, self.packing.owner
+        P = len(sizes) - len(owner)
+
+        def rows(x):
+            """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
+            parts = x[0].split(sizes)
+            joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
+            longest = max(map(len, joined))
+            return torch.stack([F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in joined])
+
+        y = qerl.attention(rows(q), rows(k), rows(v)).unbind()
+        prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
+        completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
+        return torch.cat(prompts + completions)[None]
+
+
+def token_logprob(logits, tokens, gradient=False):
+    """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
+
+    gradient: put its gradient [n, V], 1[token] - softmax(logits), in the place of the logits.
+    """
+    if use_kernels(logits):
+        return kernels.token_logprob(logits, tokens, gradient)
+    logprobs = logits.float().log_softmax(-1)
+    if gradient:
+        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
+    return logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+class OutputLogprobs(torch.autograd.Function):
+    """hidden [n, d], lm_head [V, d], tokens int64 [n] -> log π(token) float32 [n], `chunk` at a time.
+
+    The output layer is frozen, so that hidden alone needs a gradient. Forward computes it while the
+    logits are there: they are not kept, and not computed again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, lm_head, tokens, chunk):
+        logprobs = []
+        gradients = []
+        for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
+            logits = F.linear(h, lm_head)
+            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
+            if ctx.needs_input_grad[0]:
+                gradients.append(logits @ lm_head)
+        ctx.save_for_backward(*gradients)
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = torch.cat(ctx.saved_tensors)
+        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
+
+
+def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
+    """qerl.token_logprobs; the output layer runs on `chunk` tokens at a time."""
+    device = completions.device
+    packing = pack(prompts, length)
+    mask = length_mask(length, completions.shape[1])
+    tokens = completions[mask]                             # [n], in the line's order
+    shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
+    line = torch.cat([to_device(shared, device), tokens])
+    hidden = model.hidden(line[None], Line(packing))[0]                                     # [S, d]
+    # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
+    # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
+    # no run could be repeated exactly.
+    hidden = F.embedding(packing.before, hidden)
+    if temperature != 1:
+        hidden = hidden / temperature                      # and so the logits
+    logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
+    return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Loading
+
+class WeightReader(loading.WeightReader):
+    """loading.WeightReader, which hands out the layers of this file."""
+    formats = FORMATS
+    QuantLinear = QuantLinear
+    RMSNorm = RMSNorm
+    PackedWeight = PackedWeight
+
+    def weight(self, format, sizes, *parts):
+        """In tiles, where a kernel takes them."""
+        device = torch.device(self.device)
+        in_features = 2 * parts[0].shape[1]
+        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+            return format.tile(*parts)
+        return super().weight(format, sizes, *parts)
+
+
+def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
+               train_norms=False, model_class=Transformer, reader_class=WeightReader):
+    """qerl.load_model, by harness/loading.py, which reads more kinds of folders. Raises UserError.
+
+    dtype: by default loading.default_dtype. Of several GPUs choose one by torch.cuda.set_device first:
+    kernels start on the current one.
+    """
+    return loading.load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms,
+                              model_class, reader_class)

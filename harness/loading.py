@@ -1,0 +1,149 @@
+"""Careful loading: qerl.load_model for more kinds of folders, which looks for damage.
+
+Beside what qerl.py reads it takes folders in which some layers are in 16 bit and others in NVFP4,
+and NVFP4 as NVIDIA's ModelOpt writes it. What cannot be used is a UserError that names the thing and
+the remedy.
+"""
+import json
+import os
+
+import huggingface_hub
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+import qerl
+from harness.errors import UserError, reason, require
+
+LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
+IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
+SINGLE = "model.safetensors"
+
+
+def model_folder(name):
+    """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
+    if os.path.isdir(name):
+        return name
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=qerl.MODEL_FILES)
+    except Exception as e:
+        raise UserError(f"model {name}: no such folder, and Hugging Face does not give it "
+                        f"({reason(e)}); check the name and the connection")
+
+
+def read_config(folder):
+    """The transformers config of a folder or name; of a model that qerl.Transformer computes."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as e:
+        raise UserError(f"model {folder}: its config.json cannot be read ({reason(e)}); give the folder or "
+                        "the name of a Qwen2.5, Qwen3 or Llama 3 model")
+    qerl.check_config(config, (None, "nvfp4-pack-quantized", "modelopt"))
+    return config
+
+
+def default_dtype(device):
+    """bfloat16 on a GPU that can compute in it (from 2020 on), float16 on others, float32 on a CPU."""
+    if torch.device(device).type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def weight_map(folder):
+    """{tensor name: name of its file}, empty without an index, of a Hugging Face folder."""
+    path = f"{folder}/{SINGLE}.index.json"
+    if not os.path.exists(path):
+        return {}
+    with open(path, "rb") as f:
+        place = {tensor: os.path.basename(name) for tensor, name in json.load(f)["weight_map"].items()}
+    if SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"):
+        return place
+    shards = [name for name in set(place.values()) if os.path.exists(f"{folder}/{name}")]
+    require(not shards, f"{folder}: {SINGLE} and the index with its files are two models; remove one of them")
+    return {}
+
+
+def open_tensors(folder, device):
+    """{tensor name: the open safetensors file that holds it} of a Hugging Face folder.
+
+    The files are model.safetensors or, where there is an index, those that it names. A tensor then
+    comes from the file that it has there, whatever else lies in the folder.
+    """
+    path = folder
+    files = {}
+    try:
+        place = weight_map(folder)
+        for name in sorted(set(place.values())) or [SINGLE]:
+            path = f"{folder}/{name}"
+            file = safe_open(path, "pt", str(device))
+            files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
+                        "pickled, .bin or .pt, are never loaded)")
+    return files
+
+
+class WeightReader(qerl.WeightReader):
+    """qerl.WeightReader, which refuses damaged tensors and reads ModelOpt's and mixed folders.
+
+    Override `read` to make a model without files (random weights).
+    """
+
+    def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
+        """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
+        tensor = super().read(name, shape)
+        require(tensor.dtype in dtypes,
+                f"tensor {name} is {tensor.dtype}, not in 16 bit or NVFP4; use another model")
+        largest = tensor.float().abs().max()                         # NaN if one number is
+        may_be_zero = name.endswith(("_proj.weight", ".bias"))
+        require(largest < LARGEST and (largest > 0 or may_be_zero),
+                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
+                "the model again")
+        return tensor
+
+    def read_nvfp4(self, name, out_features, in_features):
+        """(packed, block_scale, global_scale [1]) of a layer that the folder has in NVFP4."""
+        codes = f"{name}.weight_packed"
+        if codes in self.files:                                        # of compressed-tensors
+            global_scale = self.read(f"{name}.weight_global_scale", (1,))
+        else:                                                          # of ModelOpt, which has S_FP32
+            codes = f"{name}.weight"
+            global_scale = 1 / self.read(f"{name}.weight_scale_2", (1,))
+        packed = self.read(codes, (out_features, in_features // 2), [torch.uint8])
+        scale = self.read(
+            f"{name}.weight_scale", (out_features, in_features // 16), [torch.float8_e4m3fn])
+        require(scale.float().min() >= 0 and global_scale > 1 / LARGEST,
+                f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
+                "these are not; quantise it again")
+        return packed, scale, global_scale
+
+    def in_4_bits(self, name):
+        return any(f"{name}{ending}" in self.files for ending in IN_4_BITS)
+
+    def stacked(self, names, sizes, in_features):
+        """As qerl's; of layers some of which the folder has in 16 bit, others not, all stay in 16 bit."""
+        weights = self.weights
+        if any(name.endswith(IN_4_BITS) for name in self.files) and not all(map(self.in_4_bits, names)):
+            weights = "bf16"
+        layers = [self.quantized(name, size, in_features, weights) for name, size in zip(names, sizes)]
+        return self.weight(self.formats[weights], sizes, *qerl.stack_parts(layers))
+
+    def weight(self, format, sizes, *parts):
+        """The parts of stacked layers as a weight that can multiply."""
+        return self.PackedWeight(format, *parts)
+
+
+def load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms, model_class, reader_class):
+    """qerl.load_model, with its arguments, by a WeightReader of this file. Raises UserError."""
+    require(weights in qerl.FORMATS, f"weights {weights} are unknown; choose {', '.join(qerl.FORMATS)}")
+    dtype = dtype or default_dtype(device)
+    require(dtype.is_floating_point, f"dtype {dtype} is not a floating-point type")
+    folder = model_folder(path)
+    config = read_config(folder)
+    files = open_tensors(folder, device)
+    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+    model = model_class(config, reader)
+    reader.check_all_read()
+    return model
