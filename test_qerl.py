@@ -1,4 +1,5 @@
-"""What qerl.py has to do, section by section, against oracles that no one here wrote.
+"""What qerl.py has to do, section by section, and harness/fast.py with it: against oracles that no
+one here wrote.
 
 They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figures are by hand.
 
@@ -131,10 +132,16 @@ def qwen(made_qwen):
     return made_qwen[0]
 
 
-def with_lora(folder, **options):
+@pytest.fixture(params=[qerl, fast], ids=["plain", "fast"])
+def engine(request):
+    """qerl.py, and what computes the same in its place."""
+    return request.param
+
+
+def with_lora(folder, engine=fast, **options):
     """A model whose LoRA is not zero, so that it matters."""
     torch.manual_seed(1)
-    model = fast.load_model(folder, lora_rank=4, **options)
+    model = engine.load_model(folder, lora_rank=4, **options)
     for p in qerl.trainable(model).values():
         p.data += 0.05 * torch.randn_like(p)
     return model
@@ -157,21 +164,15 @@ def gradient_of(model, loss):
     return gradient(model)
 
 
-def sample_two_each(model):
+def sample_two_each(engine, model):
     """A Rollout of two completions for each of PROMPTS, of which some end early."""
-    return fast.generate(model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5,
+    return engine.generate(model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5,
                          generator=seeded(1))
 
 
-@pytest.fixture
-def sampled(model):
-    """(model, its rollout)"""
-    return model, sample_two_each(model)
-
-
-def scored(model, rollout, **options):
-    """fast.token_logprobs of sample_two_each."""
-    return fast.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
+def scored(engine, model, rollout, **options):
+    """token_logprobs of sample_two_each."""
+    return engine.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
 
 
 BEFORE = """
@@ -179,7 +180,7 @@ import sys
 sys.modules["fp4_kernels"] = None                      # not even one that is installed
 import torch, qerl
 
-model = fast.load_model(sys.argv[1], weights="nvfp4", lora_rank=4)
+model = qerl.load_model(sys.argv[1], weights="nvfp4", lora_rank=4)
 optimizer = torch.optim.AdamW(qerl.trainable(model).values(), lr=1e-2)
 step, steps, prompts, eos = 1, 2, [[1, 2, 3], [4, 5]], {256}
 
@@ -187,7 +188,7 @@ def score(rollout):
     return (rollout.tokens < 128).float().mean(1).view(2, 8)
 """
 AFTER = """
-after = fast.token_logprobs(model, repeated, rollout.tokens, rollout.length)
+after = qerl.token_logprobs(model, repeated, rollout.tokens, rollout.length)
 print(sigma > 0, ((after - logprobs) * weights * advantages[:, None]).sum().item() > 0)
 """
 
@@ -237,14 +238,14 @@ def compressed_tensors(weight, format):
 def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
     """Float16 counts as float32: it cannot hold the global scale of small weights."""
     weight = WEIGHTS[kind]().to(dtype)
-    packed, scale, global_scale = fast.FORMATS[name].quantize(weight)
+    packed, scale, global_scale = qerl.FORMATS[name].quantize(weight)
     weight = weight.float() if dtype == torch.float16 else weight
     state, decompressed = compressed_tensors(weight, name.upper())
     assert packed.equal(state["weight_packed"])
     if name == "nvfp4":                                # the library's MXFP4 has other scales of zeros
         assert scale.view(torch.uint8).equal(state["weight_scale"].view(torch.uint8))
         assert global_scale.equal(state["weight_global_scale"])
-    decoded = fast.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
+    decoded = qerl.FORMATS[name].dequantize(packed, scale, global_scale, torch.float32)
     # The library decodes NVFP4 in 16 bit.
     assert_close(decoded, decompressed.float(), rtol=1e-2, atol=0)
 
@@ -253,7 +254,7 @@ def test_fp4_bytes_equal_compressed_tensors(name, kind, dtype):
 def test_nf4_equals_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
     weight = WEIGHTS[kind]()
-    format = fast.FORMATS["nf4"]
+    format = qerl.FORMATS["nf4"]
     decoded = format.dequantize(*format.quantize(weight), torch.float32)
     assert_close(decoded, bnb.dequantize_nf4(*bnb.quantize_nf4(weight, blocksize=64)))
 
@@ -261,23 +262,21 @@ def test_nf4_equals_bitsandbytes(kind):
 # --------------------------------------------------------------------------------------------------
 # 2. Quantised linear with LoRA
 
-def stacked_layer(weights, dense, bias=None, **lora):
+def stacked_layer(weights, dense, bias=None, engine=fast, **lora):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
-    format = fast.FORMATS[weights]
+    format = engine.FORMATS[weights]
     sizes = [len(weight) for weight in dense]
-    packed, scale, global_scale = zip(*map(format.quantize, dense))
-    global_scale = [one.expand(size, 1) for one, size in zip(global_scale, sizes)]
-    weight = fast.PackedWeight(format, *map(torch.cat, (packed, scale, global_scale)))
+    weight = engine.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
     names = list("abc"[:len(sizes)])
-    return fast.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
+    return engine.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
 
 
 @pytest.mark.parametrize("first,second", [(48, 16), (160, 96)])
-def test_linear_and_its_gradients(first, second):
+def test_linear_and_its_gradients(engine, first, second):
     """Eq. 2 of two stacked layers, together narrower and wider than their input."""
     dense = [torch.randn(first, 128), torch.randn(second, 128)]
     bias = torch.randn(first + second)
-    layer = stacked_layer("nvfp4", dense, bias, lora_rank=4, lora_alpha=8)
+    layer = stacked_layer("nvfp4", dense, bias, engine, lora_rank=4, lora_alpha=8)
     x = torch.randn(3, 5, 128, requires_grad=True)
     A, B = layer.lora_A, layer.lora_B
     B.data.normal_()
@@ -350,46 +349,24 @@ def test_noise_schedules(schedule, expected):
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer
 
-@pytest.mark.parametrize("weights", fast.FORMATS)
+@pytest.mark.parametrize("weights", qerl.FORMATS)
 @torch.no_grad()
-def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
+def test_logits_equal_transformers_with_the_decoded_weights(family, weights, engine):
     folder, theirs = family
-    format = fast.FORMATS[weights]
+    format = qerl.FORMATS[weights]
     decoded = copy.deepcopy(theirs)
     for name, weight in decoded.named_parameters():
         if name.endswith("_proj.weight"):
             weight.copy_(format.dequantize(*format.quantize(weight), torch.float32))
     tokens = torch.arange(450).view(3, 150) % 262
-    assert relative(fast.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
+    assert relative(engine.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute):
-    """Each weight is decoded once forward and once backward, and none is kept between the two."""
-    expected = gradient_of(model, model(TOKENS).square().mean())
-    if recompute:
-        model.recompute_in_backward()
-    decoded = []
-    dequantize = fast.PackedWeight.dequantize
-
-    def recorded(packed, dtype):
-        weight = dequantize(packed, dtype)
-        decoded.append(weakref.ref(weight))
-        return weight
-
-    monkeypatch.setattr(fast.PackedWeight, "dequantize", recorded)
-    loss = model(TOKENS).square().mean()
-    layers = len(model.quantized_layers())
-    assert [weight() for weight in decoded] == [None] * layers
-    assert gradient_of(model, loss).equal(expected)
-    assert len(decoded) == 2 * layers
-
-
-def test_reference_policy_is_the_model_without_adapters(qwen):
-    plain = fast.load_model(qwen)(TOKENS)
-    fresh = fast.load_model(qwen, lora_rank=4)
+def test_reference_policy_is_the_model_without_adapters(qwen, engine):
+    plain = engine.load_model(qwen)(TOKENS)
+    fresh = engine.load_model(qwen, lora_rank=4)
     assert fresh(TOKENS).equal(plain)                  # where training starts
-    tuned = with_lora(qwen, train_norms=True)
+    tuned = with_lora(qwen, engine, train_norms=True)
     with qerl.adapters_off(tuned):
         assert tuned(TOKENS).equal(plain)
     assert not torch.allclose(tuned(TOKENS), plain)
@@ -399,11 +376,11 @@ def test_reference_policy_is_the_model_without_adapters(qwen):
 # 5. Sampler
 
 @pytest.mark.parametrize("options", [dict(temperature=0, slots=3), dict(top_p=1e-6)])
-def test_greedy_completions_equal_transformers(family, options):
+def test_greedy_completions_equal_transformers(family, engine, options):
     """Two of each prompt; with 3 slots a prompt waits until two of them are idle."""
     folder, theirs = family
-    model = fast.load_model(folder, weights="bf16")
-    rollout = fast.generate(model, PROMPTS, 12, group_size=2, **options)
+    model = engine.load_model(folder, weights="bf16")
+    rollout = engine.generate(model, PROMPTS, 12, group_size=2, **options)
     assert not rollout.finished.any()
     for prompt, completion in zip(TWICE, rollout.tokens.tolist()):
         expected = theirs.generate(
@@ -411,8 +388,8 @@ def test_greedy_completions_equal_transformers(family, options):
         assert prompt + completion == expected[0].tolist()
 
 
-def test_a_completion_ends_at_its_first_eos_or_at_the_limit(sampled):
-    _, rollout = sampled
+def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen, engine):
+    rollout = sample_two_each(engine, with_lora(qwen, engine))
     assert rollout.finished.any()
     ends = rollout.tokens < 20                         # as is padding
     assert ends.any(1).equal(rollout.finished)
@@ -420,12 +397,12 @@ def test_a_completion_ends_at_its_first_eos_or_at_the_limit(sampled):
 
 
 @pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
-def test_samples_follow_the_distribution(temperature, top_p):
+def test_samples_follow_the_distribution(engine, temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
-    token, logprob, _ = fast.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
+    token, logprob, _ = engine.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
     probs = (logits / temperature).softmax(-1)
-    likely = fast.nucleus(probs, top_p)[0]
+    likely = qerl.nucleus(probs, top_p)[0]
     assert_close(token.bincount(minlength=5) / 40000, likely / likely.sum(), rtol=0, atol=0.01)
     assert_close(logprob, probs[0].log()[token])
 
@@ -438,6 +415,7 @@ def test_samples_follow_the_distribution(temperature, top_p):
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     """Also if it has more tokens than are sorted at first."""
     probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
+    assert_close(qerl.nucleus(probs, top_p), torch.tensor([kept]))
     for count in (1, 2, 4, 1024):
         assert_close(fast.nucleus(probs, top_p, count), torch.tensor([kept]))
 
@@ -446,43 +424,16 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     ("top_p", 0.0),
     ("top_p", math.nan),
     ("temperature", -0.1),
+    ("temperature", 1e-45),
     ("temperature", math.nan),
     ("group_size", 0),
     ("max_new_tokens", 0),
     ("prompts", []),
     ("prompts", [[1], []]),
 ])
-def test_generate_names_an_argument_out_of_range(model, name, value):
-    with pytest.raises(ValueError, match=f"generate: {name} is out of range"):
-        fast.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
-
-
-def test_fewer_slots_at_the_end_change_nothing(model):
-    """33 slots against 4. 16 completions end first, 17 need over half."""
-    seen = []
-
-    class Uneven(fast.Sampler):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.limit[:16] = 2
-            self.limit[16] = 9
-
-        def rollout(self):
-            seen.append(len(self.completion))
-            return super().rollout()
-
-    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
-
-    def rollout(slots):
-        return vars(fast.generate(
-            model, prompts, 24, temperature=0, slots=slots, sampler_class=Uneven))
-
-    expected = rollout(slots=4)
-    found = rollout(slots=33)
-    assert seen == [4, 16]
-    assert found["length"].tolist() == [2] * 16 + [9] + [24] * 16
-    for name, tensor in expected.items():
-        assert_close(found[name], tensor, **NEAR)
+def test_generate_names_an_argument_out_of_range(model, engine, name, value):
+    with pytest.raises(AssertionError, match=f"generate: .*{name}"):
+        engine.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -549,8 +500,8 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     length = torch.tensor([9, 4, 7, 1])
     mask = qerl.length_mask(length, 9)
     completions = torch.randint(20, 250, (4, 9)) * mask
-    ours = fast.load_model(qwen, weights="bf16", lora_rank=2, train_norms=True)
-    logprobs = fast.token_logprobs(ours, prompts, completions, length, trainer.temperature)
+    ours = qerl.load_model(qwen, weights="bf16", lora_rank=2, train_norms=True)
+    logprobs = qerl.token_logprobs(ours, prompts, completions, length, trainer.temperature)
     # So far apart that some ratios are clipped.
     old, reference = ((logprobs.detach() + 0.3 * torch.randn(4, 9)) * mask for _ in range(2))
     mask[3] = False
@@ -595,7 +546,7 @@ def test_mismatch_and_its_correction_by_hand():
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Log-probabilities of a batch
+# 7. Log-probabilities of completions
 
 def one_by_one(model, rollout):
     """What token_logprobs gives, a completion at a time, and the entropy at each of its tokens."""
@@ -609,10 +560,11 @@ def one_by_one(model, rollout):
     return pad_sequence(logprobs, True), pad_sequence(entropy, True)
 
 
-def test_training_logprobs_equal_the_samplers(sampled):
+def test_training_logprobs_equal_the_samplers(qwen, engine):
     """And their gradients those of a completion at a time. Noise in the sampler shows."""
-    model, rollout = sampled
-    logprobs = scored(model, rollout, chunk=7)
+    model = with_lora(qwen, engine)
+    rollout = sample_two_each(engine, model)
+    logprobs = scored(engine, model, rollout)
     assert_close(logprobs, rollout.logprobs, **NEAR)
     kl, ratio = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
     assert abs(kl) < 1e-6
@@ -622,150 +574,9 @@ def test_training_logprobs_equal_the_samplers(sampled):
     found, right = (gradient_of(model, x.square().sum()) for x in (logprobs, expected))
     assert relative(found, right) < 1e-4
     with qerl.adaptive_quantization_noise(model, 0.05, seeded(0)):
-        rollout = sample_two_each(model)
-    kl, ratio = qerl.mismatch(scored(model, rollout), rollout.logprobs, rollout.mask)
+        rollout = sample_two_each(engine, model)
+    kl, ratio = qerl.mismatch(scored(engine, model, rollout), rollout.logprobs, rollout.mask)
     assert kl > 1e-4
     assert ratio > 1.05
 
 
-def test_packing_holds_each_prompt_once():
-    """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
-    packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
-    assert packing.sizes == [3, 1, 1, 2, 1]            # p q r, s, a, b c, d
-
-
-def test_output_layer_runs_in_chunks(sampled):
-    """Logits of more than `chunk` tokens never exist, and each is computed once."""
-    model, rollout = sampled
-    with mock.patch.object(qerl, "token_logprob", wraps=fast.token_logprob) as spy:
-        gradient_of(model, scored(model, rollout, chunk=8).sum())
-    rows = [len(call.args[0]) for call in spy.call_args_list]
-    assert max(rows) == 8
-    assert sum(rows) == rollout.length.sum()
-
-
-# --------------------------------------------------------------------------------------------------
-# 8. Loading
-
-UP = "model.layers.1.mlp.up_proj.weight"
-GATE = "model.layers.1.mlp.gate_proj.weight"
-DOWN = "model.layers.1.mlp.down_proj.weight"
-NORM = "model.norm.weight"
-EMBEDDING = "model.embed_tokens.weight"
-STORED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-
-
-def break_tensor(folder, tmp_path, edit, **settings):
-    """A copy of a model folder in tmp_path, with its tensors and its config edited."""
-    tensors = load_file(f"{folder}/model.safetensors")
-    edit(tensors)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads(Path(folder, "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | settings))
-    return str(tmp_path)
-
-
-def packed_layer(tensors):
-    """Store two layers that are stacked as NVFP4."""
-    for name in (GATE, UP):
-        parts = fast.quantize_nvfp4(tensors.pop(name))
-        tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
-
-
-def refused(folder, message):
-    """fast.load_model refuses a folder with one line."""
-    with pytest.raises(UserError, match=message) as error:
-        fast.load_model(folder)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("sharding", [{}, dict(max_shard_size="200KB")])
-def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, sharding):
-    """In every other file, a shard or one that does not belong here, the tensor is wrong."""
-    folder, theirs = make_folder(tmp_path, **sharding)
-    state = theirs.state_dict()
-    wrong = {name: torch.full_like(state[name], 9) for name in state if name != "lm_head.weight"}
-    for shard in tmp_path.glob("*.safetensors"):
-        save_file(wrong | load_file(shard), shard)
-    for stray in ("a", "z", *["model"] * len(sharding)):
-        save_file(wrong, tmp_path / f"{stray}.safetensors")
-    assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
-    shard.unlink()
-    torch.save(wrong, tmp_path / "pytorch_model.bin")
-    refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
-
-
-def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
-    """NVFP4A16 made with the library: each layer with its own global scale, two left in 16 bit.
-
-    One of them, UP, is stacked with GATE in 4 bits. Among them stand tensors that change nothing.
-    """
-    folder, theirs = made_qwen
-    decoded = copy.deepcopy(theirs)
-
-    def compress(tensors):
-        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
-        for name in ("rotary_emb.inv_freq", "k_scale"):
-            tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
-        for name, weight in decoded.named_parameters():
-            if name.endswith("_proj.weight") and name not in (DOWN, UP):
-                state, weight.data = compressed_tensors(tensors.pop(name), "NVFP4")
-                prefix = name.removesuffix("weight")
-                tensors.update({prefix + part: state[part] for part in state if part != "weight"})
-
-    break_tensor(folder, tmp_path, compress, quantization_config=STORED)
-    model = fast.load_model(str(tmp_path))
-    codes, _, _ = model.blocks[0].attention.qkv.weight.parts
-    stored = load_file(tmp_path / "model.safetensors")
-    assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
-    with torch.no_grad():
-        # The library decodes in 16 bit.
-        assert relative(model(TOKENS), decoded.float()(TOKENS).logits) < 5e-3
-
-
-@pytest.mark.parametrize("name,edit,message", [
-    (DOWN, lambda t: t / 0, "holds NaN, infinity"),
-    (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
-    (NORM, None, "is missing"),
-    (NORM, torch.zeros_like, "holds .* zeros alone"),
-    (DOWN, lambda t: t[:, :64], r"is .*\[128, 64\].*\[128, 192\]"),
-    (DOWN, torch.Tensor.char, "is torch.int8"),
-    # of what is stored as NVFP4
-    (f"{UP}_packed", torch.Tensor.float, "is torch.float32"),
-    (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
-    (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
-    (f"{UP}_global_scale", lambda t: t * 1e-30, "global scale is above 1e-9"),
-    (f"{UP}_packed", None, "is missing"),
-    # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
-    *((name, lambda _: torch.ones(128), "is not one that config.json asks for") for name in (
-        UP.replace("weight", "bias"), "lm_head.bias", "model.norm.bias", "lm_head.weight",
-        "model.layers.0.self_attn.q_norm.weight")),
-])
-def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, message):
-    def damage(tensors):
-        packed_layer(tensors)
-        tensor = tensors.pop(name, None)
-        if edit:
-            tensors[name] = edit(tensor)
-
-    layer, _, _ = name.partition(".weight")
-    refused(break_tensor(qwen, tmp_path, damage), f"{layer}.* {message}")
-
-
-@pytest.mark.parametrize("message,config", {
-    "config.json cannot be used": dict(model_type="own"),
-    "architecture gpt2, which is not supported": dict(model_type="gpt2"),
-    "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
-    "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
-    "sliding-window": dict(use_sliding_window=True, sliding_window=8),
-    "activation gelu": dict(hidden_act="gelu"),
-}.items())
-def test_unusable_configs_are_named(qwen, tmp_path, message, config):
-    refused(break_tensor(qwen, tmp_path, lambda t: None, **config), message)
-
-
-def test_features_that_no_block_divides_are_named():
-    message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
-    with pytest.raises(UserError, match=message):
-        fast.WeightReader({}).linear("mlp", ["down_proj"], [128], 200, bias=False)

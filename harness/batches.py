@@ -84,7 +84,7 @@ def make_batch(samples, advantages, method, settings, ranks):
     weights = []
     for part in mask.tensor_split(settings.updates):
         # This process's share of the minibatch, in what the objective counts: completions or tokens.
-        count = torch.as_tensor(objective.count(part), device=part.device)
+        count = torch.as_tensor(objective.batch_divisor(part), device=part.device)
         fraction = count / ranks.total(count.clone()).clamp_min(1)
         weights.append(
             method.token_weights(part, settings.algo, settings.max_new_tokens) * fraction)

@@ -1,0 +1,128 @@
+"""harness/fast.py computes what qerl.py computes; and how it does so faster."""
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import qerl
+from common import LEARNING, QUICK, run_main
+from harness import fast
+from harness.folders import read_jsonl
+from test_qerl import NEAR, TOKENS, gradient_of, relative, sample_two_each, scored
+from test_qerl import seeded, with_lora
+
+
+@pytest.mark.parametrize("weights", qerl.FORMATS)
+def test_plain_and_fast_compute_the_same(family, weights):
+    """With LoRA, noise, biases, tied embeddings: tokens, log-probabilities, gradients; greedily, too."""
+    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(15)]
+    repeated = [prompt for prompt in prompts for _ in range(2)]
+    found = []
+    for engine in (qerl, fast):
+        model = with_lora(family[0], engine, weights=weights, train_norms=True)
+        with qerl.adaptive_quantization_noise(model, 0.02, seeded(2)):
+            # Thirty completions and as many slots: both draw the same random numbers.
+            drawn = engine.generate(model, prompts, 16, 2, 0.7, 0.9, range(20), generator=seeded(1))
+            greedy = engine.generate(model, prompts, 16, temperature=0, slots=4)
+        logprobs = engine.token_logprobs(model, repeated, drawn.tokens, drawn.length, 0.7)
+        gradient = gradient_of(model, (logprobs * logprobs.detach().sin()).sum())
+        found.append((drawn, greedy, logprobs.detach(), gradient))
+    plain, quick = found
+    for ours, theirs in zip(plain[:2], quick[:2]):
+        for name, tensor in vars(ours).items():
+            assert_close(getattr(theirs, name), tensor, rtol=0, atol=2e-5)
+    assert_close(quick[2], plain[2], rtol=0, atol=2e-5)
+    assert relative(quick[3], plain[3]) < 2e-5
+
+
+def test_a_run_is_the_same_with_both(quiz, tmp_path):
+    """All completions in slots at once, greedy evaluation."""
+    rows = []
+    for flags in ([], ["--plain"]):
+        out = tmp_path / str(len(rows))
+        run_main("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags, "--beta", 0.1, "--lr", 1e-3,
+                 "--eval-temperature", 0, "--eval-top-p", 1, "--out", out)
+        rows.append(read_jsonl(out / "metrics.jsonl"))
+    assert any(row["gradient_norm"] for row in rows[0])
+    kept = "reward accuracy entropy kl gradient_norm mismatch_kl length".split()
+    for fast_row, plain_row in zip(*rows, strict=True):
+        assert {k: plain_row[k] for k in kept} == pytest.approx({k: fast_row[k] for k in kept}, rel=1e-3,
+                                                               abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers, sampler, log-probabilities
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute):
+    """Each weight is decoded once forward and once backward, and none is kept between the two."""
+    expected = gradient_of(model, model(TOKENS).square().mean())
+    if recompute:
+        model.recompute_in_backward()
+    decoded = []
+    dequantize = qerl.PackedWeight.dequantize
+
+    def recorded(packed, dtype):
+        weight = dequantize(packed, dtype)
+        decoded.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(qerl.PackedWeight, "dequantize", recorded)
+    loss = model(TOKENS).square().mean()
+    layers = len(model.quantized_layers())
+    assert [weight() for weight in decoded] == [None] * layers
+    assert gradient_of(model, loss).equal(expected)
+    assert len(decoded) == 2 * layers
+
+
+def test_qerls_functions_run_on_a_fast_model(model):
+    rollout = sample_two_each(fast, model)
+    assert_close(scored(qerl, model, rollout), rollout.logprobs, **NEAR)
+    greedy = [engine.generate(model, [[5, 6, 7], [8]], 9, temperature=0).tokens for engine in (qerl, fast)]
+    assert greedy[0].equal(greedy[1])
+
+
+def test_fewer_slots_at_the_end_change_nothing(model):
+    """33 slots against 4. 16 completions end first, 17 need over half."""
+    seen = []
+
+    class Uneven(fast.Sampler):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.limit[:16] = 2
+            self.limit[16] = 9
+
+        def rollout(self):
+            seen.append(len(self.completion))
+            return super().rollout()
+
+    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
+
+    def rollout(slots):
+        return vars(fast.generate(
+            model, prompts, 24, temperature=0, slots=slots, sampler_class=Uneven))
+
+    expected = rollout(slots=4)
+    found = rollout(slots=33)
+    assert seen == [4, 16]
+    assert found["length"].tolist() == [2] * 16 + [9] + [24] * 16
+    for name, tensor in expected.items():
+        assert_close(found[name], tensor, **NEAR)
+
+
+def test_packing_holds_each_prompt_once():
+    """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
+    packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
+    assert packing.sizes == [3, 1, 1, 2, 1]            # p q r, s, a, b c, d
+
+
+def test_output_layer_runs_in_chunks(model):
+    """Logits of more than `chunk` tokens never exist, and each is computed once."""
+    rollout = sample_two_each(fast, model)
+    with mock.patch.object(fast, "token_logprob", wraps=fast.token_logprob) as spy:
+        gradient_of(model, scored(fast, model, rollout, chunk=8).sum())
+    rows = [len(call.args[0]) for call in spy.call_args_list]
+    assert max(rows) == 8
+    assert sum(rows) == rollout.length.sum()

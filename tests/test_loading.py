@@ -1,0 +1,174 @@
+"""Loading: a folder is read as it is, and what cannot be right is refused in one line."""
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qerl
+from harness import fast
+from harness.errors import UserError
+from test_qerl import TOKENS, compressed_tensors, make_folder, relative
+
+UP = "model.layers.1.mlp.up_proj.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+STORED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def break_tensor(folder, tmp_path, edit, **settings):
+    """A copy of a model folder in tmp_path, with its tensors and its config edited."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    edit(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads(Path(folder, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    return str(tmp_path)
+
+
+def packed_layer(tensors):
+    """Store two layers that are stacked as NVFP4."""
+    for name in (GATE, UP):
+        parts = fast.quantize_nvfp4(tensors.pop(name))
+        tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
+
+
+def refused(folder, message):
+    """fast.load_model refuses a folder with one line."""
+    with pytest.raises((UserError, AssertionError), match=message) as error:
+        fast.load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("sharding", [{}, dict(max_shard_size="200KB")])
+def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, sharding):
+    """In every other file, a shard or one that does not belong here, the tensor is wrong."""
+    folder, theirs = make_folder(tmp_path, **sharding)
+    state = theirs.state_dict()
+    wrong = {name: torch.full_like(state[name], 9) for name in state if name != "lm_head.weight"}
+    for shard in tmp_path.glob("*.safetensors"):
+        save_file(wrong | load_file(shard), shard)
+    for stray in "az":
+        save_file(wrong, tmp_path / f"{stray}.safetensors")
+    assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
+    shard.unlink()
+    torch.save(wrong, tmp_path / "pytorch_model.bin")
+    refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
+
+
+def test_a_new_file_beside_an_old_index_is_not_the_index(qwen, tmp_path):
+    """Beside old shards it is refused, without them it is the model. qerl.py refuses a name in two files."""
+    folder, _ = make_folder(tmp_path, seed=1, max_shard_size="200KB")
+    shards = list(tmp_path.glob("*.safetensors"))
+    shutil.copy(f"{qwen}/model.safetensors", tmp_path)
+    refused(folder, "model.safetensors and the index with its files are two models")
+    with pytest.raises(AssertionError, match="is in another file, too"):
+        qerl.load_model(folder)
+    for shard in shards:
+        shard.unlink()
+    assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
+
+
+def test_what_needs_no_refusal_loads(qwen, tmp_path):
+    """Sliding windows that no layer has, a bias that Qwen2 does not read, another name of silu, zeros."""
+    def zeros(tensors):
+        tensors[DOWN] = torch.zeros_like(tensors[DOWN])
+
+    folder = break_tensor(qwen, tmp_path, zeros, use_sliding_window=True, sliding_window=8,
+                          attention_bias=True, hidden_act="swish")
+    assert fast.load_model(folder)(TOKENS).isfinite().all()
+
+
+@pytest.mark.parametrize("entry,message", {
+    "two parts": (lambda w: qerl.quantize_nvfp4(w)[:2], "wanted|gave shapes"),
+    "unpacked codes": (lambda w: (w.byte(), *qerl.quantize_nvfp4(w)[1:]), r"gave shapes .*\[128, 64\]"),
+    "another block": (lambda w: qerl.quantize_mxfp4(w), r"gave shapes .*\[128, 8\]"),
+    "no sign": (lambda w: qerl.quantize_nvfp4(w.abs()), "does not dequantise to the weight"),
+}.items())
+def test_a_wrong_format_is_told_by_its_name(qwen, monkeypatch, entry, message):
+    quantize, told = message
+    wrong = qerl.Format(quantize, 16, qerl.E2M1)
+    monkeypatch.setitem(qerl.FORMATS, "mine", wrong)
+    with pytest.raises(AssertionError, match=r"FORMATS\['mine'\].*" + told):
+        qerl.load_model(qwen, "mine")
+
+
+def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
+    """NVFP4A16 made with the library: each layer with its own global scale, two left in 16 bit.
+
+    One of them, UP, is stacked with GATE in 4 bits. Among them stand tensors that change nothing.
+    """
+    folder, theirs = made_qwen
+    decoded = copy.deepcopy(theirs)
+
+    def compress(tensors):
+        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+        for name in ("rotary_emb.inv_freq", "k_scale"):
+            tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
+        for name, weight in decoded.named_parameters():
+            if name.endswith("_proj.weight") and name not in (DOWN, UP):
+                state, weight.data = compressed_tensors(tensors.pop(name), "NVFP4")
+                prefix = name.removesuffix("weight")
+                tensors.update({prefix + part: state[part] for part in state if part != "weight"})
+
+    break_tensor(folder, tmp_path, compress, quantization_config=STORED)
+    model = fast.load_model(str(tmp_path))
+    codes, _, _ = model.blocks[0].attention.qkv.weight.parts
+    stored = load_file(tmp_path / "model.safetensors")
+    assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
+    with torch.no_grad():
+        # The library decodes in 16 bit.
+        assert relative(model(TOKENS), decoded.float()(TOKENS).logits) < 5e-3
+
+
+@pytest.mark.parametrize("name,edit,message", [
+    (DOWN, lambda t: t / 0, "holds NaN, infinity"),
+    (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
+    (NORM, None, "is missing"),
+    (NORM, torch.zeros_like, "holds .* zeros alone"),
+    (DOWN, lambda t: t[:, :64], r"\[128, 64\].*\[128, 192\]"),
+    (DOWN, torch.Tensor.char, "is torch.int8"),
+    # of what is stored as NVFP4
+    (f"{UP}_packed", torch.Tensor.float, "is torch.float32"),
+    (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
+    (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
+    (f"{UP}_global_scale", lambda t: t * 1e-30, "global scale is above 1e-9"),
+    (f"{UP}_packed", None, "is missing"),
+    # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
+    *((name, lambda _: torch.ones(128), "is not one that config.json asks for") for name in (
+        UP.replace("weight", "bias"), "lm_head.bias", "model.norm.bias", "lm_head.weight",
+        "model.layers.0.self_attn.q_norm.weight")),
+])
+def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, message):
+    def damage(tensors):
+        packed_layer(tensors)
+        tensor = tensors.pop(name, None)
+        if edit:
+            tensors[name] = edit(tensor)
+
+    layer, _, _ = name.partition(".weight")
+    refused(break_tensor(qwen, tmp_path, damage), f"{layer}.* {message}")
+
+
+@pytest.mark.parametrize("message,config", {
+    "config.json cannot be read": dict(model_type="own"),
+    "architecture gpt2, which is not supported": dict(model_type="gpt2"),
+    "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
+    "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
+    "sliding-window": dict(layer_types=["full_attention", "sliding_attention"]),
+    "activation gelu": dict(hidden_act="gelu"),
+}.items())
+def test_unusable_configs_are_named(qwen, tmp_path, message, config):
+    refused(break_tensor(qwen, tmp_path, lambda t: None, **config), message)
+
+
+def test_features_that_no_block_divides_are_named():
+    message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
+    with pytest.raises(AssertionError, match=message):
+        qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4")
