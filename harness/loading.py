@@ -17,6 +17,9 @@ from harness.errors import UserError, reason, require
 
 LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
+# Names of tensors that a folder may have and nothing here reads: what is computed, or scales of
+# activations and of the KV cache, which stay in 16 bit.
+UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 SINGLE = "model.safetensors"
 
 
@@ -118,6 +121,35 @@ class WeightReader(qerl.WeightReader):
                 f"layer {name}: NVFP4's block scales are at least 0 and its global scale is above 1e-9, "
                 "these are not; quantise it again")
         return packed, scale, global_scale
+
+    def quantize(self, name, weight, weights):
+        """As qerl's; a FORMATS entry that does not do what it should is named."""
+        parts = super().quantize(name, weight, weights)
+        format = self.formats[weights]
+        if format.table is None:
+            return parts
+        rows, columns = weight.shape
+        shapes = [list(part.shape) for part in parts]
+        wanted = [[rows, columns // 2], [rows, columns // format.block], [1]]
+        entry = f"FORMATS['{weights}']"
+        require(shapes == wanted, f"{entry}.quantize gave shapes {shapes} for a weight of {[rows, columns]}, "
+                                  f"wanted are {wanted}")
+        packed, scale, global_scale = parts
+        weight = weight[:16].float()
+        error = format.dequantize(packed[:16], scale[:16], global_scale, torch.float32) - weight
+        require(error.norm() <= weight.norm() / 2, f"{entry} does not dequantise to the weight that it was "
+                                                   "given; compare its quantize, table and scale")
+        return parts
+
+    def check_all_read(self):
+        """Refuse a tensor that was not read, unless it is UNUSED or a copy of the embedding."""
+        for name in sorted(self.unread):
+            if name.endswith(UNUSED):
+                continue
+            pair = [self.files[n].get_tensor(n) for n in (name, "model.embed_tokens.weight")]
+            require(name == "lm_head.weight" and torch.equal(*pair),
+                    f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
+                    "attention_bias and the like); use the config that belongs to the weights")
 
     def in_4_bits(self, name):
         return any(f"{name}{ending}" in self.files for ending in IN_4_BITS)

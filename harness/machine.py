@@ -56,8 +56,9 @@ def keep_decoded(model, engine, small=1e8):
     what = "are kept decoded" if fits else "are decoded anew for each token, which is slow:"
     print(f"the 4-bit weights {what}, {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     for layer in layers if fits else []:
-        values = qerl.keep_16_bit(layer.weight.dequantize(dtype))
-        layer.weight = engine.PackedWeight(engine.FORMATS["bf16"], *values)
+        in_16_bits = engine.FORMATS["bf16"]
+        values = in_16_bits.quantize(layer.weight.dequantize(dtype))
+        layer.weight = engine.PackedWeight(in_16_bits, *values)
 
 
 def fitted(settings, model, longest, engine):
