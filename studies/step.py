@@ -83,9 +83,9 @@ def take_step(model, optimizer, scaler, settings, lengths):
     with clock("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
         samples = Samples([{"prompt": prompt} for prompt in asked], rollout, None, rewards, rewards)
-        batch = make_batch(samples, qerl.group_advantages(rewards), qerl, settings, ranks)
+        batch = make_batch(samples, qerl.group_advantages(rewards), fast, settings, ranks)
     with clock("update"):
-        update(qerl, model, batch, optimizer, scaler, settings, ranks)
+        update(fast, model, batch, optimizer, scaler, settings, ranks)
     return ranks.join({
         **clock.seconds,
         "step": sum(clock.seconds.values()),

@@ -141,8 +141,8 @@ def recorded(monkeypatch):
         calls[-1].rollout = generate(model, prompts, *args, **options)
         return calls[-1].rollout
 
-    monkeypatch.setattr(qerl, "sample", recorded_sample)
-    monkeypatch.setattr(qerl, "generate", recorded_generate)
+    monkeypatch.setattr(fast, "sample", recorded_sample)
+    monkeypatch.setattr(fast, "generate", recorded_generate)
     return calls
 
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import qerl
+from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
@@ -362,7 +363,7 @@ def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, flags, message, ste
     (os, "fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "No space left"),
     (torch.optim.AdamW, "step", 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
      "out of memory; lower --slots (rollout) or --micro-tokens"),
-    (qerl, "generate", 3, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    (fast, "generate", 3, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
      "out of memory; lower --slots (rollout) or --micro-tokens"),
 ])
 def test_what_the_system_refuses_is_one_line(

@@ -56,7 +56,7 @@ def test_kernel_fp8_rows(monkeypatch, dtype, rows, columns):
     matrix = uneven(columns, rows).to(dtype).T
     matrix[0] = 0
     with monkeypatch.context() as patch:           # a GPU's PyTorch divides by 448 less exactly
-        patch.setattr(qerl, "use_kernels", lambda x: False)
+        patch.setattr(fast, "use_kernels", lambda x: False)
         twin_codes, twin_scale = eight_bit.quantize(matrix, "fp8")
     codes, scale = eight_bit.quantize_rows_fused(matrix.to(KERNEL_DEVICE), dtype=torch.float32)
     codes = codes.cpu().to(torch.float8_e4m3fn)

@@ -20,7 +20,7 @@ def test_weights_stay_decoded_in_half_of_the_free_memory(model, monkeypatch):
     size = sum(weight.dequantize(torch.float32).nbytes for weight in packed)
     for bytes_free, format in ((2 * size - 2, "nvfp4"), (2 * size, "bf16")):
         free(monkeypatch, bytes_free)
-        machine.keep_decoded(model, small=0)
+        machine.keep_decoded(model, fast, small=0)
         formats = {layer.weight.format for layer in model.quantized_layers()}
         assert formats == {fast.FORMATS[format]}
         assert model(TOKENS).equal(expected)
@@ -40,7 +40,7 @@ def test_slots_and_pieces_are_what_memory_holds(family, monkeypatch):
             (thousand, 10 ** 6, 1, 1000),
             (1e15, 10 ** 6, 256, 16384)):
         free(monkeypatch, bytes_free)
-        fitted = machine.fitted(train_gsm8k.Settings(), model, longest)
+        fitted = machine.fitted(train_gsm8k.Settings(), model, longest, fast)
         assert (fitted.slots, fitted.micro_tokens) == (slots, micro_tokens)
 
 

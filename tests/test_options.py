@@ -86,7 +86,7 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
 }.items())
 def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body, said):
     """Before anything is sampled."""
-    monkeypatch.setattr(qerl, "generate", None)
+    monkeypatch.setattr(fast, "generate", None)
     own = own_reward(tmp_path, body)
     line = refused(*quick, "--reward", own)
     assert line.startswith(f"error: --reward {own}")

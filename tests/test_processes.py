@@ -103,7 +103,7 @@ def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, c
 
     Cut weights train as whole ones bit for bit, though one rank decodes in fewer slots.
     """
-    monkeypatch.setattr(qerl, "generate", partial(same_completions, fast.generate))
+    monkeypatch.setattr(fast, "generate", partial(same_completions, fast.generate))
     options = (*several, "--model", deep, *flags.split())
     one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
     run_main(*options, "--out", one)
@@ -268,7 +268,7 @@ def test_a_machine_with_too_few_gpus_is_named(monkeypatch):
 def test_each_process_needs_a_held_out_question(several):
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
     with pytest.raises(UserError, match="held-out questions: 3, fewer than the 4 processes"):
-        train_gsm8k.load_all(settings, qerl, as_rank(2, lambda items: items))
+        train_gsm8k.load_all(settings, fast, as_rank(2, lambda items: items))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, saving, name):
 def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, saving, quantizer):
     options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
     run_main(*options)
-    model, *_ = train_gsm8k.load_all(train_gsm8k.arguments(options), qerl, Ranks())
+    model, *_ = train_gsm8k.load_all(train_gsm8k.arguments(options), fast, Ranks())
     saved = tensors_of(tmp_path / "out")
     assert_close(saved, tensors_of(model.name_or_path), rtol=0, atol=0)
     for leaves in FUSED:

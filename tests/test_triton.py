@@ -37,7 +37,7 @@ def test_the_interpreter_runs_the_kernels():
 def pytorch_alone():
     """Inside, qerl computes without kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qerl, "kernels", None)
+        patch.setattr(fast, "kernels", None)
         yield
 
 
