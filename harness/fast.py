@@ -54,8 +54,14 @@ def encode_e2m1(weight, scale):
     return (kernels if use_kernels(weight) else qerl).encode_e2m1(weight, scale)
 
 
-quantize_nvfp4 = functools.partial(qerl.quantize_nvfp4, encode=encode_e2m1)
-quantize_mxfp4 = functools.partial(qerl.quantize_mxfp4, encode=encode_e2m1)
+def quantize_nvfp4(weight):
+    """qerl.quantize_nvfp4, by that kernel."""
+    return qerl.quantize_nvfp4(weight, encode_e2m1)
+
+
+def quantize_mxfp4(weight):
+    """qerl.quantize_mxfp4, by that kernel."""
+    return qerl.quantize_mxfp4(weight, encode_e2m1)
 
 
 @dataclass(eq=False)

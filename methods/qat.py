@@ -59,7 +59,7 @@ class WithScales(fast.WeightReader):
     def stacked(self, names, sizes, in_features):
         weight = super().stacked(names, sizes, in_features)
         layers = [self.quantized(name, size, in_features, "nvfp4") for name, size in zip(names, sizes)]
-        weight.nvfp4 = [torch.cat(part) for part in zip(*layers)]
+        weight.nvfp4 = qerl.stack_parts(layers)
         return weight
 
 

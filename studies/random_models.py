@@ -2,6 +2,7 @@
 import torch
 import transformers
 
+import qerl
 from harness import fast, loading
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -20,6 +21,7 @@ SHAPES = {
 
 class RandomWeights(fast.WeightReader):
     """Normal weights of any shape."""
+    quantize = qerl.WeightReader.quantize          # without a check of what it gives
 
     def read(self, name, shape):
         scale = 0.02 if len(shape) > 1 else 0.1

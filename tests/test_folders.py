@@ -9,7 +9,8 @@ from harness import fast
 from harness.errors import UserError
 from harness.data import ChatText
 from harness.export import save_adapter
-from test_qerl import GATE, STORED, TOKENS, UP, break_tensor, make_folder, packed_layer, relative
+from test_loading import GATE, STORED, UP, break_tensor, packed_layer
+from test_qerl import TOKENS, make_folder, relative
 from test_qerl import with_lora
 
 
