@@ -14,6 +14,7 @@ import os
 
 import torch
 
+import methods
 import qerl
 from harness.export import is_packed, write_packed_folder
 from harness.folders import made_once, policy_fingerprints
@@ -21,14 +22,8 @@ from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
 
-QUANTIZERS = ("four-over-six", "awq", "gptq")      # besides "rtn", rounding to the nearest
 CALIBRATION_TOKENS = 256 * 2048
 SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
-
-
-def module_of(quantizer):
-    """The module of methods/ that --quantizer names."""
-    return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
 def model_name(folder):
@@ -57,7 +52,7 @@ def cached_folder(source, name, key, make):
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder, kept in the cache, of a 16-bit folder's model in 4 bits.
 
-    quantizer: a name in QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
+    quantizer: a name in methods.QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
     is in 4 bits already stays as it is.
     """
     if is_packed(folder):
@@ -65,7 +60,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         return folder
     tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
-    module = module_of(quantizer)
+    module = importlib.import_module(f"methods.{methods.QUANTIZERS[quantizer]}")
 
     def make(path):
         print(f"finding NVFP4 codes by {quantizer}, once")
