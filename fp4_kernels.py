@@ -5,6 +5,7 @@ anywhere, it steps in a debugger, and the tests hold the kernels to it, on a GPU
 interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, and by what
 bounds its speed: memory, instructions or latency.
 
+    0. plain product  y = x Ŵᵀ: read this first                       fp4_matmul
     1. quantising     weights rounded to E2M1                         encode_e2m1
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
@@ -41,7 +42,78 @@ if torch.version.hip:          # PyTorch calls AMD's GPUs "cuda", too; qerl.py g
 LOG2E = 1.4426950408889634             # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+# The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
+# What Triton compiles knows no other global values than a constexpr.
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
+
+@triton.jit
+def product(a, b, acc=None):
+    """acc + a b in float32; the interpreter multiplies float32 only."""
+    if IN_INTERPRETER:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+# --------------------------------------------------------------------------------------------------
+# 0. A plain product: read this first                    y = x Ŵᵀ,    Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)
+#
+# It equals these lines of qerl.py:
+#
+#     y = x @ dequantize_blocks(packed, E2M1, scale / global_scale, x.dtype).T
+#
+# But Ŵ never exists in memory. A program decodes a piece of it, multiplies x by this piece, and goes
+# on to the next. TiledWeight.multiply does the same in sections 2 and 3, faster; results/kernels.md
+# says how much each of its tricks is worth. In bfloat16 a code times its block scale is exact: they
+# have 2 and 4 significant bits, and a bfloat16 has 8. The global scale comes last, in float32.
+
+def fp4_matmul(x, packed, scale, global_scale):
+    """x [M, K] Ŵᵀ -> y [M, N] in x's dtype.
+
+    packed uint8 [N, K/2], even index in the low nibble; scale float32 [N, K/16], or fewer for larger
+    blocks; global_scale float32 [1]. K is divisible by the block; all are contiguous.
+    """
+    M, K = x.shape
+    N, blocks = scale.shape
+    y = x.new_empty(M, N)
+    rows = min(64, max(16, triton.next_power_of_2(M)))         # tensor cores take 16 at least
+    fp4_matmul_kernel[triton.cdiv(M, rows), triton.cdiv(N, 64)](
+        x, packed, scale, global_scale, y, M, N, K, ROWS=rows, OUT=64, STEP=64, BLOCK=K // blocks)
+    return y
+
+
+@triton.jit
+def fp4_matmul_kernel(x, packed, scale, global_scale, y, M, N, K, ROWS: tl.constexpr,
+                      OUT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """A program computes a tile of y: ROWS rows of x by OUT rows of Ŵ, STEP columns at a time."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    n = tl.program_id(1) * OUT + tl.arange(0, OUT)[:, None]
+    acc = tl.zeros([ROWS, OUT], tl.float32)
+    for first in range(0, K, STEP):
+        i = first // 2 + tl.arange(0, STEP // 2)[None]
+        byte = tl.load(packed + n * (K // 2) + i, mask=(n < N) & (i < K // 2), other=0)
+        code = tl.join(byte & 15, byte >> 4).reshape(OUT, STEP // BLOCK, BLOCK)
+        b = first // BLOCK + tl.arange(0, STEP // BLOCK)[None]
+        s = tl.load(scale + n * (K // BLOCK) + b, mask=(n < N) & (b < K // BLOCK), other=0.0)
+        w = (e2m1_value(code) * s[:, :, None]).reshape(OUT, STEP)
+        k = first + tl.arange(0, STEP)[None]
+        a = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)
+        acc = product(a, w.to(a.dtype).T, acc)
+    acc /= tl.load(global_scale)
+    tl.store(y + m * N + n.T, acc.to(y.dtype.element_ty), mask=(m < M) & (n.T < N))
+
+
+@triton.jit
+def e2m1_value(code):
+    """A code's bits are s e e m: (-1)^s · 2^(e - 1) · (1 + m/2), or (-1)^s · m/2 where e is 0."""
+    half = (code & 1) * 0.5
+    e = (code >> 1 & 3).to(tl.float32)
+    magnitude = tl.where(e == 0, half, tl.exp2(e - 1) * (1 + half))
+    return tl.where(code < 8, magnitude, -magnitude)
+
+
+# --------------------------------------------------------------------------------------------------
 # What runs where. All that depends on the kind of GPU is asked of these functions.
 #
 #     compute capability     GPUs, for example            the kernels
@@ -99,30 +171,16 @@ def tma_descriptor(x, block):
 # what does not depend on the earlier one, and calls wait_for_previous before it reads anything that
 # the earlier one writes.
 
-# The interpreter has neither inline PTX (NVIDIA's assembly language) nor products of bfloat16.
-# What Triton compiles knows no other global values than a constexpr.
-PLAIN = tl.constexpr(INTERPRETED)
-
-
 @triton.jit
 def let_next_start():
-    if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+    if not IN_INTERPRETER and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous():
-    if not PLAIN and tl.target_info.cuda_capability_geq(9, 0):
+    if not IN_INTERPRETER and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def product(a, b, acc=None):
-    """acc + a b in float32; the interpreter multiplies float32 only."""
-    if PLAIN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -131,7 +189,7 @@ def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
     Only the first `there` of a row's BYTES exist.
     """
-    if not PLAIN:
+    if not IN_INTERPRETER:
         i = tl.arange(0, ROWS * BYTES // 128)                    # a cache line has 128 bytes
         row = i // (BYTES // 128)
         byte = i % (BYTES // 128) * 128
@@ -405,7 +463,7 @@ def e2m1_pairs(word, scale):
     They are in the order of the columns. a, b, c and d are the pairs 0 to 3, moved to where
     bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
     """
-    if PLAIN:
+    if IN_INTERPRETER:
         FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
         SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
         a = word & FIELDS
@@ -451,7 +509,7 @@ def nf4_pairs(word, scale, table):
     the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
     shifted by one code, which is that of the codes 0, 2, ...
     """
-    if PLAIN:
+    if IN_INTERPRETER:
         s = low_half(scale)
         return tuple(tl.load(table + (word >> 4 * i & 15)) * s for i in range(8))
     return tl.inline_asm_elementwise("""{
@@ -1312,10 +1370,6 @@ class FlashPacked(torch.autograd.Function):
 # touched. A row's cache is cut into parts for different programs, so that long rows do not make the
 # others wait: parts of `split` tokens, of more where the row would have more parts than programs.
 # The last program of a row to finish puts its parts together, one after the other.
-#
-# Several new tokens of a slot may come at once (methods/speculative.py), each as a row. The rows run
-# side by side, so that none can read from the cache what another puts there: a row computes the keys
-# and values of the new tokens before its own again.
 
 PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
 MOST_PARTS = 64            # of a row
@@ -1326,11 +1380,9 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
-    `filled`; the caller then adds 1 to it. cache: [2 (k, v), slots, kv_heads, max_len, D]. Row b is of
-    slot b % slots, and behind its row b - slots, if there is one.
+    `filled`; the caller then adds 1 to it. cache: [2 (k, v), B, kv_heads, max_len, D].
     """
-    _, slots, kv_heads, max_len, D = cache.shape
-    B = len(qkv)
+    _, B, kv_heads, max_len, D = cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
     split = 512 if B * kv_heads >= 128 else 128
@@ -1344,7 +1396,7 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
         qkv, cos, sin, cache, filled, y, out, stats, arrived,
-        slots * kv_heads, kv_heads, max_len, D ** -0.5 * LOG2E,
+        kv_heads, max_len, D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
         BLOCK=64, SPLIT=split,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
@@ -1435,26 +1487,10 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
     return done, total, out
 
 
-@triton.jit
-def attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads, scale_log2e,
-               SHARE: tl.constexpr, D: tl.constexpr):
-    """(m, total, out) after the new token of a row."""
-    at = row * (kv_heads * (SHARE + 2)) * D
-    c = tl.load(cos + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D).to(tl.float32)
-    v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
-    score = tl.sum(Q.to(tl.float32) * k[None], 1) * scale_log2e
-    new_m = tl.maximum(m, score)
-    w = tl.exp2(score - new_m)
-    shrink = tl.exp2(m - new_m)
-    return new_m, total * shrink + w, out * shrink[:, None] + w[:, None] * v.to(tl.float32)[None]
-
-
-# Not specialised, else the kernel would be compiled again where they are divisible by 16.
-@triton.jit(do_not_specialize=["s_heads", "max_len"])
+# Not specialised, else the kernel would be compiled again where it is divisible by 16.
+@triton.jit(do_not_specialize=["max_len"])
 def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrived,
-                            s_heads, kv_heads, max_len, scale_log2e,
+                            kv_heads, max_len, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                             BLOCK: tl.constexpr, SPLIT: tl.constexpr):
@@ -1469,11 +1505,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
     b = (b_head // kv_heads).to(tl.int64)
     g = b_head % kv_heads
     n = tl.load(filled + b).to(tl.int32)
-    s_head = b_head % s_heads
-    k_cache = cache + s_head.to(tl.int64) * max_len * D        # all keys come before all values
-    v_cache = k_cache + s_heads.to(tl.int64) * max_len * D
-    rows_before = b_head // s_heads            # of this slot: tokens that enter, too, before this one
-    cached_n = n - rows_before
+    k_cache = cache + b_head.to(tl.int64) * max_len * D        # all keys come before all values
+    v_cache = k_cache + tl.num_programs(1).to(tl.int64) * max_len * D
     size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
     first = part * size
     if first <= n:
@@ -1498,12 +1531,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
             m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
             total += 1.0
             out += v.to(tl.float32)[None]
-            for i in range(1, rows_before + 1):
-                row = b - i * (s_heads // kv_heads)
-                m, total, out = attend_new(Q, m, total, out, qkv, cos, sin, row, g, d, kv_heads,
-                                           scale_log2e, SHARE, D)
-        last = tl.minimum(cached_n, first + size)
-        m, total, out = attend(Q, m, total, out, k_cache, v_cache, first, last, cached_n, d,
+        last = tl.minimum(n, first + size)
+        m, total, out = attend(Q, m, total, out, k_cache, v_cache, first, last, n, d,
                                scale_log2e, D, BLOCK)
 
         parts = n // size + 1

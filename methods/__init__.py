@@ -11,6 +11,10 @@ import qerl
 from harness import fast
 from harness.errors import require
 
+# Files that --quantizer names, and --method does not: they choose NVFP4's codes. Besides these there
+# is "rtn", rounding to the nearest code.
+QUANTIZERS = {"four-over-six": "four_over_six", "awq": "awq", "gptq": "gptq"}
+
 
 class Method:
     """The base of all neighbours. Functions that neither of the two classes defines are qerl's."""
@@ -67,25 +71,10 @@ class Method:
         return draw
 
 
-class OtherCodes(Method):
-    """QeRL with the --quantizer that a subclass names; nothing else differs."""
-    quantizer = None
-
-    @classmethod
-    def defaults(cls, variant):
-        return dict(quantizer=cls.quantizer)
-
-    def check(self):
-        settings = self.settings
-        require(settings.quantizer == self.quantizer,
-                f"--method {settings.method}: is QeRL with --weights nvfp4 --quantizer {self.quantizer}, "
-                f"not with --weights {settings.weights} --quantizer {settings.quantizer}; leave these out")
-
-
 def names():
     """The names that --method takes, without ":VARIANT": "qerl" and each FILE."""
-    modules = pkgutil.iter_modules(__path__)
-    return ["qerl", *(m.name for m in modules if not m.ispkg and m.name != "__main__")]
+    files = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg]
+    return ["qerl", *(f for f in files if f not in ("__main__", *QUANTIZERS.values()))]
 
 
 def look_up(name):

@@ -1,7 +1,6 @@
 """AWQ: input channels that carry large activations are scaled up before rounding (arXiv 2306.00978).
 
     python train_gsm8k.py --quantizer awq                            works with every --method
-    python train_gsm8k.py --method awq                               the same run of QeRL
 
 Problem. Rounding to the nearest code (RTN) makes errors of one size in all weights of a block. But
 the input multiplies the error of its weight, and a few channels have far larger inputs than the
@@ -32,7 +31,6 @@ import torch
 from harness import fast
 from harness.errors import require
 from harness.export import stacked_parts
-from methods import OtherCodes
 from methods.parts.calibration import calibrate
 
 
@@ -98,8 +96,3 @@ def choose_codes(model, sequences):
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
         found.update(folded)                       # norms and biases
     return found
-
-
-class Neighbour(OtherCodes):
-    """`--method awq` is QeRL with `--quantizer awq`."""
-    quantizer = "awq"

@@ -1,7 +1,6 @@
 """Four over six: a block's largest value becomes 6 or 4, whichever fits better (arXiv 2512.02010).
 
     python train_gsm8k.py --quantizer four-over-six                  works with every --method
-    python train_gsm8k.py --method four_over_six                     the same run of QeRL
 
 Problem. `--quantizer rtn` rounds each weight to the nearest code. Its block scales make the largest
 value of each block 6, the largest code. But NVFP4 can store any codes and block scales, and 6 is a
@@ -30,7 +29,6 @@ import torch
 import qerl
 from harness import fast
 from harness.export import stacked_parts
-from methods import OtherCodes
 
 
 def quantize_four_over_six(weight):
@@ -59,8 +57,3 @@ def choose_codes(model, sequences):
         parts = quantize_four_over_six(layer.weight.dequantize(torch.float32))
         found.update(stacked_parts(layer.names, layer.sizes, *parts))
     return found
-
-
-class Neighbour(OtherCodes):
-    """`--method four_over_six` is QeRL with `--quantizer four-over-six`."""
-    quantizer = "four-over-six"

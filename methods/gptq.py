@@ -1,7 +1,6 @@
 """GPTQ: columns are rounded in turn, and the next ones make up for the error (arXiv 2210.17323).
 
-    python train_gsm8k.py --quantizer gptq                           goes with every --method
-    python train_gsm8k.py --method gptq                              the same run of QeRL
+    python train_gsm8k.py --quantizer gptq                           works with every --method
 
 Problem. Rounding each weight to the nearest code (RTN) makes the smallest error in the weights, but
 not in the layer's output, where the errors of correlated inputs add up. --model uses this file unless
@@ -32,7 +31,6 @@ import torch
 import qerl
 from harness import fast
 from harness.export import stacked_parts
-from methods import OtherCodes
 from methods.parts.calibration import calibrate
 
 
@@ -120,8 +118,3 @@ def choose_codes(model, sequences):
             layer.weight = fast.FORMATS["bf16"].pack(rounded)
     column_rounder.cache_clear()
     return found
-
-
-class Neighbour(OtherCodes):
-    """`--method gptq` is QeRL with `--quantizer gptq`."""
-    quantizer = "gptq"

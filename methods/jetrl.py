@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 
 from harness import fast
-from harness.layers import TrainedLinear, replace_layers
+from harness.layers import TrainedLinear
 from methods import Method
 from methods.parts.eight_bit import CodedWeight, multiply, quantize, require_fp8_products, transposed
 from harness.errors import require
@@ -98,24 +98,20 @@ def forward(layer, x, master, weight):
 
 
 class FrozenFP8Linear(fast.QuantLinear):
-    """A QuantLinear with its frozen weight in FP8; for all_passes it has no other weight."""
+    """A QuantLinear that has its frozen weight in FP8, too, in `coded`, and multiplies by it in training.
 
-    def __init__(self, layer, all_passes):
-        vars(self).update(vars(layer))             # the same names, LoRA, hooks ...
-        self.coded = CodedWeight(layer.weight.dequantize(torch.float32), "fp8", whole=True)
-        self.fp8 = all_passes                      # whether forward is in FP8
-        if all_passes:
-            self.weight = self.coded
+    A pass is of training if the module's `training` says so (model.train()), or if it is with gradient:
+    the second forward of recompute_in_backward.
+    """
 
     def forward(self, x):
-        return forward(self, x, None, self.coded) if self.fp8 else super().forward(x)
+        if self.training or torch.is_grad_enabled():
+            return forward(self, x, None, self.coded)
+        return super().forward(x)
 
 
 class TrainedFP8Linear(TrainedLinear):
     """A TrainedLinear whose weight is rounded to FP8 in each pass."""
-
-    def __init__(self, layer):
-        vars(self).update(vars(layer))
 
     def coded(self):
         return CodedWeight(self.master.detach(), "fp8", whole=True)
@@ -126,17 +122,6 @@ class TrainedFP8Linear(TrainedLinear):
     def prepare_decoding(self, dtype):
         super().prepare_decoding(dtype)
         self.weight = self.coded()
-
-
-def fp8_in_training(block, arguments):
-    """Before a Block's forward: let its layers compute in FP8 if this is a pass of training.
-
-    In such a pass, also the second one of recompute_in_backward, the tokens are those of a Line.
-    """
-    training = isinstance(arguments[-1], fast.Line)
-    for layer in block.modules():
-        if isinstance(layer, FrozenFP8Linear):
-            layer.fp8 = training
 
 
 class Neighbour(Method):
@@ -161,13 +146,20 @@ class Neighbour(Method):
         require_fp8_products(settings)
 
     def prepare(self, model, folder, questions, tokenizer):
-        unified = self.variant == "unified"
-
-        def make(layer):
+        for layer in model.quantized_layers():
             if isinstance(layer, TrainedLinear):
-                return TrainedFP8Linear(layer)
-            return FrozenFP8Linear(layer, all_passes=unified)
-        replace_layers(model, make)
-        if not unified:
-            for block in model.blocks:
-                block.register_forward_pre_hook(fp8_in_training)
+                layer.__class__ = TrainedFP8Linear
+                continue
+            layer.__class__ = FrozenFP8Linear
+            layer.coded = CodedWeight(layer.weight.dequantize(torch.float32), "fp8", whole=True)
+            if self.variant == "unified":
+                layer.weight = layer.coded             # it has no other
+        model.train(self.variant == "unified")
+
+    def token_logprobs(self, model, *batch):
+        """fast.token_logprobs in FP8, also without gradient."""
+        before = model.training
+        model.train()
+        logprobs = fast.token_logprobs(model, *batch)
+        model.train(before)
+        return logprobs

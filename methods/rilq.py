@@ -107,13 +107,14 @@ class Neighbour(Method):
     """QeRL whose LoRA starts at RILQ's."""
 
     def check(self):
-        require(self.settings.weights != "bf16",
-                "--method rilq: there is no error of quantisation to undo in bf16; use --weights "
-                "nvfp4, mxfp4 or nf4")
-        require(not self.settings.train_norms,
-                "--method rilq: starts LoRA alone; leave --train-norms out")
-        require(self.settings.dtype != "float16",
-                "--method rilq: its gradients are too small for float16; use --dtype float32")
+        settings = self.settings
+        name = f"--method {settings.method}"
+        require(settings.weights != "bf16",
+                f"{name}: there is no error of quantisation to undo in bf16; use --weights nvfp4, mxfp4 "
+                "or nf4")
+        require(not settings.train_norms, f"{name}: starts LoRA alone; leave --train-norms out")
+        require(settings.dtype != "float16",
+                f"{name}: its gradients are too small for float16; use --dtype float32")
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")

@@ -48,6 +48,7 @@ METHODS = {method: f"--method {method}" for method in (
     "flashrl:int8", "flashrl:fp8", "qurl:acr", "jetrl:unified", "jetrl:training", "fp16", "rilq",
     "qat:distil", "noise_control:divergence", "noise_control:entropy", "deep_grpo", "maspo")}
 METHODS["four_over_six"] = "--quantizer four-over-six"
+METHODS["fp16"] = "--dtype float16"
 FLAGS = {**ARMS, **ABLATIONS, **METHODS}
 # By default: the arms, and how many seeds of the small policy and of a real model.
 STUDIES = {

@@ -127,12 +127,6 @@ FAULTS = {
         ("line.chunk(ranks.count)[ranks.rank]", "line.chunk(ranks.count)[0]",
          "tests/test_processes.py -k steps_of_one"),
     ],
-    "methods/speculative.py": [
-        ("right.cumprod(0).sum(0)", "right.sum(0)",
-         "tests/test_speculative.py -k 'frequencies or greedy'"),
-        ("& goes_on[:-1]", "", "tests/test_speculative.py -k greedy"),
-        ("max_len + 7", "max_len", "tests/test_speculative.py -k greedy"),
-    ],
     "methods/rilq.py": [
         ("    model.load_state_dict(best, strict=False)", "    pass",
          "tests/test_quantizers.py -k rilq_keeps"),
@@ -157,7 +151,7 @@ FAULTS = {
     "methods/jetrl.py": [
         ("y.addmm_(rows @ A.T, B.T)", "y", "tests/test_jetrl.py -k fp8_layer"),
         ("y = y + layer.bias.to(x.dtype)", "pass", "tests/test_jetrl.py -k fp8_layer"),
-        ("layer.fp8 = training", "layer.fp8 = True", "tests/test_jetrl.py -k leaves_the_rollout"),
+        ("if self.training or", "if True or", "tests/test_jetrl.py -k leaves_the_rollout"),
     ],
     "harness/batches.py": [
         ("rows[teaches[rows]].tolist()", "rows.tolist()", "tests/test_run.py -k equations"),

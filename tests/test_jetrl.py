@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import qerl
-from harness import fast
 from common import all_trained
 from harness.layers import TrainedLinear, replace_layers
 from methods import flashrl, jetrl
@@ -135,9 +134,9 @@ def test_a_recomputed_fp8_model_has_the_same_gradients(qwen, variant):
         model = with_lora(qwen, dtype=torch.bfloat16)
         if recompute:
             model.recompute_in_backward()
-        fp8_neighbour(variant, model)
+        method = fp8_neighbour(variant, model)
         tokens = torch.arange(48).view(4, 12)
-        logprobs = fast.token_logprobs(model, PROMPTS, tokens, torch.tensor([12, 9, 1, 12]))
+        logprobs = method.token_logprobs(model, PROMPTS, tokens, torch.tensor([12, 9, 1, 12]))
         gradients.append(gradient_of(model, logprobs.square().mean()))
     assert torch.equal(*gradients)
     assert gradients[0].dtype == torch.float32
@@ -146,13 +145,14 @@ def test_a_recomputed_fp8_model_has_the_same_gradients(qwen, variant):
 def test_training_in_fp8_leaves_the_rollout_as_it_was(model):
     """Also after passes of training, which it changes. Prompts and decoding read the 4-bit weights."""
 
-    def results():
-        rollout = fast.generate(model, PROMPTS, 8, temperature=0)
-        return rollout.logprobs, fast.token_logprobs(model, PROMPTS, rollout.tokens, rollout.length)
-    sampled, trained = results()
-    fp8_neighbour("training", model)
+    @torch.no_grad()
+    def results(method):
+        rollout = method.generate(model, PROMPTS, 8, temperature=0)
+        return rollout.logprobs, method.token_logprobs(model, PROMPTS, rollout.tokens, rollout.length)
+    sampled, trained = results(qerl)
+    method = fp8_neighbour("training", model)
     for _ in range(2):
-        rollout, logprobs = results()
+        rollout, logprobs = results(method)
         assert rollout.equal(sampled)
         assert 1e-5 < (logprobs - trained).abs().mean() < 1
 

@@ -18,8 +18,8 @@ from common import read_json, stop_at
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
-from methods import deep_grpo, merged, qat, qurl, rilq, rollout_correction
-from methods.parts import eight_bit, quantizers
+from methods import deep_grpo, merged, qat, qurl, rilq, rollout_correction, self_distillation
+from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
 from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, scales, seeded
 from test_qerl import with_lora
@@ -315,7 +315,8 @@ def test_branches_join_the_samples_behind_their_question(model):
 # --------------------------------------------------------------------------------------------------
 # Runs
 
-MADE_ONCE = ("four_over_six", "awq", "gptq", "qat:distil")          # weights of their own
+# Weights of their own, and what the folder's name says of them.
+MADE_ONCE = {"qat:distil": "qat", "qerl --quantizer four-over-six": "four-over-six"}
 
 
 @pytest.mark.parametrize("command,figure", {
@@ -326,30 +327,29 @@ MADE_ONCE = ("four_over_six", "awq", "gptq", "qat:distil")          # weights of
     "noise_control:divergence": "sigma",
     "maspo --updates 2": "sigma",
     "deep_grpo": "branches",
-    "fp16": "loss_scale",
+    "qerl --dtype float16": "loss_scale",
     "flashrl:int8": "mismatch_kl",
     "qurl --lora-rank 0": "mismatch_kl",
     "jetrl --lora-rank 0 --beta 0": "entropy",
     "jetrl:training": "mismatch_kl",
     "rilq --beta 0.1": "kl",
-    "speculative": "acceptance",
+    "self_distillation --beta 0.1": "kl",
     **dict.fromkeys(MADE_ONCE, "sigma"),
 }.items())
 def test_a_neighbour_trains_and_resumes(
         qwen, data, tmp_path, cache, monkeypatch, capsys, command, figure):
     """Three steps, the first without noise, bit for bit the same if a run is stopped in its second.
 
-    Any letter ends a sentence here. RILQ's start is the reference: in the first step its KL is 0.
+    Any letter ends a sentence here. A trained start is the reference: in the first step its KL is 0.
     """
     monkeypatch.setattr(deep_grpo, "SENTENCE_END", re.compile(r"(?s)."))
     monkeypatch.setattr(rilq, "TEXTS", 10)
     monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8))
     monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
+    monkeypatch.setattr(self_distillation, "RECIPE", dict(lr=1e-2, steps=2, batch=4, budget=100))
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
-    kind = re.match(r"\w+", command)[0].replace("_", "-")
-    quick = QUICK[:-2] if kind in quantizers.QUANTIZERS else QUICK         # without --quantizer rtn
-    options = ["--model", qwen, "--data", data, *quick, "--steps", 3, "--stages", 3,
+    options = ["--model", qwen, "--data", data, *QUICK, "--steps", 3, "--stages", 3,
                "--save-every", 1, "--eval-questions", 1, "--skip-eval-before",
                "--method", *command.split(), "--out"]
     whole = tmp_path / "whole"
@@ -360,21 +360,20 @@ def test_a_neighbour_trains_and_resumes(
     log = assert_same_run(whole, stopped)
     assert all(m["gradient_norm"] > 0 for m in log)
     assert all(m[figure] > 1e-6 for m in log[1:])
-    assert kind != "rilq" or log[0]["kl"] == 0
+    assert figure != "kl" or log[0]["kl"] == 0
     if command in MADE_ONCE:
         assert capsys.readouterr().out.count(", once") == 1
         adapter = read_json(whole / "adapter/adapter_config.json")
-        assert f"-{kind}-" in os.path.basename(adapter["base_model_name_or_path"])
+        assert f"-{MADE_ONCE[command]}-" in os.path.basename(adapter["base_model_name_or_path"])
 
 
 @pytest.mark.parametrize("command,message", {
-    "nonsense": "--method nonsense: unknown; choose one of qerl, ",
-    "gptq:int3": "gptq has no variant int3; choose gptq alone",
+    "gptq": "--method gptq: unknown; choose one of qerl, ",
+    "maspo:int3": "maspo has no variant int3; choose maspo alone",
     "noise_control --sigma-start 0 --sigma-end 0": "there is no noise",
     "pooled_noise --group 6": "use a --group divisible by 4",
     "pooled_noise --tis 2": "leave out --tis",
     "pooled_noise --algo gspo": "use --algo grpo, dapo or dr-grpo",
-    "fp16 --dtype bfloat16": "computes in float16, not in bfloat16",
     "maspo --updates 1": "with one update a rollout the ratio is 1",
     "deep_grpo --algo dapo": "use --algo grpo",
     "rollout_correction:icepop --tis 2": "no cap",
@@ -383,13 +382,11 @@ def test_a_neighbour_trains_and_resumes(
     "qurl:acr --tis 0": "use --tis 2",
     "jetrl --weights nvfp4": "the rollout reads 8 bits",
     "jetrl:training --weights bf16 --lora-rank 0 --beta 0": "use --method jetrl with --lora-rank 0",
-    "gptq --quantizer rtn": "leave these out",
-    "awq --weights nf4": "leave these out",
     "qerl --quantizer awq --weights nf4": "use --weights nvfp4",
     "rilq --weights bf16": "there is no error of quantisation to undo",
     "rilq --train-norms": "leave --train-norms out",
-    "rilq --dtype float16": "use --dtype float32",
-    "rilq --model packed": "is in 4 bits already",
+    "self_distillation --dtype float16": "use --dtype float32",
+    "self_distillation --model packed": "is in 4 bits already",
     "qat --model packed": "is in 4 bits already",
     "qat --weights mxfp4": "trains weights for NVFP4, not for mxfp4",
 }.items())

@@ -241,7 +241,7 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
 
 @pytest.mark.parametrize("count,flags,message", [
     (2, "--prompts 6", "--updates 2 in 2 process"),
-    (2, "--method fp16", "the neighbours run in one process"),
+    (2, "--method maspo", "the neighbours run in one process"),
     (2, "--device cpu:0", "is none of"),
     (2, "--shard --weights bf16 --lora-rank 0 --beta 0", "leave --shard out"),
     (1, "--shard", "start by torchrun"),

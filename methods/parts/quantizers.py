@@ -14,6 +14,7 @@ import os
 
 import torch
 
+import methods
 import qerl
 from harness import fast
 from harness.export import is_packed, write_packed_folder
@@ -22,14 +23,8 @@ from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
 
-QUANTIZERS = ("four-over-six", "awq", "gptq")      # besides "rtn", rounding to the nearest
 CALIBRATION_TOKENS = 256 * 2048
 SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
-
-
-def module_of(quantizer):
-    """The module of methods/ that --quantizer names."""
-    return importlib.import_module(f"methods.{quantizer.replace('-', '_')}")
 
 
 def model_name(folder):
@@ -58,7 +53,7 @@ def cached_folder(source, name, key, make):
 def quantized_folder(folder, quantizer, questions, tokenizer, device):
     """The compressed-tensors folder, kept in the cache, of a 16-bit folder's model in 4 bits.
 
-    quantizer: a name in QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
+    quantizer: a name in methods.QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
     is in 4 bits already stays as it is.
     """
     if is_packed(folder):
@@ -66,7 +61,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         return folder
     tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
-    module = module_of(quantizer)
+    module = importlib.import_module(f"methods.{methods.QUANTIZERS[quantizer]}")
 
     def make(path):
         print(f"finding NVFP4 codes by {quantizer}, once")
@@ -74,7 +69,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
             folder, "bf16", device=device, reader_class=calibration.LeftInFiles)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
-    code = [inspect.getsource(part) for part in (module, calibration, qerl.quantize_nvfp4)]
+    code = [inspect.getsource(part) for part in (module, calibration, fast.quantize_nvfp4)]
     key = [quantizer, sequences, torch.device(device).type, *code]
     stored = cached_folder(folder, quantizer, key, make)
     if torch.device(device).type == "cuda":
