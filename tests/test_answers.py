@@ -2,6 +2,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from dataclasses import replace
 from fractions import Fraction
@@ -10,14 +11,17 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+import transformers
 from hypothesis import given, strategies
+from tokenizers.processors import TemplateProcessing
 
 import qerl
 from harness.errors import UserError
 import train_gsm8k
 from harness import answers
 from harness.answers import final_number, given_answer, is_right, last_number, one_number
-from harness.data import load_questions, math_questions, read_questions, with_prompts
+from harness.answers import reward_fingerprint, terms
+from harness.data import ChatText, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.ranks import Ranks
 from harness.small_policy import ByteText, made_up_problems
@@ -381,6 +385,22 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert [q["question"] for q in math_questions(f"{tmp_path}/f[1].parquet")] == ["f[1]"]
 
 
+@pytest.mark.parametrize("content,asked", [
+    ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
+    ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
+    ("null", None), ("[null]", None), ("[[5]]", None), ("5", None), ("{", None), ("[" * 9999, None),
+    ("\ufeff", None),
+])
+def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    if asked:
+        assert "".join(q["question"] for q in math_questions(str(path))) == asked
+    else:
+        with pytest.raises(UserError, match="a.json:1: not a JSON object"):
+            math_questions(str(path))
+
+
 def test_datasets_are_asked_for_by_name(monkeypatch):
     asked = []
 
@@ -429,3 +449,72 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
     kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
     assert kept == ["\\boxed{70}", "no", "27"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Text <-> tokens
+
+def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=None, ends_texts=False):
+    """A ChatText of the model `qwen` with another tokenizer."""
+    shutil.copytree(qwen, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    if ends_texts:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
+    tokenizer.save_pretrained(folder)
+    return ChatText(str(folder), system)
+
+
+SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template,inside", [
+    (SHOWN, False),
+    (SHOWN.replace("messages", "messages if m.role != 'system'"), True),
+    ("{% if tools %}{{ messages[0].content }}{% endif %}{{ messages[-1].content }}", True),
+])
+def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template, inside):
+    text = chat_text(qwen, tmp_path / "model", template=template)
+    prompt = text.shown(text.prompt("2+3?"))
+    assert prompt.count("Box it: \\boxed{}.") == 1 and "2+3?" in prompt
+    assert ("leaves the system's message out" in capsys.readouterr().out) == inside
+
+
+@pytest.mark.parametrize("token", ["<think>", "</answer>", "\\boxed", "\\boxed{"])
+def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, token):
+    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"])
+    ids = text.tokenizer.encode(f"a{token}b<|pad|>c", add_special_tokens=False)
+    assert text.decode(ids + [text.end]) == f"a{token}bc"
+
+
+def test_a_prompt_without_a_template_does_not_end_the_text(qwen, tmp_path):
+    text = chat_text(qwen, tmp_path / "model", ends_texts=True)
+    assert text.tokenizer.encode("a")[-1] in text.eos
+    assert text.prompt("2+3?")[-1] not in text.eos
+    assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
+
+
+@pytest.mark.parametrize("written", ["plain", "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
+def test_the_small_policys_text_is_its_bytes(written):
+    text = ByteText()
+    assert text.prompt(written) == [*written.encode(), 10]
+    assert text.decode([256, *written.encode(), 259, 260]) == f"<think>{written}</answer>"
+    work = written.replace("<", "")
+    assert text.worked_answer(work, "5") == [256, *work.encode(), 257, 258, *b"5", 259, 260]
+
+
+@pytest.mark.parametrize("folder", ["plain", "c++", "a*b", "1.5*c+d e"])
+def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch, folder):
+    """A new neighbour is another reward to resume with only if its file is."""
+    (tmp_path / folder).mkdir()
+    helper = f"helper_{abs(hash(folder))}"
+    (tmp_path / folder / f"{helper}.py").write_text("def size(text):\n    return len(text)\n")
+    (tmp_path / folder / "own.py").write_text(f"from {helper} import size\ndef f(text, question):\n    return size(text)\n")
+    monkeypatch.chdir(tmp_path)
+    for path in (f"./{folder}/own.py:f", f"{tmp_path}/{folder}/own.py:f"):
+        scheme = f"answer + 0.5*{path}+-1e-1 * {path} "
+        assert terms(scheme) == [(1, "answer"), (0.5, path), (-0.1, path)]
+        assert train_gsm8k.find_reward(scheme)("\\boxed{5}", {"right": 5}) == pytest.approx(1 + 0.4 * 9)
+        assert reward_fingerprint(path) != reward_fingerprint("answer")
