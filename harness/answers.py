@@ -20,7 +20,6 @@ import hashlib
 import logging
 import math
 import operator
-import os
 import re
 import runpy
 import signal
@@ -60,17 +59,22 @@ NUMBER = re.compile(rf"""
 NAME = re.compile(r"[\s$*]*[A-Za-z]?\s*")                # of an unknown, before "="
 WORD = r"[^\W\d_]+(?:['’][^\W\d_]+)?"
 # What numerals are made of; behind a number it makes another number.
-NUMERAL = r"""
-    \d.* | (?: one | two | three | four | five | six | seven | eight | nine | ten | eleven | twelve
-    | (?: thir | four | fif | six | seven | eigh | nine ) (?: teen | ty ) | twenty | forty
+NUMERAL = r"""(?: \d\S* | (?: one | two | three | four | five | six | seven | eight | nine | ten | eleven
+    | twelve | (?: thir | four | fif | six | seven | eigh | nine ) (?: teen | ty ) | twenty | forty
     | hundred | thousand | [mbtr]+illion | lakh | crore | dozen | score
     | half | halve | third | quarter | (?: four | fif | six | seven | eigh | nin | ten | hundred ) th )s?
-    | [十百万萬亿億半倍] .* | 千 (?! [克米] ) .*
-"""
-# What is no unit, except of a question with "how many" before it.
-NO_UNIT = rf"{NUMERAL} | times | more | less | fewer | than | plus | minus | twice | double | and | or | to | not | no"
-# What a unit stands behind in a question.
-COUNTING = rf"{NO_UNIT} | a | an | the | per | each | every | of | in"
+    | [十百万萬亿億半倍]\S* | 千 (?! [克米] ) \S* )"""
+# What is no unit, except in a question with "how many" before it.
+NO_UNIT = rf"""(?: {NUMERAL} | times | more | less | fewer | than | plus | minus | twice | double | triple
+    | and | or | to | not | no )"""
+# What a unit stands behind in a question, or one word further on.
+COUNTING = rf"(?: {NO_UNIT} | (?: many | much ) (?: \s\S+ )? | a | an | the | per | each | every | of | in )"
+# The signs of numbers and calculations, and a word behind them that may change them. What parts them.
+RUN = re.compile(rf"""
+    (?: [A-Za-z] (?=\d) )? [-+*/^_|!%:.,\ \d()\[\]$¢-¥฿\u20a0-\u20cf\\]+
+    (?: (?<=\d) [^\W\d_]+ | (?<=\ ) {NUMERAL} \b )?
+""", re.VERBOSE)
+BREAK = re.compile(r"[=<>\n]|\.\.+|[:;?!.,](?=\s|$)|(?<=[^\W\d_])[-.]")
 BOX = re.compile(r"""
     \\[{}]                                              # signs, which open and close nothing
     | (?P<box> \\(?:boxed|fbox)\s* )? \{ | \}
@@ -128,14 +132,15 @@ def is_right(completion, answer, question="", anywhere=False):
 
 
 def right_answer(question):
-    """What a completion has to state: a Fraction, or where no "####" precedes it a text, TeX."""
-    return final_number(question) if "####" in question["answer"] else question["answer"]
+    """What a completion has to state: the number behind the only "####", a Fraction, None if unclear.
 
-
-def final_number(question):
-    """The right answer of a question, a Fraction: the line behind its only "####"; None if unclear."""
-    _, text, *others = question["answer"].split("####")
-    return None if others else one_number(text.strip().partition("\n")[0], question.get("question", ""))
+    Of an answer without "####" the text, TeX.
+    """
+    text, *finals = question["answer"].split("####")
+    if not finals:
+        return text
+    line = finals[0].strip().partition("\n")[0]
+    return one_number(line, question["question"]) if len(finals) == 1 else None
 
 
 def one_number(text, question=""):
@@ -183,54 +188,33 @@ def calculated(text):
 def are_units(text, question):
     """Is what stands behind a number nothing, a sign or units that the question has?"""
     edge = " \n\t)(]$*.,"
-    text = re.sub(rf"^(?:%|°[CF]?|{MONEY})", "", text.strip(edge)).strip(edge)
-    text = re.sub(r"(?<=[A-Za-z])(?:\^?[23]|[²³])(?!\w)", "", text)               # cm^2
-    words = re.split(r"[\s/-]+", text.lower()) if text else []
-    if len(words) > 3 or not all(re.fullmatch(WORD, word) for word in words):
-        return False
-    if not words:
+    text = re.sub(rf"^(?:%|°[CF]?|{MONEY})", "", text.strip(edge))
+    words = re.split(r"[\s/-]+", re.sub(r"(?<=[A-Za-z])(?:\^?[23]|[²³])$", "", text.strip(edge).lower()))
+    if words == [""]:
         return True
     # "$12" says 12 dollars.
     question = question.lower().replace("$", " 1 dollars ").replace("%", " percent ")
-    seen = re.findall(rf"\d[\d.,]*|{WORD}", question)
-    asked = " ".join(re.findall(rf"\bhow (?:many|much) ((?:more )?{WORD})", " ".join(seen))).split()
-    counted = [word for i, word in enumerate(seen[1:], 1)
-               if any(is_any(COUNTING, before) for before in seen[max(0, i - 2):i]) or {"many", "much"} & {*seen[max(0, i - 3):i]}]
+    said = " ".join(re.findall(rf"\d[\d.,]*|{WORD}", question))
 
-    def among(word, others):
-        if word[0] >= "\u0e00":                # Thai, Chinese, Japanese: no spaces between words
+    def follows(before, word):
+        beginning = re.sub("(?<=...)(?:ies|e?s|e|y|ren)$", "", word)
+        whole = r"\b" if len(beginning) < 3 else ""
+        return re.search(rf"(?:^|\s){before} {beginning}{whole}", said, re.VERBOSE)
+
+    def is_unit(word):
+        if word >= "\u0e00":                   # Thai, Chinese, Japanese: no spaces between words
             return word in question
-        return any(singular(word) == singular(other) or len(word) > 2 and other.startswith(word)
-                   for other in others)
+        asked = re.search(rf"\bhow (?:many|much) (?:more )?{word}\b", said)
+        return asked or follows("", word) and not re.fullmatch(NO_UNIT, word, re.VERBOSE)
 
-    return among(words[0], counted) and all(
-        among(word, seen) and (word in asked or not is_any(NO_UNIT, word)) for word in words)
-
-
-def is_any(pattern, word):
-    return re.fullmatch(pattern, word, re.VERBOSE)
-
-
-def singular(word):
-    return re.sub(r"(?<=...)(?:ies|y|e|es|(?<!s)s|ren)$", "", word)
-
-
-# What numbers and calculations are written with, and what parts them from those before.
-SIGNS = re.compile(r"[-+*/^_|!%:.,\s\d()\[\]$¢-¥฿\u20a0-\u20cf\\]+")
-BREAK = re.compile(r"[=<>\n]|[:;?!.,](?=\s|$)|(?<=[^\W\d_])-")
+    return (len(words) <= 3 and all(re.fullmatch(WORD, word) and is_unit(word) for word in words)
+            and (words[0] >= "\u0e00" or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0])))
 
 
 def last_number(text, question=""):
     """The last number of a text as a Fraction; None if it is a part: of 7 - 2, of 5 million."""
-    part = next((part for part in reversed(BREAK.split(plain(text))) if re.search(r"\d", part)), "")
-    *_, run = [run for run in SIGNS.finditer(part) if re.search(r"\d", run[0])] or [None]
-    if run is None or run[0][0].isdigit() and re.search("[A-Za-z]$", part[:run.start()]):
-        return None                                                                         # x2
-    number = run[0].lstrip(" \t:,*|([" + "." * run[0].startswith("...")).rstrip(" \t:,*/|()[].$!-")
-    word = re.match(r"[^\W\d_]*", part[run.end():])[0]
-    if run[0][-1].isdigit() or run[0][-1].isspace() and is_any(NUMERAL, word.lower()):
-        number += word                                                                      # 5kg
-    return one_number(number, question)
+    runs = [run for run in RUN.findall(BREAK.sub("\n", plain(text))) if re.search(r"\d", run)]
+    return one_number(runs[-1].lstrip(" :,|*").rstrip(" :|/!-"), question) if runs else None
 
 
 def plain(text):
@@ -335,7 +319,7 @@ def own_reward(name):
     require(path.endswith(".py"),
             f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION, or a sum as "
             "2*answer+0.1*FILE.py:FUNCTION")
-    sys.path.append(os.path.dirname(os.path.abspath(path)))         # it may import its neighbours
+    sys.path.append(str(Path(path).resolve().parent))         # it may import its neighbours
     own = guarded(name, runpy.run_path, path).get(function)
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 

@@ -19,8 +19,8 @@ import qerl
 from harness.errors import UserError
 import train_gsm8k
 from harness import answers
-from harness.answers import final_number, given_answer, is_right, last_number, one_number
-from harness.answers import reward_fingerprint, terms
+from harness.answers import given_answer, is_right, last_number, one_number
+from harness.answers import reward_fingerprint, right_answer, terms
 from harness.data import ChatText, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.ranks import Ranks
@@ -85,7 +85,7 @@ def test_only_one_clear_number_counts(text, five):
                        f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
         assert answer_reward(completion, asked) == five
         assert bool(answer_reward(completion, {"right": "5.0"})) == (five and text not in FIVE_UNITS)
-    assert (final_number({"question": QUESTION, "answer": f"so 7\n#### {text}\n8"}) == 5) == five
+    assert (right_answer({"question": QUESTION, "answer": f"so 7\n#### {text}\n8"}) == 5) == five
     if five:
         assert is_right("\\boxed{5}", text, QUESTION)
 
@@ -107,7 +107,7 @@ def test_the_number_of_an_answer(text, number):
     """The same behind "####" and in TeX."""
     assert one_number(text) == number
     if number is not None:
-        assert is_right(f"\\boxed{{{text}}}", final_number({"answer": f"#### {float(number)}"}))
+        assert is_right(f"\\boxed{{{text}}}", right_answer({"question": "", "answer": f"#### {float(number)}"}))
         assert is_right(f"\\boxed{{{float(number)}}}", text)
 
 
@@ -241,7 +241,7 @@ def test_no_text_raises_anything(text):
     for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
         assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
         assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
-    assert isinstance(final_number({"answer": f"so\n#### {text}"}), (Fraction, type(None)))
+    assert isinstance(right_answer({"question": text, "answer": f"so\n#### {text}"}), (Fraction, type(None)))
 
 
 @pytest.mark.parametrize("unit", [
@@ -298,7 +298,7 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
     assert not right.keys() & {p["question"] for p in held_out}
     for problem in train[:300]:
         calculation, result = re.findall(r"<<(.*?)=(.*?)>>", problem["answer"])[-1]
-        assert eval(calculation) == int(result) == final_number(problem)
+        assert eval(calculation) == int(result) == right_answer(problem)
     careless, _ = made_up_problems(careless=1.0)
     assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
