@@ -1,16 +1,15 @@
 r"""Does a completion answer right? GSM8K's answers are numbers, those of other data are numbers or TeX.
 
-What a box or the tags may hold where the right answer is a number (`one_number`), and nothing else:
+Where the right answer is a number, a box or the tags may hold this and nothing else (`one_number`):
 - a currency sign or code, one number, a percent or degree sign, and units, in this order;
 - a number is a decimal with or without thousands, sign and power of ten, or a fraction: 1,250.00,
   -.5, 1e5, 2 \times 10^3, 1/2, \frac{1}{2}; TeX that only sets type says nothing (`plain`);
-- units are at most three words behind the number. Each stands in the question, the first of them
-  there behind a numeral or "how many", "how much". Words are the same if the first letters are, all
-  but three, and at least three; in a script without spaces, if the question contains them;
-- "dollars" stands in a question with $, "percent" in one with %. Without a question there are no units;
-- a number word such as "million" or "thirds" is a unit only directly behind "how many";
-- calculations may stand before the number, each behind it an "=", if all have its value: 2 + 3 = 5.
-  So may one letter: x = 5.
+- units are at most three words behind the number, which the question has, too: in the singular or
+  plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
+  (COUNTING), or one word further on; "dollars" also where it has $, "percent" where it has %;
+- number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many";
+- before the number may stand calculations, each with "=" behind it, that have its value (2 + 3 = 5),
+  and one letter (x = 5).
 
 Other TeX is compared by math-verify: pip install math-verify.
 """
@@ -50,14 +49,16 @@ PLAIN = [(re.compile(pattern), spelling) for pattern, spelling in [
 DECIMAL = r"(?:(?:[1-9]\d{,2}(?:[,\ ]\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 MONEY = r"(?:US\s?\$|[$¢-¥฿\u20a0-\u20cf]|(?:USD?|EUR|GBP|INR|JPY|CNY|RMB|AUD|CAD|CHF|Rs)\b\.?)"
 OPEN = r"[\s*$(\[]{,5}"
+CLOSE = r"[\s*$)\](.,]{,5}"
+WORD = r"[^\W\d_²³]+(?:['’][^\W\d_²³]+)?"
 NUMBER = re.compile(rf"""
     {OPEN} {MONEY}? {OPEN} (?P<sign> [-+]? ) {OPEN} {MONEY}? {OPEN}
     (?P<above> {DECIMAL} )
     (?: \s?\*\s? (?P<power> 1e[-+]?\d+ ) | \s?\)?\s? / \s?\(?\s? (?P<below> {DECIMAL} ) )?
-    (?P<unit> .* )
-""", re.VERBOSE | re.DOTALL)
+    {CLOSE} (?: % | °[CF]? | {MONEY} )? {CLOSE}
+    (?P<units> (?: {WORD} (?: \^?[23] | [²³] )? (?!\w) [\s/-]* ){{,3}} ) {CLOSE}
+""", re.VERBOSE)
 NAME = re.compile(r"[\s$*]*[A-Za-z]?\s*")                # of an unknown, before "="
-WORD = r"[^\W\d_]+(?:['’][^\W\d_]+)?"
 # What numerals are made of; behind a number it makes another number.
 NUMERAL = r"""(?: \d\S* | (?: one | two | three | four | five | six | seven | eight | nine | ten | eleven
     | twelve | (?: thir | four | fif | six | seven | eigh | nine ) (?: teen | ty ) | twenty | forty
@@ -147,9 +148,9 @@ def one_number(text, question=""):
     """The number of a text as a Fraction, if it says nothing else: the rule above; else None."""
     if len(text) > LONGEST:
         return None
-    *before, last = plain(text).split("=")
+    *before, last = plain(text).strip().split("=")
     number = NUMBER.fullmatch(last)
-    if not number or not are_units(number["unit"], question):
+    if not number or not are_units(re.findall(WORD, number["units"].lower()), question):
         return None
     below = decimal(number["below"] or "1")
     if not below:
@@ -185,30 +186,24 @@ def calculated(text):
         return None
 
 
-def are_units(text, question):
-    """Is what stands behind a number nothing, a sign or units that the question has?"""
-    edge = " \n\t)(]$*.,"
-    text = re.sub(rf"^(?:%|°[CF]?|{MONEY})", "", text.strip(edge))
-    words = re.split(r"[\s/-]+", re.sub(r"(?<=[A-Za-z])(?:\^?[23]|[²³])$", "", text.strip(edge).lower()))
-    if words == [""]:
-        return True
+def are_units(words, question):
+    """Does the question have these words as units, the first behind a numeral or its like?"""
     # "$12" says 12 dollars.
     question = question.lower().replace("$", " 1 dollars ").replace("%", " percent ")
     said = " ".join(re.findall(rf"\d[\d.,]*|{WORD}", question))
 
     def follows(before, word):
-        beginning = re.sub("(?<=...)(?:ies|e?s|e|y|ren)$", "", word)
-        whole = r"\b" if len(beginning) < 3 else ""
-        return re.search(rf"(?:^|\s){before} {beginning}{whole}", said, re.VERBOSE)
-
-    def is_unit(word):
         if word >= "\u0e00":                   # Thai, Chinese, Japanese: no spaces between words
             return word in question
+        beginning = re.sub("(?<=...)(?:ies|e?s|e|y|ren)$", "", word)
+        whole = r"\b" if len(beginning) < 3 else ""
+        return re.search(rf"(?:^|\s){before}{beginning}{whole}", said, re.VERBOSE)
+
+    def is_unit(word):
         asked = re.search(rf"\bhow (?:many|much) (?:more )?{word}\b", said)
         return asked or follows("", word) and not re.fullmatch(NO_UNIT, word, re.VERBOSE)
 
-    return (len(words) <= 3 and all(re.fullmatch(WORD, word) and is_unit(word) for word in words)
-            and (words[0] >= "\u0e00" or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0])))
+    return not words or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0]) and all(map(is_unit, words))
 
 
 def last_number(text, question=""):

@@ -139,7 +139,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--dry-run --model used": "its config.json cannot be read",
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
     "--seed 99999999999999999999": "must be below 1e18",
-    "--reward nan*answer": "nan.answer: unknown",
+    "--reward nan*answer": "nan*answer: unknown",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
     "--out used": "used: is not empty",
     "--save-quantized used": "used: is not empty",
