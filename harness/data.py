@@ -250,10 +250,10 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
-            self.prompt("A question?")     # no question later fails where this one does not
-            if self.tokenizer.chat_template and self.system not in self.chat("A question?", tokenize=False):
+            if self.tokenizer.chat_template and system not in self.chat("A question?", tokenize=False):
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")
+            self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:
             raise UserError(
                 f"model {folder}: its tokenizer, chat template or config cannot be used ({reason(e)}); "
