@@ -27,7 +27,7 @@ from statistics import fmean
 import torch
 
 import qerl
-from harness.answers import is_right, own_reward, reward_fingerprint
+from harness.answers import is_right, own_reward, reward_fingerprint, terms
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
@@ -292,7 +292,7 @@ SYSTEM = {
 
 def instruction(scheme):
     """The message of a --reward, which asks for the format that the reward looks for."""
-    return SYSTEM["paper" if "paper" in re.split(r"[\s+*]+", scheme) else "answer"]
+    return SYSTEM["paper" if "paper" in [name for _, name in terms(scheme)] else "answer"]
 
 
 def find_engine(settings):
@@ -404,7 +404,7 @@ class Samples:
     texts: list                    # N strings
     rewards: torch.Tensor          # float32 [P, G]
     correct: torch.Tensor          # float32 [P, G], 1 where the answer is right
-    timeouts: int = 0              # answers that took too long to grade: see answers.is_equal
+    timeouts: int = 0              # answers that are too much work to grade: answers.is_equal
     draws: list = None             # of Samples: everything drawn, of which DAPO kept these
 
 
@@ -425,7 +425,7 @@ def score(questions, rollout, texts, scheme):
     right = []
     scores = []
     for text, question in answers:
-        right.append(is_right(text, question["right"]))
+        right.append(is_right(text, question["right"], question.get("question", "")))
         scores.append((earned(text, question), bool(right[-1])))       # the reward asks is_right again
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
@@ -446,7 +446,7 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*"
 
 def answer_reward(completion, question):
     """1 if the answer is right."""
-    return float(bool(is_right(completion, question["right"])))
+    return float(bool(is_right(completion, question["right"], question.get("question", ""))))
 
 
 def paper_reward(completion, question):
@@ -469,17 +469,8 @@ REWARDS = {"answer": answer_reward, "paper": paper_reward, "random": random_rewa
 @cache                             # so that a user's file is run once, not at each step
 def find_reward(scheme):
     """The function (completion, question) -> float of --reward: a sum of [WEIGHT*]NAME."""
-    terms = []
-    for term in scheme.split("+"):
-        given, _, name = map(str.strip, term.rpartition("*"))
-        try:
-            weight = float(given or 1)
-        except ValueError:
-            weight = math.nan
-        require(math.isfinite(weight), f"--reward {scheme}: {given} is no finite number; give "
-                "WEIGHT*NAME+WEIGHT*NAME, to subtract --reward=-WEIGHT*NAME")
-        terms.append((weight, REWARDS.get(name) or own_reward(name)))
-    return lambda completion, question: sum(w * earned(completion, question) for w, earned in terms)
+    earned = [(weight, REWARDS.get(name) or own_reward(name)) for weight, name in terms(scheme)]
+    return lambda completion, question: sum(w * reward(completion, question) for w, reward in earned)
 
 
 def dynamic_sampling(samples, draw, ranks, updates):
@@ -578,7 +569,7 @@ def evaluate(model, tokenizer, questions, settings, when, ranks):
     }
     for name, (samples, *drawn_how) in measures.items():
         texts = answer_all(model, tokenizer, questions, settings, ranks, samples, *drawn_how)
-        right = [bool(is_right(text, question["right"], anywhere=True))
+        right = [bool(is_right(text, question["right"], question["question"], anywhere=True))
                  for text, question in answers_to(questions, texts)]
         for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
             answer[name] = {"text": text, "correct": correct}

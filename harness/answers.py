@@ -1,60 +1,81 @@
-"""Does a completion answer right? GSM8K's answers are numbers, those of other data are TeX.
+r"""Does a completion answer right? GSM8K's answers are numbers, those of other data are numbers or TeX.
 
-A number is read by what is allowed around it (NUMBER), in time proportional to the text's length.
+Where the right answer is a number, a box or the tags may hold this and nothing else (`one_number`):
+- a currency sign or code, one number, a percent or degree sign, and units, in this order;
+- a number is a decimal with or without thousands, sign and power of ten, or a fraction: 1,250.00,
+  -.5, 1e5, 2 \times 10^3, 1/2, \frac{1}{2}; TeX that only sets type says nothing (`plain`);
+- units are at most three words behind the number, which the question has, too: in the singular or
+  plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
+  (COUNTING), or one word further on; "dollars" also where it has $, "percent" where it has %;
+- number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many";
+- before the number may stand calculations, each with "=" behind it, that have its value (2 + 3 = 5),
+  and one letter (x = 5).
+
 Other TeX is compared by math-verify: pip install math-verify.
 """
+import ast
 import functools
 import hashlib
 import logging
 import math
+import operator
 import re
 import runpy
 import signal
+import sys
 import traceback
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 from harness.errors import UserError, require
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
+PATIENCE = 5                   # seconds of the process: no comparison of TeX that is meant takes longer
 
 # TeX and typography that say nothing about a number, and how `plain` spells them.
-PLAIN = [
-    (re.compile(r"\^?\s?\{?\\circ\}?"), "°"),
-    (re.compile(r"\\(?:text|math|mbox|f?box|left|right|underline)[a-z]*|\\[()\[\],:; ]|[~\u00a0\u202f]"), " "),
-    (re.compile(r"(?<!\\)[{}]|\\!"), ""),
-    (re.compile(r"\\([$%])"), r"\1"),
-    (re.compile(r"[\u2010-\u2015\u2212\ufe63\uff0d]"), "-"),
-    (re.compile(r"\\approx|≈"), "="),
-]
-# Words that make another number of the one beside them, or say that it is not meant.
-CHANGES = r"""\b(?: (?:hundred|thousand|million|billion|trillion|dozen|score|error)s? | [bmt]n
-    | (?:ten|fif|four|six|seven|eigh|nin|hundred|thousand)ths? | half | halves | third | quarter
-    | times | squared | cubed | factorial | modulo
-    | minus | negative | plus | less | than | not | no | or | and | is | be | wrong )\b"""
-# The one number of an answer, and all that may stand around it: a currency, and words for a unit.
+PLAIN = [(re.compile(pattern), spelling) for pattern, spelling in [
+    (r"\\[dtc]?frac\s?(?:\{([^{}]*)\}|(\d))\s?(?:\{([^{}]*)\}|(\d))", r"(\1\2)/(\3\4)"),
+    (r"\^?\s?\{?\\circ\}?", "°"),
+    (r"\\(?:text|math|mbox|f?box|left|right|underline|displaystyle|bf|[lL]arge|LARGE|[hH]uge)[a-z]*"
+     r"|\\[()\[\],:; ]|[~\u00a0\u202f]", " "),
+    (r"(?<!\\)[{}]|\\!", ""),
+    (r"\\([$%])", r"\1"),
+    (r"[\u2010-\u2015\u2212\ufe63\uff0d]", "-"),
+    (r"\\times|\\cdot|[×·]|(?<=\d)\s?x\s?(?=\d)", "*"),
+    (r"\\div|÷", "/"),
+    (r"\\approx|≈", "="),
+    (r"(?<![\d.,^])10\s?\^\s?([-+]?\d{1,3})(?!\d)", r"1e\1"),
+]]
+DECIMAL = r"(?:(?:[1-9]\d{,2}(?:[,\ ]\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+MONEY = r"(?:US\s?\$|[$¢-¥฿\u20a0-\u20cf]|(?:USD?|EUR|GBP|INR|JPY|CNY|RMB|AUD|CAD|CHF|Rs)\b\.?)"
+OPEN = r"[\s*$(\[]{,5}"
+CLOSE = r"[\s*$)\](.,]{,5}"
+WORD = r"[^\W\d_²³]+(?:['’][^\W\d_²³]+)?"
 NUMBER = re.compile(rf"""
-    (?: US | [\s$€£¥(*] )*  (?P<sign> [-+]? )  [\s$€£¥(*]{{,3}}
-    (?P<digits>
-        (?: [1-9]\d{{,2}} (?:[,\ ]\d{{3}})+ | \d+ )  (?: \.\d* )?       # 1,250.00
-      | \.\d+
-    )
-    (?P<power> [eE] [+-]? \d{{1,3}} )?  [\s$)]{{,3}}
-    (?: [%€£¢] | °[CF]? | (?: (?<=\s)[mghslL] | [mck]m | [mk]g | m[lL] | ft | lbs? | hrs? ) (?![A-Za-z]) )?
-    (?: (?<=[\s/^²³]) (?! {CHANGES}) (?: [A-Za-z][A-Za-z-]+ | a\b )      # more words
-      | (?<=[A-Za-z]) \^?[23] | (?<=[A-Za-z]) [²³]                        # cm^2
-      | \s?/\s? [A-Za-z]+ | \s                                            # km/h
-    ){{,12}}
-    [\s$*).,]*
+    {OPEN} {MONEY}? {OPEN} (?P<sign> [-+]? ) {OPEN} {MONEY}? {OPEN}
+    (?P<above> {DECIMAL} )
+    (?: \s?\*\s? (?P<power> 1e[-+]?\d+ ) | \s?\)?\s? / \s?\(?\s? (?P<below> {DECIMAL} ) )?
+    {CLOSE} (?: % | °[CF]? | {MONEY} )? {CLOSE}
+    (?P<units> (?: {WORD} (?: \^?[23] | [²³] )? (?!\w) [\s/-]* ){{,3}} ) {CLOSE}
 """, re.VERBOSE)
-# What stands between a number and what it is: nothing, a name, or a calculation.
-EQUALS = re.compile(r"[=:]|\bis\b")
-NAMED = re.compile(rf"""
-    (?: (?! .* {CHANGES}) [^\W\d] [\w\s'’]*
-      | [\d.,\s$()]+ (?: (?: [-+*/×÷] | \\times | \\cdot | \\div ) [\d.,\s$()]+ )+
-      | \\[dt]?frac [\d\s]+
-    )?
+NAME = re.compile(r"[\s$*]*[A-Za-z]?\s*")                # of an unknown, before "="
+# What numerals are made of; behind a number it makes another number.
+NUMERAL = r"""(?: \d\S* | (?: one | two | three | four | five | six | seven | eight | nine | ten | eleven
+    | twelve | (?: thir | four | fif | six | seven | eigh | nine ) (?: teen | ty ) | twenty | forty
+    | hundred | thousand | [mbtr]+illion | lakh | crore | dozen | score
+    | half | halve | third | quarter | (?: four | fif | six | seven | eigh | nin | ten | hundred ) th )s?
+    | [十百万萬亿億半倍]\S* | 千 (?! [克米] ) \S* )"""
+# What is no unit, except in a question with "how many" before it.
+NO_UNIT = rf"""(?: {NUMERAL} | times | more | less | fewer | than | plus | minus | twice | double | triple
+    | and | or | to | not | no )"""
+# What a unit stands behind in a question, or one word further on.
+COUNTING = rf"(?: {NO_UNIT} | (?: many | much ) (?: \s\S+ )? | a | an | the | per | each | every | of | in )"
+# The signs of numbers and calculations, and a word behind them that may change them. What parts them.
+RUN = re.compile(rf"""
+    (?: [A-Za-z] (?=\d) )? [-+*/^_|!%:.,\ \d()\[\]$¢-¥฿\u20a0-\u20cf\\]+
+    (?: (?<=\d) [^\W\d_]+ | (?<=\ ) {NUMERAL} \b )?
 """, re.VERBOSE)
+BREAK = re.compile(r"[=<>\n]|\.\.+|[:;?!.,](?=\s|$)|(?<=[^\W\d_])[-.]")
 BOX = re.compile(r"""
     \\[{}]                                              # signs, which open and close nothing
     | (?P<box> \\(?:boxed|fbox)\s* )? \{ | \}
@@ -91,53 +112,104 @@ def given_answer(completion):
 
 
 @functools.lru_cache(1)                        # train_gsm8k.score asks, and at once the reward
-def is_right(completion, answer, anywhere=False):
-    """Does a completion answer with this number (Decimal) or TeX (string)?
+def is_right(completion, answer, question="", anywhere=False):
+    """Does a completion answer this question with this number or TeX (a string)?
 
     What counts stands in a box or between the tags (given_answer): the last that is closed, so in
     "\\boxed{5}, no, \\boxed{7" the 5. With `anywhere`, as in evaluation, a completion with neither
-    is read by its last number. A number may have a unit, but "18 M" is none: nobody knows whether
-    metres or millions. None where it took too long to tell: see is_equal.
+    is read by its last number. None where it is too much work to tell: see is_equal.
     """
     assert answer is not None              # a question without a clear answer never gets here
     given = given_answer(completion)
-    if isinstance(answer, str):
-        if given is None and anywhere:
-            return is_equal(completion[-LONGEST:], answer, prose=True)
-        return given is not None and is_equal(given, answer)
+    if given is None and not anywhere:
+        return False
+    number = one_number(answer, question) if isinstance(answer, str) else answer
+    if number is not None:
+        found = last_number(completion, question) if given is None else one_number(given, question)
+        return found == number
     if given is None:
-        return anywhere and last_number(completion) == answer
-    return one_number(given) == answer
+        return is_equal(completion[-LONGEST:], answer, question, prose=True)
+    return is_equal(given, answer, question)
 
 
 def right_answer(question):
-    """What a completion has to state: a Decimal, or where no "####" precedes it the answer's TeX."""
-    return final_number(question) if "####" in question["answer"] else question["answer"]
+    """What a completion has to state: the number behind the only "####", a Fraction, None if unclear.
+
+    Of an answer without "####" the text, TeX.
+    """
+    text, *finals = question["answer"].split("####")
+    if not finals:
+        return text
+    line = finals[0].strip().partition("\n")[0]
+    return one_number(line, question["question"]) if len(finals) == 1 else None
 
 
-def final_number(question):
-    """The right answer of a question, a Decimal: the line behind its only "####"; None if unclear."""
-    _, text, *others = question["answer"].split("####")
-    return None if others else one_number(text.strip().partition("\n")[0])
-
-
-def one_number(text):
-    """The number of a text as Decimal, if it says nothing else (NUMBER, NAMED); else None."""
+def one_number(text, question=""):
+    """The number of a text as a Fraction, if it says nothing else: the rule above; else None."""
     if len(text) > LONGEST:
         return None
-    *names, side = EQUALS.split(plain(text))
-    number = NUMBER.fullmatch(side)
-    if not number or not all(NAMED.fullmatch(name.strip(" \n$*")) for name in names):
+    *before, last = plain(text).strip().split("=")
+    number = NUMBER.fullmatch(last)
+    if not number or not are_units(re.findall(WORD, number["units"].lower()), question):
         return None
-    digits = re.sub("[, ]", "", number["digits"])
-    return Decimal(f"{number['sign']}{digits}{number['power'] or ''}")
+    below = decimal(number["below"] or "1")
+    if not below:
+        return None
+    value = decimal(number["sign"] + number["above"]) * decimal(number["power"] or "1") / below
+    same = all(NAME.fullmatch(side) or calculated(side) == value for side in before)
+    return value if same else None
 
 
-def last_number(text):
-    """The last word of a text with a digit in it, as one_number reads it."""
-    words = re.split(r"[\s=<]+|\.\.+|(?<=\w)-", plain(text))
-    last = next((word for word in reversed(words) if re.search(r"\d", word)), "")
-    return one_number(last.strip(",;:!?\"'`[]"))
+def decimal(digits):
+    return Fraction(re.sub("[, ]", "", digits))
+
+
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
+
+
+def calculated(text):
+    """The exact value of a calculation with + - * / and brackets, a Fraction; else None."""
+    def value(node):
+        if isinstance(node, ast.Constant):
+            return Fraction(node.value)
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        return OPERATIONS[type(node.op)](*map(value, parts))
+
+    if re.search(r"[^\d\s$.,+*/()eE-]", text):
+        return None
+    # Numbers as strings, so that they stay exact and "05" is one.
+    code = re.sub(DECIMAL, lambda number: f"('{decimal(number[0])}')", text.replace("$", " ").strip())
+    try:
+        return value(ast.parse(code, mode="eval").body)
+    except (SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def are_units(words, question):
+    """Does the question have these words as units, the first behind a numeral or its like?"""
+    # "$12" says 12 dollars.
+    question = question.lower().replace("$", " 1 dollars ").replace("%", " percent ")
+    said = " ".join(re.findall(rf"\d[\d.,]*|{WORD}", question))
+
+    def follows(before, word):
+        if word >= "\u0e00":                   # Thai, Chinese, Japanese: no spaces between words
+            return word in question
+        beginning = re.sub("(?<=...)(?:ies|e?s|e|y|ren)$", "", word)
+        whole = r"\b" if len(beginning) < 3 else ""
+        return re.search(rf"(?:^|\s){before}{beginning}{whole}", said, re.VERBOSE)
+
+    def is_unit(word):
+        asked = re.search(rf"\bhow (?:many|much) (?:more )?{word}\b", said)
+        return asked or follows("", word) and not re.fullmatch(NO_UNIT, word, re.VERBOSE)
+
+    return not words or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0]) and all(map(is_unit, words))
+
+
+def last_number(text, question=""):
+    """The last number of a text as a Fraction; None if it is a part: of 7 - 2, of 5 million."""
+    runs = [run for run in RUN.findall(BREAK.sub("\n", plain(text))) if re.search(r"\d", run)]
+    return one_number(runs[-1].lstrip(" :,|*").rstrip(" :|/!-"), question) if runs else None
 
 
 def plain(text):
@@ -152,20 +224,20 @@ class TooSlow(BaseException):
 
 
 def within(seconds, function):
-    """What a function returns; TooSlow after so many seconds. In the main thread alone."""
+    """What a function returns; TooSlow after so many seconds of this process. In the main thread alone."""
     if not hasattr(signal, "setitimer"):               # Windows
         return function()
 
     def stop(signum, frame):
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         return function()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.cache
@@ -185,49 +257,64 @@ def tex_comparison():
     return compare
 
 
-patience = 1.0                 # seconds for the next TeX answer, between 0.2 and 1
+# TeX that is too much work to compare: long numbers, exponents and factorials, towers of powers.
+HEAVY = re.compile(r"""
+    \d{16} | \^\s?\{?\s?-?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9} | \^\s? (?: \{ [^{}]* | \w\s? ) \^
+""", re.VERBOSE)
+# What math-verify does not tell apart: bases, factorials, sets and pairs.
+MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)")
+TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s?\{([^{}]*)\}")
 
 
 @functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
-def is_equal(given, answer, prose=False):
+def is_equal(given, answer, question="", prose=False):
     """Is this the answer, both in TeX? prose: `given` is a text that ends in what it answers.
 
-    Only what is neither the same text nor the same number goes to math-verify, which reads both and
-    compares them within `patience`: a second, which shrinks by a tenth at each text that takes longer
-    and grows by as much at each that does not. So 512 slow texts take two minutes. None for a slow text:
-    nobody is rewarded for TeX that takes for ever.
+    Only what is not the same text goes to math-verify, which reads both and compares them. None for
+    what is HEAVY or, as a last resort, takes PATIENCE: nobody is rewarded for it.
     """
-    global patience
     if "".join(given.split()) == "".join(answer.split()):
         return True
-    number = one_number(given)
-    if number is not None and number == one_number(answer):
-        return True
     if len(given) > LONGEST:
+        return False
+    if HEAVY.search(given) or HEAVY.search(answer):
+        return None
+    more_words = {*" ".join(TEXT.findall(given)).split()} - {*re.findall(r"\w+", answer + question)}
+    if not prose and (more_words or MARKS.findall(given) != MARKS.findall(answer)):
         return False
     compare = tex_comparison()
     text = given if prose else f"\\boxed{{{given}}}"
     try:
-        right = within(patience, lambda: compare(f"\\boxed{{{answer}}}", text))
-        patience = min(1, patience / 0.9)
+        return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
     except TooSlow:
-        right = None
-        patience = max(0.2, patience * 0.9)
-    return right
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
 # A user's own reward
 
+TERM = re.compile(r"""
+    (?: ^ | \+ ) \s* (?: ([-+]?(?:\d{1,9}\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?) \s*\*\s* )?
+    (answer | paper | random | .+?\.py:\w+ | [^+]*?) (?= \s* (?: \+ | $ ))
+""", re.VERBOSE)
+
+
+def terms(scheme):
+    """[(weight, name)] of a --reward, a sum of [WEIGHT*]NAME; the paths in names may hold + and *."""
+    return [(float(weight or 1), name) for weight, name in TERM.findall(scheme)]
+
+
 def own_reward(name):
     """The function of --reward FILE.py:FUNCTION, (completion, question) -> a number.
 
     completion: the whole text; question: a dict with "question", "answer" and "right", the answer
-    as a Decimal or TeX. What goes wrong in it is a UserError that names file and line.
+    as a Fraction or TeX. What goes wrong in it is a UserError that names file and line.
     """
     path, _, function = name.rpartition(":")
     require(path.endswith(".py"),
-            f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION")
+            f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION, or a sum as "
+            "2*answer+0.1*FILE.py:FUNCTION")
+    sys.path.append(str(Path(path).resolve().parent))         # it may import its neighbours
     own = guarded(name, runpy.run_path, path).get(function)
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
@@ -242,8 +329,8 @@ def own_reward(name):
 
 def reward_fingerprint(scheme):
     """SHA-256 of the files that a --reward names, which a resumed run must share."""
-    paths = re.findall(r"([^+*]+\.py):", scheme)
-    return hashlib.sha256(b"".join(Path(path.strip()).read_bytes() for path in paths)).hexdigest()
+    paths = [name.rpartition(":")[0] for _, name in terms(scheme)]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths if path)).hexdigest()
 
 
 def guarded(name, function, *arguments):

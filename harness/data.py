@@ -3,11 +3,11 @@
 They are made up, GSM8K's, or mathematics in TeX from elsewhere.
 
 A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
-"#### number"; that of other data is TeX, and "source" names its set.
+"#### number"; that of other data is a number or TeX, and "source" names its set.
 
 --data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME, NAME:CONFIG or
-NAME:CONFIG:SPLIT), or a local file of one (.jsonl, .json or .parquet). All but .jsonl needs pip
-install datasets.
+NAME:CONFIG:SPLIT), or a local file of one (.jsonl, .json or .parquet). All but .jsonl and .json need
+pip install datasets.
 """
 import functools
 import glob
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import transformers
 
-from harness.answers import last_box, right_answer
+from harness.answers import TEXT, last_box, one_number, right_answer
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
 from harness.errors import UserError, reason, require
@@ -159,8 +159,10 @@ def question_of(row, place):
     question = DEMANDS.sub("", first_text(row, QUESTION)).strip()
     answer = first_text(row, ANSWER)
     box = last_box(answer)
-    prose = " " in answer and answer == first_text(row, ["solution"])
-    if "####" not in answer and (box is not None or prose):        # of a solution only its box counts
+    # Of prose with numbers only its box counts: any of them may be meant.
+    words = re.findall(r"(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
+    prose = len(words) > 2 and re.search(r"\d", answer) and one_number(answer, question) is None
+    if "####" not in answer and (box is not None or prose):
         answer = (box or "").strip()
     require(question and answer,
             f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
@@ -173,15 +175,15 @@ def question_of(row, place):
 
 def rows_of(source):
     """The rows of a file or a dataset as dicts."""
-    if source.endswith(".jsonl"):
-        return jsonl_rows(source)
+    if source.endswith((".jsonl", ".json")):
+        return json_rows(source)
     name, config, split, *_ = f"{DATASETS.get(source, source)}::".split(":")
     options = {"name": config or None, "split": split or "train"}
     if os.path.isfile(source):
         # The library would read others, too; of them pickles run code.
-        require(source.endswith((".json", ".parquet")),
+        require(source.endswith(".parquet"),
                 f"{source}: is no .jsonl, .json or .parquet; convert it to one of these")
-        name = source.rpartition(".")[2]
+        name = "parquet"
         options = {"data_files": glob.escape(source), "split": "train"}
     try:
         import datasets
@@ -193,14 +195,23 @@ def rows_of(source):
                         f"a dataset of Hugging Face; known by name are {', '.join(DATASETS)}")
 
 
-def jsonl_rows(path):
-    for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):               # bytes that are no UTF-8 are a ValueError
-            row = None
+def json_rows(path):
+    """The rows of a file with a JSON object a line, or with one list of them (.json)."""
+    content = Path(path).read_bytes().rstrip()
+    rows = parsed(content) if path.endswith(".json") else None
+    if not isinstance(rows, list):
+        rows = map(parsed, content.splitlines())
+    for number, row in enumerate(rows, 1):
         require(isinstance(row, dict), f"{path}:{number}: not a JSON object; mend or remove this line")
         yield row
+
+
+def parsed(content):
+    """What JSON says; None if it is none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):               # bytes that are no UTF-8 are a ValueError
+        return None
 
 
 def first_text(row, names):
@@ -225,6 +236,8 @@ ONE_DAY = (
     "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%m', '07') | "
     "replace('%b', 'Jul') | replace('%B', 'July') | replace('%Y', '2024') }}{% endmacro %}\n"
 )
+# What the rewards look for, which some tokenizers have as special tokens.
+REWARDED = re.compile(r"</?(?:think|answer)>|boxed")
 
 
 class ChatText:
@@ -233,15 +246,21 @@ class ChatText:
     def __init__(self, folder, system, options=None):
         self.system = system
         self.options = options or {}       # --chat-template-kwargs
+        self.in_question = False           # does the user's message hold the system's text, too?
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
+            if self.tokenizer.chat_template and system not in self.chat("A question?", tokenize=False):
+                self.in_question = True
+                print("the chat template leaves the system's message out: each question begins with it")
             self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:
             raise UserError(
                 f"model {folder}: its tokenizer, chat template or config cannot be used ({reason(e)}); "
                 "mend it, fetch the model again or use another"
             )
+        added = self.tokenizer.added_tokens_decoder.items()
+        self.silent = {i for i, token in added if token.special and not REWARDED.search(token.content)}
         ends = stored if isinstance(stored, list) else [stored]
         ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
         require(ends, f"model {folder}: has no eos_token_id, so that nothing ends a text; mend its "
@@ -254,12 +273,17 @@ class ChatText:
     def prompt(self, question):
         """The token ids of a question, up to where the answer begins."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
+            ids = self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
+            # Some tokenizers end each text.
+            return ids[:-1] if ids[-1] == self.tokenizer.eos_token_id else ids
         return self.chat(question, add_generation_prompt=True, return_dict=False)
 
     def chat(self, *turns, **options):
         """What apply_chat_template makes of the system's text and these turns: user, assistant."""
-        said = zip(("system", "user", "assistant"), (self.system, *turns))
+        question, *answer = turns
+        said = [("system", self.system), ("user", question), *zip(["assistant"], answer)]
+        if self.in_question:
+            said[:2] = [("user", f"{self.system}\n\n{question}")]
         messages = [{"role": role, "content": text} for role, text in said]
         template = ONE_DAY + self.tokenizer.get_chat_template()
         return self.tokenizer.apply_chat_template(
@@ -288,7 +312,8 @@ class ChatText:
         return self.tokenizer.encode(text, add_special_tokens=False) + [self.end]
 
     def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """The text of a completion without special tokens, except those that a reward looks for."""
+        return self.tokenizer.decode([i for i in ids if i not in self.silent])
 
     def shown(self, ids):
         """The text of a prompt with its special tokens."""

@@ -9,6 +9,7 @@ import hashlib
 import random
 from pathlib import Path
 
+import tiktoken
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
@@ -69,18 +70,24 @@ def made_up_problems(careless=0.0):
 class ByteText:
     """Text <-> tokens of the small policy: one token a byte, one for each tag, and one for the end."""
 
-    TAGS = ["<think>", "</think>", "<answer>", "</answer>", ""]           # tokens 256 to 260
+    encoding = tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]+",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={
+            "<think>": 256, "</think>": 257, "<answer>": 258, "</answer>": 259, "<end>": 260},
+    )
     eos = {260}
 
     def prompt(self, question):
-        return list(f"{question}\n".encode())
+        return self.encoding.encode_ordinary(f"{question}\n")
 
     def worked_answer(self, work, final):
-        return [256, *work.encode(), 257, 258, *final.encode(), 259, 260]
+        text = f"<think>{work}</think><answer>{final}</answer><end>"
+        return self.encoding.encode(text, allowed_special="all")
 
     def decode(self, ids):
-        pieces = [bytes([i]) if i < 256 else self.TAGS[i - 256].encode() for i in ids]
-        return b"".join(pieces).decode("utf-8", "replace")
+        return self.encoding.decode([i for i in ids if i not in self.eos])
 
     shown = decode
 
@@ -93,7 +100,7 @@ def make_policy():
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=256 + len(ByteText.TAGS),
+        vocab_size=ByteText.encoding.n_vocab,
         max_position_embeddings=512,
         tie_word_embeddings=True,
     )

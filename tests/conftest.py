@@ -38,7 +38,7 @@ def quiz(tmp_path_factory):
     vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
-        chat_template="{{ messages[1]['content'] }}",
+        chat_template="{{ messages[-1]['content'].split()[-1] }}",
     )
     tokenizer.save_pretrained(folder)
     rng = random.Random(0)

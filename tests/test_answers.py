@@ -2,22 +2,26 @@
 import json
 import math
 import re
+import shutil
 import time
 from dataclasses import replace
-from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+import transformers
 from hypothesis import given, strategies
+from tokenizers.processors import TemplateProcessing
 
 import qerl
 from harness.errors import UserError
 import train_gsm8k
 from harness import answers
-from harness.answers import final_number, given_answer, is_right, last_number, one_number
-from harness.data import load_questions, math_questions, read_questions, with_prompts
+from harness.answers import given_answer, is_right, last_number, one_number
+from harness.answers import reward_fingerprint, right_answer, terms
+from harness.data import ChatText, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.ranks import Ranks
 from harness.small_policy import ByteText, made_up_problems
@@ -26,19 +30,27 @@ from train_gsm8k import answer_reward, paper_reward, random_reward
 # --------------------------------------------------------------------------------------------------
 # Answers
 
-# What is not 5, though a 5 is its last digit.
+QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, 7 m wide, "
+            "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
+            "In China 3元, 8个苹果. How many more minutes?")
+
+# What is not 5, though a 5 is its last digit, whatever the question says.
 NOT_FIVE = [
     # another number
     "1e5", "0x5", "{1}/{5}", "5\u00bd", "5\u00b2", "2^5", "1,5", "5.5.5", "\\sqrt{5}", "\\frac15",
-    "1 005", "5!", "|5|", "5(200)", "5 ,000",
+    "1 005", "5!", "|5|", "5(200)", "5 ,000", "5/0", "5/2/2", "5 x 10^3", "\\frac{5}{2}",
     # words that change it
-    "5 million", "5 bn", "5 tenths", "5 times", "5 less", "5 or six", "5 out of 7", "negative 5",
-    "less than: 5", "the negative of x is 5", "5 is wrong", "log 5",
+    "5 million", "5 bn", "5 thirds", "5 lakh", "5 pi", "5 doubled", "5 divided by two", "5 point five",
+    "5 to ten", "5 times", "5 or six", "5 half", "5 twice", "5 minus", "5 less", "5 half apples",
+    "5 but actually six", "negative 5", "twice: 5", "neither is 5", "the negative of x is 5",
+    "5 \\text{ hundred}", "5万", "5百万元",
     # a sign
     "- 5", "\u22125", "-{5}", "-(5)", "$-5", "x = - 5", "\\pm 5",
-    # an unknown, a relation, a unit that may be a factor
-    "5n", "5j", "5m", "5+n", "x - 5", "x_5", "5 M", "5 i.", "\\infty 5", "f(5)", ">5", "4 = 5",
-    "2x = 5", "\\cancel{5}", "2 \\times 5", "5 x 10^3",
+    # an unknown, a relation, words that the question does not have, or too many of them
+    "5n", "5j", "5 xy", "5+n", "x - 5", "x_5", "\\infty 5", "f(5)", ">5", "2x = 5", "\\cancel{5}",
+    "2 \\times 5", "5 oranges", "5 walks", "5 apples in a day", "apples 5",
+    # an equation that is none
+    "4 = 5", "2+2=5", "1/2 = 5", "6 = 5", "2(3) = 5", "1/0 = 5", "((5 = 5", "7 + = 5",
     # denied
     "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "\\neg 5", "not 3, it is 5",
     # several
@@ -48,24 +60,34 @@ NOT_FIVE = [
 ]
 
 FIVE = [
-    "5.00", "5e0", "$5.00", "\\$5", "5\\%", "05", "+5", "5.", "{5}", "\\(5\\)", "**5**", "\n5\n",
-    # a unit, words
-    "5 apples", "\\text{5 apples}", "5\\text{m}", "5\\text{ cm}^3", "5 \\mathrm{ft}^{2}", "5 m^2",
-    "5 cm²", "5 lbs", "5 miles per hour", "5 km/h", "$5 a day", "US$5", "5^\\circ", "5°C", "€5",
-    # a name or a calculation before it
-    "Total: 5", "\\approx 5", "The answer is 5.", "\\text{Total cost} = \\$5", "Bob's age is 5",
-    "2 + 3 = 5 apples.", "(10-5) = 5", "x = 2 \\times 3 - 1 = 5", "\\frac{20}{4} = 5",
+    "5.00", "5e0", "$5.00", "\\$5", "5\\%", "05", "+5", "5.", "{5}", "\\(5\\)", "**5**", "\n5\n", "[5]",
+    "\\large 5", "10/2", "\\dfrac{10}{2}", "0.5 \\times 10^1",
+    # money, signs
+    "US$5", "€5", "\u20b95", "Rs. 5", "USD 5", "5 €", "5^\\circ", "5°C",
+    # a calculation or an unknown before it
+    "(10-5) = 5", "x = 2 \\times 3 - 1 = 5", "\\frac{20}{4} = 5", "\\$2 + \\$3 = \\$5", "n=5",
+]
+
+# Only with this question.
+FIVE_UNITS = [
+    "5 apples", "\\text{5 apples}", "5 Apple", "5\\text{m}", "5\\text{ cm}^3", "5 cm²", "5 m^2", "5 (pears)",
+    "5 miles per hour", "5 miles/hour", "5 min", "5 more minutes", "5 o'clock", "$5 a day", "5 square feet",
+    "5 dollars", "5 percent", "5 red apples", "2 + 3 = 5 apples.", "5元", "5个苹果",
 ]
 
 
-@pytest.mark.parametrize(
-    "text,five", (dict.fromkeys(NOT_FIVE, False) | dict.fromkeys(FIVE, True)).items())
+@pytest.mark.parametrize("text,five", (
+    dict.fromkeys(NOT_FIVE, False) | dict.fromkeys(FIVE + FIVE_UNITS, True)).items())
 def test_only_one_clear_number_counts(text, five):
-    """Of a completion and, behind "####", of the right answer."""
+    """Of a completion and, behind "####" or alone, of the right answer. Units are the question's."""
+    asked = {"question": QUESTION, "right": Fraction(5)}
     for completion in (f"<answer>{text}</answer>", f"so \\boxed{{{text}}}",
                        f"<answer>after 3 tries \\boxed{{{text}}}</answer>"):
-        assert answer_reward(completion, {"right": Decimal(5)}) == five
-    assert (final_number({"answer": f"so 7\n#### {text}\n8"}) == 5) == five
+        assert answer_reward(completion, asked) == five
+        assert bool(answer_reward(completion, {"right": "5.0"})) == (five and text not in FIVE_UNITS)
+    assert (right_answer({"question": QUESTION, "answer": f"so 7\n#### {text}\n8"}) == 5) == five
+    if five:
+        assert is_right("\\boxed{5}", text, QUESTION)
 
 
 @pytest.mark.parametrize("text,number", {
@@ -74,22 +96,59 @@ def test_only_one_clear_number_counts(text, five):
     "1\\,250": 1250,
     "1 250": 1250,
     "1e5": 100000,
+    "10^{3}": 1000,
+    "1.5 \\cdot 10^{-2}": Fraction("0.015"),
+    "-\\tfrac{1}{2}": Fraction("-0.5"),
     "x=- 5": -5,
     "\\text{-}5": -5,
     "1,00": None,
 }.items())
 def test_the_number_of_an_answer(text, number):
+    """The same behind "####" and in TeX."""
     assert one_number(text) == number
+    if number is not None:
+        assert is_right(f"\\boxed{{{text}}}", right_answer({"question": "", "answer": f"#### {float(number)}"}))
+        assert is_right(f"\\boxed{{{float(number)}}}", text)
+
+
+# GSM8K's like: right answers whose units stand in the question, and what makes them wrong.
+NUMBERS = strategies.integers(2, 10 ** 6)
+PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
+RIGHT = ["{}", " {} ", "{}.", "{}.0", "+{}", "${}", "\\${}", "({})", "\\text{{{}}}", "{} cows", "{} animals",
+         "{}\\text{{ years}}", "{} large sheep", "{} dollars", "{} litre", "x = {}", "0 + {} = {}"]
+WORDS = ["million", "dozen", "halves", "squared", "tripled", "pigs", "minus", "not", "K", "times", "and"]
+WRONG = ["{} WORD", "WORD {}", "{} + 1", "{} - 1", "{}/7", "1 {}", "{}, 3", "-{}", "not {}", "no: {}", "{}^2",
+         "{} cows and 2 animals", "1 + {} = {}", "{} is wrong", "{}{}", "{} cows WORD", "\\sqrt{{{}}}"]
+
+
+@given(NUMBERS, strategies.sampled_from(RIGHT), strategies.sampled_from(WRONG),
+       strategies.sampled_from(WORDS))
+def test_boxes_made_from_right_ones(number, right, wrong, word):
+    for form, expected in ((right, True), (wrong.replace("WORD", word), False)):
+        text = form.format(number, number)
+        assert is_right(f"\\boxed{{{text}}}", Fraction(number), PROBLEM) == expected, text
 
 
 @pytest.mark.parametrize("text,number", {
     "-$7.00": -7,
     "\u22123": -3,
     "it is 5 + 3 = 8 apples.": 8,
+    "3 x 6 = 18 dollars every day.": 18,
     "Total-5": 5,
     "wait...18": 18,
+    "so 5 and **18**.": 18,
+    "18 (eighteen)": 18,
+    "$90/hour": 90,
+    "答案是18。": 18,
+    "it has 3 000": 3000,
+    "\\frac{1}{2}": Fraction(1, 2),
+    "it is - 5": -5,
     "3,4": None,
-    "\\frac{1}{2}": None,
+    "so 7 - 2": None,
+    "worth 5 million": None,
+    "5 thirds": None,
+    "the 5th": None,
+    "x2": None,
     "some \\mathrm{ft}^{2}": None,
     "none": None,
 }.items())
@@ -119,8 +178,8 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     """The last number counts only where there is neither."""
     for completion in (f"so 6, \\boxed{{{text}}} 6", f"<answer>{text}</answer> 6",
                        f"so \\boxed{{6}} <answer>{text}</answer> 6"):
-        assert not is_right(completion, Decimal(6), anywhere=True)
-    assert is_right("so \\boxed{6", Decimal(6), anywhere=True)
+        assert not is_right(completion, Fraction(6), anywhere=True)
+    assert is_right("so \\boxed{6", Fraction(6), anywhere=True)
 
 
 @pytest.mark.parametrize("right,answer,equal", [
@@ -133,26 +192,40 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     ("2x", "2", False),
     ("(5,\\infty)", "5", False),
     ("18", "18 M", False),
+    ("\\sqrt{5}", "\\sqrt{5}\\text{ hundred}", False),
+    # what math-verify does not tell apart
+    ("12_8", "12_9", False),
+    ("12_8", "12_{8}", True),
+    ("1/2004!", "1/2006!", False),
+    ("(1,2)", "\\{1,2\\}", False),
 ])
-def test_mathematics_is_compared_and_not_its_spelling(monkeypatch, right, answer, equal):
-    monkeypatch.setattr(answers, "patience", 60)                   # the first one loads a parser
-    assert is_right(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right) == equal
+def test_mathematics_is_compared_and_not_its_spelling(right, answer, equal):
+    assert bool(is_right(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)) == equal
     assert not is_right(f"So {answer}.", right)
 
 
-def test_slow_answers_are_given_up_once_and_leave_less_time_for_the_next(monkeypatch):
-    """So a rollout of them is bounded: equal texts are graded once. They are counted."""
-    monkeypatch.setattr(answers, "patience", 60)                   # the first one loads a parser
-    assert is_right("\\boxed{\\frac{x}{4}}", "\\frac14 x")
-    assert answers.patience == 1
-    answers.patience = 0.5
-    texts = [f"\\boxed{{x^{{1000000}}+{i}}}" for i in [0] * 100 + list(range(12))]
-    rollout = qerl.Rollout(torch.zeros(len(texts), 1), *[None] * 4)
-    start = time.monotonic()
-    scored = train_gsm8k.score([{"right": "(x+1)^{1000000}"}], rollout, texts, "answer")
-    assert time.monotonic() - start < 15
-    assert scored.timeouts == len(texts)
-    assert answers.patience == 0.2
+@pytest.mark.parametrize("text", [
+    "x^{1000000}", "9^{9^{9}}", "x^{9^9}", "1000!", "(999)!", "\\sqrt{12345678901234567}", "x^9^9",
+    "x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2"])
+def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
+    """Whatever the machine has to do besides; the same text is right."""
+    start = time.process_time()
+    assert is_right(f"\\boxed{{{text}}}", "x+1") is None
+    assert is_right(f"\\boxed{{{text}}}", text)
+    assert time.process_time() - start < 1
+    rollout = qerl.Rollout(torch.zeros(2, 1), *[None] * 4)
+    texts = [f"\\boxed{{{text}}}", "\\boxed{x+1}"]
+    scored = train_gsm8k.score([{"right": "x+1"}], rollout, texts, "answer")
+    assert scored.timeouts == 1 and scored.correct.tolist() == [[0, 1]]
+
+
+def test_an_answer_that_takes_for_ever_is_given_up(monkeypatch):
+    def compare(right, given):
+        while True:
+            pass
+    monkeypatch.setattr(answers, "tex_comparison", lambda: compare)
+    monkeypatch.setattr(answers, "PATIENCE", 0.1)
+    assert is_right("\\boxed{x}", "y+1") is None
 
 
 # Texts of the grader's own pieces.
@@ -166,9 +239,9 @@ PIECES = """
 @given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
 def test_no_text_raises_anything(text):
     for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        assert paper_reward(completion, {"right": Decimal(5)}) in (0, 0.2, 2, 2.2)
-        assert is_right(completion, Decimal(5), anywhere=True) in (True, False)
-    assert isinstance(final_number({"answer": f"so\n#### {text}"}), (Decimal, type(None)))
+        assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
+        assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
+    assert isinstance(right_answer({"question": text, "answer": f"so\n#### {text}"}), (Fraction, type(None)))
 
 
 @pytest.mark.parametrize("unit", [
@@ -198,11 +271,11 @@ PAPER = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
     "the answer is 42": 0,
 }.items())
 def test_the_papers_reward_counts_answer_and_format(completion, earned):
-    assert paper_reward(completion, {"right": Decimal(42)}) == earned
+    assert paper_reward(completion, {"right": Fraction(42)}) == earned
 
 
 def test_a_random_reward_knows_nothing_of_the_answer():
-    rewards = [random_reward(f"\\boxed{{{n}}}", {"right": Decimal(5)}) for n in range(400)]
+    rewards = [random_reward(f"\\boxed{{{n}}}", {"right": Fraction(5)}) for n in range(400)]
     assert 160 < sum(rewards) < 240
 
 
@@ -225,7 +298,7 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
     assert not right.keys() & {p["question"] for p in held_out}
     for problem in train[:300]:
         calculation, result = re.findall(r"<<(.*?)=(.*?)>>", problem["answer"])[-1]
-        assert eval(calculation) == int(result) == final_number(problem)
+        assert eval(calculation) == int(result) == right_answer(problem)
     careless, _ = made_up_problems(careless=1.0)
     assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
@@ -247,6 +320,8 @@ Remember to put your answer on its own line after "Answer:"."""
     ({"problem": "Twice?", "answer": "2x", "solution": "So \\boxed{2 x}."}, "Twice?", "2x"),
     ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
     ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34"),
+    ({"problem": "Root?", "solution": "$3 \\sqrt{2}$"}, "Root?", "$3 \\sqrt{2}$"),
+    ({"problem": "5 pens?", "answer": "20 pens"}, "5 pens?", "20 pens"),
     # Where both are there, "####" has the answer.
     ({"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}, "3?", "not \\boxed{2}\n#### 7")])
 def test_questions_and_answers_are_found_in_the_columns_that_have_them(
@@ -265,6 +340,8 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     {"question": "a", "answer": math.nan},
     {"question": "a", "answer": True},
     {"problem": "a", "solution": "so it is 5"},
+    {"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."},
+    {"problem": "a", "final_answer": "From 3 of them he has 12 $\\frac{1}{2}$ left."},
     # A completion with an empty box would be right.
     {"problem": "a", "answer": "so \\boxed{ }"},
     "no object",
@@ -308,6 +385,22 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert [q["question"] for q in math_questions(f"{tmp_path}/f[1].parquet")] == ["f[1]"]
 
 
+@pytest.mark.parametrize("content,asked", [
+    ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
+    ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
+    ("null", None), ("[null]", None), ("[[5]]", None), ("5", None), ("{", None), ("[" * 9999, None),
+    ("\ufeff", None),
+])
+def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    if asked:
+        assert "".join(q["question"] for q in math_questions(str(path))) == asked
+    else:
+        with pytest.raises(UserError, match="a.json:1: not a JSON object"):
+            math_questions(str(path))
+
+
 def test_datasets_are_asked_for_by_name(monkeypatch):
     asked = []
 
@@ -345,7 +438,7 @@ def test_long_prompts_are_counted_and_skipped(capsys):
 
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     """pass@1 is the mean of three answers to each question; the first of them is kept."""
-    rows = [{"question": "a question", "right": Decimal(n), "source": source}
+    rows = [{"question": "a question", "right": Fraction(n), "source": source}
             for source, n in (("a", 70), ("a", 70), ("b", 27))]
     texts = [["70", "no", "no"],
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
@@ -356,3 +449,72 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
     kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
     assert kept == ["\\boxed{70}", "no", "27"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Text <-> tokens
+
+def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=None, ends_texts=False):
+    """A ChatText of the model `qwen` with another tokenizer."""
+    shutil.copytree(qwen, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    if ends_texts:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
+    tokenizer.save_pretrained(folder)
+    return ChatText(str(folder), system)
+
+
+SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template,inside", [
+    (SHOWN, False),
+    (SHOWN.replace("messages", "messages if m.role != 'system'"), True),
+    ("{% if tools %}{{ messages[0].content }}{% endif %}{{ messages[-1].content }}", True),
+])
+def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template, inside):
+    text = chat_text(qwen, tmp_path / "model", template=template)
+    prompt = text.shown(text.prompt("2+3?"))
+    assert prompt.count("Box it: \\boxed{}.") == 1 and "2+3?" in prompt
+    assert ("leaves the system's message out" in capsys.readouterr().out) == inside
+
+
+@pytest.mark.parametrize("token", ["<think>", "</answer>", "\\boxed", "\\boxed{"])
+def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, token):
+    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"])
+    ids = text.tokenizer.encode(f"a{token}b<|pad|>c", add_special_tokens=False)
+    assert text.decode(ids + [text.end]) == f"a{token}bc"
+
+
+def test_a_prompt_without_a_template_does_not_end_the_text(qwen, tmp_path):
+    text = chat_text(qwen, tmp_path / "model", ends_texts=True)
+    assert text.tokenizer.encode("a")[-1] in text.eos
+    assert text.prompt("2+3?")[-1] not in text.eos
+    assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
+
+
+@pytest.mark.parametrize("written", ["plain", "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
+def test_the_small_policys_text_is_its_bytes(written):
+    text = ByteText()
+    assert text.prompt(written) == [*written.encode(), 10]
+    assert text.decode([256, *written.encode(), 259, 260]) == f"<think>{written}</answer>"
+    work = written.replace("<", "")
+    assert text.worked_answer(work, "5") == [256, *work.encode(), 257, 258, *b"5", 259, 260]
+
+
+@pytest.mark.parametrize("folder", ["plain", "c++", "a*b", "1.5*c+d e"])
+def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch, folder):
+    """A new neighbour is another reward to resume with only if its file is."""
+    (tmp_path / folder).mkdir()
+    helper = f"helper_{abs(hash(folder))}"
+    (tmp_path / folder / f"{helper}.py").write_text("def size(text):\n    return len(text)\n")
+    (tmp_path / folder / "own.py").write_text(f"from {helper} import size\ndef f(text, question):\n    return size(text)\n")
+    monkeypatch.chdir(tmp_path)
+    for path in (f"./{folder}/own.py:f", f"{tmp_path}/{folder}/own.py:f"):
+        scheme = f"answer + 0.5*{path}+-1e-1 * {path} "
+        assert terms(scheme) == [(1, "answer"), (0.5, path), (-0.1, path)]
+        assert train_gsm8k.find_reward(scheme)("\\boxed{5}", {"right": 5}) == pytest.approx(1 + 0.4 * 9)
+        assert reward_fingerprint(path) != reward_fingerprint("answer")

@@ -136,7 +136,7 @@ def test_the_chat_template_gets_what_the_user_says(quick, qwen, tmp_path, capsys
     model = tmp_path / "model"
     shutil.copytree(qwen, model)
     (model / "chat_template.jinja").write_text(
-        "{{ messages[1].content }}<eos>{% if enable_thinking is false %}<think></think>{% endif %}")
+        "{{ messages[-1].content }}<eos>{% if enable_thinking is false %}<think></think>{% endif %}")
     run_main(*quick, "--model", model, "--eval-only", "--eval-samples", 4,
              "--chat-template-kwargs", '{"enable_thinking": false}')
     said = capsys.readouterr().out
