@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import qerl
+from harness import fast
 from common import all_trained
 from harness.layers import TrainedLinear, replace_layers
 from methods import flashrl, jetrl
