@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -338,9 +339,10 @@ def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as unread, io.TextIOWrapper(io.BytesIO(), "ascii") as narrow:
-        for output in (None, narrow, unread):
+        for output, ends in ((None, nullcontext()), (narrow, nullcontext()),
+                             (unread, pytest.raises(SystemExit, match="141"))):
             monkeypatch.setattr(sys, "stdout", output)
-            with one_line():
+            with ends, one_line():
                 print("\xfc")
         assert narrow.buffer.getvalue() == b"\\xfc\n"
 
