@@ -6,7 +6,7 @@ A run's has
     samples.jsonl            all completions of one question, at the first step and each checkpoint
     answers_before.jsonl     each held-out question with the policy's answers, before training
     answers_after.jsonl      and after it
-    checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
+    checkpoint               what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     .lock                    held while a process runs here
@@ -26,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 from harness.errors import UserError, require
 
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint"
 LOCK = ".lock"
 
 

@@ -1,4 +1,5 @@
-"""What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
+"""What lasts of a run: its checkpoint, which --resume goes on from, log, samples, summary."""
+import hashlib
 import json
 import os
 import time
@@ -218,15 +219,12 @@ class Run:
         }
         atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
 
-        def change(name):
-            known = (f"{name}_before", f"{name}_after")
-            return " -> ".join(f"{summary[k]:.1%}" for k in known if k in summary)
-
-        best = self.state["best"]
-        if best:
-            print(f"best in validation: step {best['step']}, {best['accuracy']:.1%} right")
-        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in "
-              f"{summary['seconds']:.0f} s; look at {self.folder}/report.html")
+        if self.state["best"]:
+            print("best in validation: step {step}, {accuracy:.1%} right".format(**self.state["best"]))
+        changes = [" -> ".join(f"{summary[key]:.1%}" for key in (f"{name}_before", f"{name}_after")
+                               if key in summary) for name in ("accuracy", "greedy")]
+        print("held-out pass@1 {}, greedy {}, in {seconds:.0f} s; look at {out}/report.html".format(
+            *changes, **self.state, out=self.folder))
         write_report(self.folder)
 
 
@@ -238,10 +236,9 @@ PARTS = {"settings", "made_of", "machine", "state", "model", "best_adapter", "op
 
 
 def write_checkpoint(folder, content):
-    """Write a nested dict of tensors and plain values as one safetensors file.
+    """Write a nested dict of tensors and plain values: a safetensors file, then its SHA-256 (32 bytes).
 
-    Its tensors are "content", JSON in which {"@tensor": NAME} stands for a tensor; those tensors; and
-    "sha256", the fingerprint of all others.
+    The tensor "content" is the dict in JSON, in which {"@tensor": NAME} stands for another tensor.
     """
     tensors = {}
 
@@ -249,20 +246,10 @@ def write_checkpoint(folder, content):
         tensors[str(len(tensors))] = tensor.cpu().contiguous()
         return {"@tensor": str(len(tensors) - 1)}
 
-    tensors["content"] = as_tensor(json.dumps(content, default=name, allow_nan=False))
-    tensors["sha256"] = as_tensor(tensors_fingerprint(tensors))
-    atomic_write(f"{folder}/{CHECKPOINT}", safetensors.torch.save(tensors))
-
-
-def as_tensor(text):
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def tensors_fingerprint(tensors):
-    """Of {name: tensor on the CPU}."""
-    named = sorted(tensors.items())
-    return fingerprint(part for name, t in named
-                       for part in (name, t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()))
+    text = json.dumps(content, default=name, allow_nan=False)
+    tensors["content"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    stored = safetensors.torch.save(tensors)
+    atomic_write(f"{folder}/{CHECKPOINT}", stored + hashlib.sha256(stored).digest())
 
 
 def read_checkpoint(folder):
@@ -271,13 +258,10 @@ def read_checkpoint(folder):
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
     with open(path, "rb") as f:
-        stored = f.read()
-    try:
-        tensors = safetensors.torch.load(stored)
-        sound = tensors.pop("sha256").equal(as_tensor(tensors_fingerprint(tensors)))
-    except (safetensors.SafetensorError, KeyError):
-        sound = False
-    require_checkpoint(sound, folder)
+        content = f.read()
+    stored, digest = content[:-32], content[-32:]
+    require_checkpoint(hashlib.sha256(stored).digest() == digest, folder)
+    tensors = safetensors.torch.load(stored)
 
     def place(found):
         return tensors[found["@tensor"]] if "@tensor" in found else found
