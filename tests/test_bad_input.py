@@ -231,10 +231,10 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
 # Resume
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
-    """In its header, its settings and its tensors; and a lost end."""
+    """In its header, its tensors and its SHA-256; and a lost end."""
     stored = (finished / "checkpoint").read_bytes()
     damaged = [stored[:1000]]
-    for i in (10, stored.index(b"lora_rank"), len(stored) // 2, len(stored) - 1):
+    for i in (10, len(stored) // 2, len(stored) - 1):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
     for content in damaged:
         (tmp_path / "checkpoint").write_bytes(content)
@@ -309,12 +309,10 @@ def test_a_checkpoint_of_another_version_is_refused(finished, tmp_path, change, 
 def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run")
     saved = read_checkpoint(run)
-    begun_on = saved["machine"]
-    run_main("--resume", "--out", run)
-    assert "it was begun on" not in capsys.readouterr().out
-    write_checkpoint(run, saved | {"machine": begun_on.replace(" threads", "0 threads")})
-    run_main("--resume", "--out", run)
-    assert f"0 threads, PyTorch {torch.__version__}, and is now on {begun_on}:" in capsys.readouterr().out
+    for begun_on in (saved["machine"], saved["machine"].replace(" threads", "0 threads")):
+        write_checkpoint(run, saved | {"machine": begun_on})
+        run_main("--resume", "--out", run)
+    assert capsys.readouterr().out.count("it was begun on ") == 1
 
 
 @needs_fork
@@ -359,17 +357,6 @@ def test_a_run_on_windows_out_of_a_notebook(tmp_path, quick):
     assert "<img" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
 
 
-def test_every_file_is_read_and_written_as_utf_8():
-    """Whatever LANG says."""
-    text_mode = r'(?<![\w.])(?:open|fdopen)\((?!.*(?:utf-8|"[rwa]b)).*|\.(?:read|write)_text\((?!.*utf-8).*'
-    found = []
-    for folder in ("", "harness", "methods", "methods/parts"):
-        for path in Path(HERE, folder).glob("*.py"):
-            if path.name != "test_qerl.py":
-                found += re.findall(text_mode, path.read_text(encoding="utf-8"))
-    assert found == []
-
-
 def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
     """Standard output is closed, or of an encoding without a folder's letters, or not read on."""
     reader, writer = os.pipe()
@@ -383,15 +370,12 @@ def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
         assert narrow.buffer.getvalue() == b"\\xfc\n"
 
 
-def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, monkeypatch, quick):
-    generate = qerl.generate
-
-    def removed(*given, **options):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        return generate(*given, **options)
-
-    monkeypatch.setattr(qerl, "generate", removed)
-    assert f"No such file or directory: '{tmp_path}/run/" in refused(*quick)
+def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
+    own = tmp_path / "own.py"
+    own.write_text(f"import shutil\ndef remove(*_):\n    shutil.rmtree({str(tmp_path / 'run')!r}, True)\n"
+                   "    return 0\n")
+    line = refused(*quick, "--skip-eval-before", "--reward", f"{own}:remove")
+    assert f"No such file or directory: '{tmp_path}/run/" in line
 
 
 @pytest.mark.parametrize("flags,message,steps", [
