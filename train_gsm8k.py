@@ -574,7 +574,8 @@ def describe(samples, batch, clock, method):
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
-    policies = batch.old_logprobs, batch.rollout_logprobs, batch.trained_mask
+    rows = batch.trained_rows()
+    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
     kl, largest_ratio = method.mismatch(*policies)
     rewards = torch.cat([s.rewards for s in draws])
     correct = torch.cat([s.correct for s in draws])
@@ -586,7 +587,7 @@ def describe(samples, batch, clock, method):
         "draws": len(draws),
         "timeouts": float(sum(s.timeouts for s in draws)),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        "groups_left_out": 1 - len(batch.trained_rows()) / len(batch.prompts),
+        "groups_left_out": 1 - len(rows) / len(batch.prompts),
         "mismatch_kl": kl,
         "mismatch_max_ratio": largest_ratio,
         "effective_completions": effective_size(*policies),

@@ -30,13 +30,6 @@ class Batch:
         """The rows of the minibatches, from this one on."""
         return sum(self.minibatches[first:], [])
 
-    @property
-    def trained_mask(self):
-        """bool [N, C], True at the sampled tokens of the rows of all minibatches."""
-        rows = torch.zeros_like(self.length, dtype=torch.bool)
-        rows[self.trained_rows()] = True
-        return qerl.length_mask(self.length, self.tokens.shape[1]) & rows[:, None]
-
     def micro_batches(self, chosen, budget):
         """These rows as batches of their own of at most `budget` tokens each: see cut_rows."""
         prompts = [self.prompts[i] for i in chosen]

@@ -98,22 +98,28 @@ def command_line():
 # --------------------------------------------------------------------------------------------------
 # What the flags may be
 
+RANGES = {                          # the least and the greatest value of numbers
+    int: (0, 1e18),                 # unless their name stands below
+    float: (0, 1e38),
+    **dict.fromkeys(["steps", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
+                     "save_every"], (1, 1e18)),
+    **dict.fromkeys(["prompts", "eval_samples"], (1, 10000)),
+    "group": (2, 10000),            # advantages compare the samples of a prompt
+    "lora_rank": (0, 10000),
+    **dict.fromkeys(["lr", "gradient_clip", "temperature", "lora_alpha"], (1e-30, 1e38)),
+    **dict.fromkeys(["top_p", "eval_top_p"], (1e-30, 1)),
+    **dict.fromkeys(["warm_up", "clip_low"], (0, 1)),
+    "clip_high": (0, 10),
+}
+
+
 def check_settings(settings, processes):
     """Refuse, by name, values that cannot be meant."""
-    def each(names, ok, what):
-        for name in names:
-            value = getattr(settings, name)
-            require_flag(value is None or ok(value), name, value, what)
-    each(vars(settings), lambda x: not isinstance(x, (int, float)) or 0 <= x < 1e18,
-         "must not be negative or above 1e18")
-    each(["prompts", "group", "eval_samples", "lora_rank"], lambda n: n <= 1e4, "must be at most 10000")
-    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
-          "save_every", "eval_samples", "lr", "gradient_clip", "temperature", "lora_alpha"],
-         lambda x: x > 0, "must be positive")
-    each(["top_p", "eval_top_p"], lambda x: 0 < x <= 1, "must be above 0 and at most 1")
-    each(["warm_up", "clip_low"], lambda x: x <= 1, "is a fraction, must be at most 1")
-    each(["clip_high"], lambda x: x <= 10, "must be at most 10")
-    each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
+    for name, value in vars(settings).items():
+        if type(value) in RANGES:
+            least, greatest = RANGES.get(name, RANGES[type(value)])
+            require_flag(least <= value <= greatest, name, value,
+                         f"must be from {least:g} to {greatest:g}")
     updates = settings.updates
     together = [            # a flag, when it counts, what must then be so
         ("prompts", True, settings.prompts % (updates * processes) == 0,
