@@ -29,7 +29,7 @@ import torch
 import qerl
 from harness.answers import is_right, own_reward, reward_fingerprint, terms
 from harness.batches import effective_size, make_batch, pick_groups
-from harness.command import check_settings, full_name, one_line, parse_flags
+from harness.command import check_settings, full_name, one_line, parse_flags, require_flag
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
@@ -37,8 +37,8 @@ from harness.folders import atomic_write, policy_fingerprints, write_jsonl
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
-from harness.run import Keeper, lasting, open_run, read_checkpoint, require_finite_rollout
-from harness.run import require_same, resumed
+from harness.run import Run, lasting, load_policy, open_run, read_checkpoint
+from harness.run import require_finite_rollout, require_same, resumed
 from harness.small_policy import ByteText, warm_start
 from harness.errors import UserError, reason, require
 
@@ -162,16 +162,16 @@ PRESETS = {
 }
 
 
-def train(settings):
+def train(settings, ranks=None):
     """Run Algorithm 1 of the paper, and around it resume, evaluate, log and save."""
-    ranks = Ranks()                                    # as many processes as torchrun started, or one
+    ranks = ranks or Ranks()                           # as many processes as torchrun started, or one
     method = find_method(settings)                     # the module qerl, or a neighbour
     model, tokenizer, data, settings = load_all(settings, method, ranks)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    keeper = Keeper(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method, data)
-    state = keeper.state                               # with --resume that of the checkpoint
+    run = Run(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method, data)
+    state = run.state                                  # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
     clock = Clock(model.device)
@@ -202,7 +202,7 @@ def train(settings):
             into[rows.index] = method.token_logprobs(
                 model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 
-    for step in keeper.steps(clock):
+    for step in run.steps(clock):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
                                  settings.sigma_end, settings.schedule)
@@ -218,10 +218,10 @@ def train(settings):
         # Log-probabilities under the policy before its updates and under the reference policy. The first
         # minibatch needs no old ones: its own forward pass gives them.
         with clock("logprobs"), torch.no_grad():
-            write_logprobs(batch.old_logprobs, batch, batch.later_rows)
+            write_logprobs(batch.old_logprobs, batch, batch.trained_rows(first=1))
             if settings.beta:
                 with method.adapters_off(model):
-                    write_logprobs(batch.ref_logprobs, batch, batch.taught_rows)
+                    write_logprobs(batch.ref_logprobs, batch, batch.trained_rows())
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
@@ -233,10 +233,10 @@ def train(settings):
                    **describe(samples, batch, clock, method), **getattr(method, "measured", {})}
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
             metrics |= evaluate(model, tokenizer, data.validation, settings, "validation", ranks)
-        keeper.log(metrics, samples, batch, tokenizer)
+        run.log(metrics, samples, batch, tokenizer)
 
     state.update(evaluate(model, tokenizer, data.held_out, settings, "after", ranks))
-    keeper.finish(len(data.held_out))
+    run.finish(len(data.held_out))
 
 
 def update(method, model, batch, optimizer, scaler, settings, ranks):
@@ -515,6 +515,7 @@ def make_optimizer(model, settings):
         groups, settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay)
     scaler = torch.amp.GradScaler(
         model.device.type, growth_interval=400, enabled=settings.dtype == "float16")
+    scaler.scale(torch.zeros((), device=model.device))     # it begins now, whichever minibatch teaches
     return optimizer, scaler
 
 
@@ -593,20 +594,26 @@ def describe(samples, batch, clock, method):
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
-    that are trained on; groups_left_out is the share of the others.
+    that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
+    share of questions with right and wrong answers, signal that of the groups whose rewards differ.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
-    policies = batch.old_logprobs, batch.rollout_logprobs, batch.taught
+    rows = batch.trained_rows()
+    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
     kl, largest_ratio = method.mismatch(*policies)
+    rewards = torch.cat([s.rewards for s in draws])
+    correct = torch.cat([s.correct for s in draws])
     return {
-        "reward": torch.cat([s.rewards for s in draws]).mean().item(),
-        "accuracy": torch.cat([s.correct for s in draws]).mean().item(),
+        "reward": rewards.mean().item(),
+        "accuracy": correct.mean().item(),
+        "right_and_wrong": qerl.has_signal(correct).float().mean().item(),
+        "signal": qerl.has_signal(rewards).float().mean().item(),
         "draws": len(draws),
         "timeouts": float(sum(s.timeouts for s in draws)),
         "entropy": rollout.entropy[rollout.mask].mean().item(),
-        "groups_left_out": 1 - len(batch.taught_rows) / len(batch.prompts),
+        "groups_left_out": 1 - len(rows) / len(batch.prompts),
         "mismatch_kl": kl,
         "mismatch_max_ratio": largest_ratio,
         "effective_completions": effective_size(*policies),
@@ -618,16 +625,15 @@ def describe(samples, batch, clock, method):
     }
 
 
-def evaluate_only(settings):
+def evaluate_only(settings, ranks):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
-    ranks = Ranks()
     model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
     if settings.resume:
         saved = read_checkpoint(settings.out)
         state = saved["state"]
         require_same(saved["made_of"], model.fingerprints, settings.out)
         print(f"evaluating {settings.out} after step {state['step']}")
-        model.load_state_dict(saved["model"], strict=False)
+        load_policy(model, saved["model"], settings.out)
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
@@ -645,11 +651,11 @@ def save_quantized(settings):
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
 
 
-def arguments(argv=None):
+def arguments(argv=None, processes=1):
     """The Settings of a command line, checked: flags win over the preset, it over the defaults.
 
     With --resume the settings of the run that goes on come before preset and defaults. The model has
-    its full name, and the dtype is one that suits the device.
+    its full name, and the dtype is one that suits the device. processes: how many torchrun started.
     """
     given = parse_flags(Settings, __doc__, PRESETS, CHOICES, argv)
     if "model" in given:
@@ -657,6 +663,9 @@ def arguments(argv=None):
     if given.get("resume"):
         given = {name: value for name, value in resumed(given).items() if hasattr(Settings, name)}
     flags = Settings(**given)
+    for name, known in CHOICES.items():                  # of a run of another version, too
+        value = getattr(flags, name)
+        require_flag(value is None or value in known, name, value, f"is none of {', '.join(known)}")
     preset = flags.preset or (None if flags.model else "small")
     values = dict(PRESETS.get(preset, {}))
     if flags.algo != "grpo":
@@ -671,7 +680,7 @@ def arguments(argv=None):
     if flags.adapter:
         values |= adapter_settings(flags.adapter, flags.model)
     settings = Settings(**(values | given))
-    check_settings(settings)
+    check_settings(settings, processes)
     find_method(settings)                                # it refuses settings that it cannot use
     find_reward(settings.reward)
     usual = str(default_dtype(settings.device)).removeprefix("torch.")
@@ -689,8 +698,8 @@ def method_defaults(name):
 
 def main():
     with one_line() as run:                     # an error that the user can mend is one line
-        settings = arguments()
-        ranks = Ranks()
+        ranks = run.ranks
+        settings = arguments(processes=ranks.count)
         if settings.dry_run:
             print(forecast(settings, ranks.count))
             return
@@ -701,12 +710,13 @@ def main():
             run.folder, run.lock = open_run(settings)
             settings = replace(settings, out=run.folder)
         settings = ranks.settings_of_first(settings)
+        run.folder = settings.out
         if settings.eval_only:
-            evaluate_only(settings)
+            evaluate_only(settings, ranks)
         else:
             if settings.device != "cpu" and settings.model and not settings.shard:
                 print(forecast(settings, ranks.count))
-            train(settings)
+            train(settings, ranks)
         ranks.stop()
 
 

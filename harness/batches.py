@@ -26,22 +26,9 @@ class Batch:
                                         # teach nothing
     index: list = None                  # of each row: its number in the step
 
-    @property
-    def taught_rows(self):
-        """The rows of all minibatches."""
-        return sum(self.minibatches, [])
-
-    @property
-    def taught(self):
-        """bool [N, C], True at the sampled tokens of these rows."""
-        rows = torch.zeros_like(self.length, dtype=torch.bool)
-        rows[self.taught_rows] = True
-        return qerl.length_mask(self.length, self.tokens.shape[1]) & rows[:, None]
-
-    @property
-    def later_rows(self):
-        """The rows of all minibatches but the first."""
-        return sum(self.minibatches[1:], [])
+    def trained_rows(self, first=0):
+        """The rows of the minibatches, from this one on."""
+        return sum(self.minibatches[first:], [])
 
     def micro_batches(self, chosen, budget):
         """These rows as batches of their own of at most `budget` tokens each: see cut_rows."""

@@ -3,7 +3,6 @@ import argparse
 import contextlib
 import inspect
 import json
-import math
 import os
 import re
 import shlex
@@ -59,12 +58,12 @@ def parse_flags(settings_class, description, presets, choices, argv=None):
     in which a comment behind each field says what it is.
     """
     legend = [inspect.getsource(settings_class)]
+    legend += [f"--{name}: {', '.join(values)}" for name, values in choices.items()]
     legend += [f"--preset {name}: {values}" for name, values in presets.items()]
     parser = Parser(description, usage="%(prog)s [flags]", epilog="\n".join(legend),
                     argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
-        usual = {"type": f.type, "choices": choices.get(f.name)}
-        parser.add_argument("--" + f.name.replace("_", "-"), **KINDS.get(f.type, usual))
+        parser.add_argument("--" + f.name.replace("_", "-"), **KINDS.get(f.type, {"type": f.type}))
     return vars(parser.parse_args(argv))
 
 
@@ -93,30 +92,37 @@ def full_name(model):
 
 def command_line():
     """The command that started this process, as far as a process can know."""
-    count = os.environ.get("LOCAL_WORLD_SIZE")                             # set by torchrun
-    program = f"torchrun --nproc_per_node={count}" if count else "python"
+    ranks = Ranks()
+    program = f"torchrun --nproc_per_node={ranks.here}" if ranks.count > 1 else "python"
     return f"{program} {shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])}"
 
 
 # --------------------------------------------------------------------------------------------------
 # What the flags may be
 
-def check_settings(settings):
+RANGES = {                          # the least and the greatest value of numbers
+    int: (0, 1e18),                 # unless their name stands below
+    float: (0, 1e38),
+    **dict.fromkeys(["steps", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
+                     "save_every"], (1, 1e18)),
+    **dict.fromkeys(["prompts", "eval_samples"], (1, 10000)),
+    "group": (2, 10000),            # advantages compare the samples of a prompt
+    "lora_rank": (0, 10000),
+    **dict.fromkeys(["lr", "gradient_clip", "temperature", "lora_alpha"], (1e-30, 1e38)),
+    **dict.fromkeys(["top_p", "eval_top_p"], (1e-30, 1)),
+    **dict.fromkeys(["warm_up", "clip_low"], (0, 1)),
+    "clip_high": (0, 10),
+}
+
+
+def check_settings(settings, processes):
     """Refuse, by name, values that cannot be meant."""
-    def each(names, ok, what):
-        for name in names:
-            value = getattr(settings, name)
-            require_flag(value is None or ok(value), name, value, what)
-    each(vars(settings), lambda x: not isinstance(x, (int, float)) or 0 <= x < math.inf,
-         "must not be negative or infinite")
-    each(["seed", "start_seed"], lambda n: n < 1e18, "must be below 1e18")
-    each(["steps", "prompts", "updates", "stages", "max_new_tokens", "slots", "micro_tokens",
-          "save_every", "eval_samples", "lr", "gradient_clip", "temperature", "lora_alpha"],
-         lambda x: x > 0, "must be positive")
-    each(["top_p", "eval_top_p"], lambda x: 0 < x <= 1, "must be above 0 and at most 1")
-    each(["group"], lambda n: n >= 2, "advantages compare samples of one prompt, use at least 2")
+    for name, value in vars(settings).items():
+        if type(value) in RANGES:
+            least, greatest = RANGES.get(name, RANGES[type(value)])
+            require_flag(least <= value <= greatest, name, value,
+                         f"must be from {least:g} to {greatest:g}")
     updates = settings.updates
-    processes = Ranks().count
     together = [            # a flag, when it counts, what must then be so
         ("prompts", True, settings.prompts % (updates * processes) == 0,
          f"is not divisible by --updates {updates} in {processes} process(es); change one of them"),
@@ -156,15 +162,19 @@ def check_settings(settings):
 # --------------------------------------------------------------------------------------------------
 # How a program ends that cannot go on: one line with the thing and the remedy, and an exit status
 
+MEMORY = ("out of memory; lower --slots (rollout) or --micro-tokens (update); if the model itself does "
+          "not fit, use 4-bit --weights, --quantizer rtn or a smaller --model")
+
+
 @contextlib.contextmanager
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives an object to be filled in: the folder in which a run lives and its lock, which is released
-    at the end. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    Gives an object with the process's ranks, to be filled in: the folder in which a run lives and its
+    lock. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
-    run = SimpleNamespace(folder=None, lock=None)
-    if not Ranks().main:                    # rank 0 alone prints to it
+    run = SimpleNamespace(ranks=Ranks(), folder=None, lock=None)
+    if not run.ranks.main:                  # rank 0 alone prints to it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif hasattr(sys.stdout, "reconfigure"):           # it may lack letters of a folder's name
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -173,28 +183,25 @@ def one_line():
         require(not any(word == "" or word.endswith("=") for word in words),
                 f"{shlex.join(words)}: a value is empty; give one or leave the flag out")
         yield run
-    except BrokenPipeError:
-        sys.exit(141)
+        print(end="", flush=True)
+    except BrokenPipeError:                 # no one reads on, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        run.ranks.leave(141)
     except (UserError, OSError, safetensors.SafetensorError) as e:
         end(run, e)
     except AssertionError as e:
         if traceback.extract_tb(e.__traceback__)[-1].filename != qerl.__file__:
             raise
         end(run, UserError(e))
+    except KeyboardInterrupt:
+        end(run, "stopped", status=130)
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        end(run, "out of memory; lower --slots (rollout) or --micro-tokens (update); if the model "
-                 "itself does not fit, use 4-bit --weights, --quantizer rtn or a smaller --model")
-    except KeyboardInterrupt:
-        end(run, "stopped", status=130)
+        end(run, MEMORY)
     finally:
         if run.lock:
             run.lock.release()
-        try:
-            print(end="", flush=True)
-        except OSError:                     # no one reads on, as after `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end(run, why, status=2):
@@ -204,10 +211,13 @@ def end(run, why, status=2):
     goes, if nothing but its lock is in it.
     """
     folder = run.folder
-    if folder and os.listdir(folder) == [LOCK]:
+    left = os.listdir(folder) if folder and os.path.isdir(folder) else []
+    said = str(why)
+    if left == [LOCK] and run.lock:
         run.lock.release()                  # Windows removes no open file
         shutil.rmtree(folder, ignore_errors=True)             # "." or a link stays
-    elif folder and os.path.exists(f"{folder}/{CHECKPOINT}") and not isinstance(why, UserError):
+    elif CHECKPOINT in left and not isinstance(why, UserError):
         why = f"{why}; go on with --resume --out {folder}"
-    print(f"error: {why}", file=sys.stderr)
-    Ranks().leave(status)
+    if run.ranks.first_to_say(said):
+        print(f"error: {why}", file=sys.stderr)
+    run.ranks.leave(status)

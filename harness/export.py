@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness import loading
-from harness.folders import atomic_write, files_fingerprint, generation_config, new_folder
+from harness.folders import atomic_write, generation_config, new_folder, weights_fingerprint
 from harness.errors import UserError, reason, require
 
 
@@ -25,7 +25,7 @@ def trained_norms(model):
 
 
 def adapter_tensors(model):
-    """PEFT's names -> the model's float32 tensors; stacked layers are taken apart."""
+    """{PEFT's name: a float32 tensor of the model}; stacked layers are taken apart."""
     tensors = {}
     for layer in model.quantized_layers():
         pieces = layer.lora_A.split(layer.rank), layer.lora_B.split(layer.sizes)
@@ -37,8 +37,11 @@ def adapter_tensors(model):
     return tensors
 
 
-def save_adapter(model, folder, base_model):
-    """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained."""
+def save_adapter(model, folder, base_model, tensors=None):
+    """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained.
+
+    tensors: those of another step's model, by PEFT's names; by default this one's.
+    """
     os.makedirs(folder, exist_ok=True)
     layers = model.quantized_layers()
     adapted = {name.split(".")[-1] for layer in layers for name in layer.names}
@@ -55,10 +58,25 @@ def save_adapter(model, folder, base_model):
         "modules_to_save": sorted(norms) or None,
         "inference_mode": True,
     }
-    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
+    tensors = tensors or adapter_tensors(model)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     stored = safetensors.torch.save(tensors, metadata={"format": "pt"})
     atomic_write(f"{folder}/adapter_model.safetensors", stored)
     atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+
+
+# The fields of PEFT's adapter_config.json that plain LoRA may have, beside r and lora_alpha.
+# Which layers have an adapter is seen by its tensors; dropout is of training, and ours has none.
+ANY_VALUE = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type",
+             "inference_mode", "target_modules", "exclude_modules", "modules_to_save", "lora_dropout",
+             "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"}
+# Others change the base model's weights ("pissa", "olora") when the adapter is loaded.
+ONE_VALUE = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian"]}
+
+
+def is_plain(name, value):
+    """Is this field of adapter_config.json one of plain LoRA's? PEFT's other defaults are all empty."""
+    return not value or name in ANY_VALUE or value in ONE_VALUE.get(name, [])
 
 
 def adapter_settings(folder, model):
@@ -69,13 +87,15 @@ def adapter_settings(folder, model):
     path = f"{folder}/adapter_config.json"
     try:
         config = json.loads(Path(path).read_bytes())
-        usual = config["peft_type"] == "LORA" and not config.get("use_rslora") and not config.get("use_dora")
-        found = {"lora_rank": int(config["r"]), "lora_alpha": float(config["lora_alpha"])}
+        found = {"lora_rank": int(config.pop("r")), "lora_alpha": float(config.pop("lora_alpha"))}
         base = str(config["base_model_name_or_path"])
     except Exception as e:
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
                         "format, such as runs/NAME/adapter")
-    require(usual, f"--adapter {folder}: is not plain LoRA; use one without rsLoRA and DoRA")
+    require(found["lora_rank"] > 0, f"--adapter {folder}: its r is {found['lora_rank']}, must be positive")
+    for name, value in config.items():
+        require(is_plain(name, value), f"--adapter {folder}: has {name} = {json.dumps(value)}, which plain "
+                                       "LoRA has not; use an adapter without it")
     if model and os.path.basename(os.path.normpath(model)) not in base:
         print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
@@ -100,7 +120,7 @@ def load_adapter(model, folder):
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-    model.fingerprints["adapter"] = files_fingerprint(folder)
+    model.fingerprints["adapter"] = weights_fingerprint(folder)
     print(f"starting from {folder}, with which --beta compares")
 
 

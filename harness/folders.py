@@ -6,7 +6,7 @@ A run's has
     samples.jsonl            all completions of one question, at the first step and each checkpoint
     answers_before.jsonl     each held-out question with the policy's answers, before training
     answers_after.jsonl      and after it
-    checkpoint.safetensors   what --resume goes on from; one file, so that it is whole or absent
+    checkpoint               what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     .lock                    held while a process runs here
@@ -16,10 +16,8 @@ import glob
 import hashlib
 import itertools
 import json
-import math
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -28,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 from harness.errors import UserError, require
 
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint"
 LOCK = ".lock"
 
 
@@ -79,8 +77,10 @@ def open_folder(out, resume):
 
 def require_empty(folder):
     """Refuse to write into a folder with files in it, but for what a stop before the first step leaves."""
-    is_new = not os.path.lexists(folder)
-    require(is_new or os.path.isdir(folder) and set(os.listdir(folder)) <= {LOCK, f"{CHECKPOINT}.tmp"},
+    if not os.path.lexists(folder):
+        return
+    require(os.path.isdir(folder), f"{folder}: is a file; choose a folder")
+    require(set(os.listdir(folder)) <= {LOCK, f"{CHECKPOINT}.tmp"},
             f"{folder}: is not empty; choose another folder, or go on by --resume if a run is in it")
 
 
@@ -90,7 +90,12 @@ def read_jsonl(path):
     for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else []:
         with contextlib.suppress(ValueError):
             objects.append(json.loads(line))
-    return objects
+    return [o for o in objects if isinstance(o, dict)]
+
+
+def read_steps(path):
+    """The objects of a run's metrics.jsonl or samples.jsonl that have a step's number."""
+    return [o for o in read_jsonl(path) if isinstance(o.get("step"), int)]
 
 
 def write_jsonl(path, objects):
@@ -105,35 +110,53 @@ def append_jsonl(path, entry):
 def cut_log(folder, last_step):
     """Take from a run's files what a killed process logged after this step."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        kept = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
+        kept = [o for o in read_steps(f"{folder}/{name}") if o["step"] <= last_step]
         write_jsonl(f"{folder}/{name}", kept)
 
 
 # --------------------------------------------------------------------------------------------------
 # Folders of a model's weights
 
-def files_fingerprint(folder, pattern="*.safetensors", samples=256, size=4096):
-    """SHA-256 of pieces of the files in a folder, by default the weights', which others do not share.
-
-    samples: pieces of `size` bytes in each file at most; math.inf: all bytes.
-    """
+def fingerprint(parts):
+    """SHA-256 of texts, numbers and bytes, one behind the other."""
     digest = hashlib.sha256()
-    for path in sorted(glob.glob(f"{glob.escape(folder)}/{pattern}")):
-        length = os.path.getsize(path)
-        digest.update(str(length).encode())
-        with open(path, "rb") as f:
-            for place in range(0, length, max(size, length // samples)):
-                f.seek(place)
-                digest.update(f.read(size))
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
     return digest.hexdigest()
+
+
+def weights_fingerprint(folder, samples=256, size=4096):
+    """SHA-256 of pieces of a folder's weights, 256 of 4 KiB a file, which others do not share."""
+    def pieces():
+        for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
+            length = os.path.getsize(path)
+            yield length
+            with open(path, "rb") as f:
+                for place in range(0, length, max(size, length // samples)):
+                    f.seek(place)
+                    yield f.read(size)
+
+    return fingerprint(pieces())
+
+
+def policy_fingerprints(folder, eos):
+    """{what a policy is made of: its fingerprint}; eos: the token ids that end a completion."""
+    config = Path(folder, "config.json").read_bytes()
+    return {"weights or 4-bit codes": weights_fingerprint(folder),
+            "config.json or the EOS tokens": fingerprint([config, sorted(eos)])}
 
 
 def generation_config(folder):
     """The GenerationConfig of a model's folder; without a file of it, what config.json says."""
     if os.path.exists(f"{folder}/generation_config.json"):
-        return GenerationConfig.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return GenerationConfig.from_model_config(config)
+        found = GenerationConfig.from_pretrained(folder)
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        found = GenerationConfig.from_model_config(config)
+    ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    require(all(end is None or type(end) is int for end in ends),
+            f"eos_token_id is {found.eos_token_id}, not a number or a list of numbers")
+    return found
 
 
 @contextlib.contextmanager
@@ -155,50 +178,22 @@ def new_folder(out):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def policy_fingerprints(folder, eos):
-    """What a policy is made of, and a SHA-256 of each.
-
-    That of the weights is of pieces of them, which other weights or codes do not share.
-    """
-    with open(f"{folder}/config.json", "rb") as f:
-        config = hashlib.sha256(f.read() + repr(sorted(eos)).encode())
-    return {"weights or 4-bit codes": files_fingerprint(folder),
-            "config.json or the EOS tokens": config.hexdigest()}
-
-
 # --------------------------------------------------------------------------------------------------
 # What is made or fetched once and kept for later runs
 
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "qerl")
 
 
-# SHA-256 of all files of a folder. What it gave when the folder was made is in SEAL, which "*" omits.
-fingerprint = partial(files_fingerprint, pattern="*", samples=math.inf, size=2 ** 20)
-SEAL = ".sha256"
-
-
-def is_sound(folder):
-    """Whether a folder of the cache is there and holds, to the last bit, what was made."""
-    seal = Path(folder, SEAL)
-    return seal.exists() and seal.read_bytes() == fingerprint(folder).encode()
-
-
 def made_once(name, make):
     """The folder `name` of the cache, which make(path) filled when it was first asked for.
 
-    If it is broken it is made again. Of several processes one makes it, and the others wait.
+    It is whole, because it gets its name last. Of several processes one makes it, the others wait.
     """
     folder = os.path.join(CACHE, name)
-    if is_sound(folder):
-        return folder
-    os.makedirs(CACHE, exist_ok=True)           # what cannot be kept is not made
-    with FileLock(f"{CACHE}.lock"):
-        if is_sound(folder):                    # another process has made it meanwhile
-            return folder
-        if os.path.exists(folder):
-            print(f"{folder} is broken, or of an earlier version, and is made again")
-            shutil.rmtree(folder, ignore_errors=True)
-        with new_folder(folder) as temporary:
-            make(temporary)
-            atomic_write(f"{temporary}/{SEAL}", fingerprint(temporary))
+    if not os.path.isdir(folder):
+        os.makedirs(CACHE, exist_ok=True)           # what cannot be kept is not made
+        with FileLock(f"{CACHE}.lock"):
+            if not os.path.isdir(folder):           # else another process has made it meanwhile
+                with new_folder(folder) as temporary:
+                    make(temporary)
     return folder

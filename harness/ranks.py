@@ -31,9 +31,13 @@ class Ranks:
     def __init__(self):
         self.count = 1
         self.rank = 0
+        self.local_rank = 0                                    # among the `here` of this machine
+        self.here = 1
         if dist.is_available() and dist.is_torchelastic_launched():            # by torchrun
             self.count = int(os.environ["WORLD_SIZE"])
             self.rank = int(os.environ["RANK"])
+            self.local_rank = int(os.environ["LOCAL_RANK"])
+            self.here = int(os.environ["LOCAL_WORLD_SIZE"])
         self.main = self.rank == 0
         # With --shard harness.layers.SharedPasses.serve: before all that the ranks do together each of
         # them takes part in the passes of the others.
@@ -45,11 +49,10 @@ class Ranks:
         From here on a GPU is the process's current one, on which kernels start. Raises UserError.
         """
         if self.count > 1 and device != "cpu":
-            here = int(os.environ["LOCAL_WORLD_SIZE"])         # processes of this machine
-            require(here <= torch.cuda.device_count(),
-                    f"--nproc-per-node {here}: only {torch.cuda.device_count()} GPUs are here; start as "
-                    "many processes")
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            gpus = torch.cuda.device_count()
+            require(self.here <= gpus,
+                    f"--nproc-per-node {self.here}: only {gpus} GPUs are here; start as many processes")
+            device = f"cuda:{self.local_rank}"
         if device != "cpu":
             torch.cuda.set_device(torch.device(device).index or 0)
         if self.count > 1:
@@ -72,6 +75,12 @@ class Ranks:
             print(end="", flush=True)
             os._exit(status)
         sys.exit(status)
+
+    def first_to_say(self, text):
+        """Whether no other rank has said this; before the ranks have met, one of each machine says it."""
+        if self.count > 1 and dist.is_initialized():
+            return dist.distributed_c10d._get_default_store().add(text, 1) == 1
+        return self.local_rank == 0
 
     def agree(self, facts):
         """Refuse a run in which rank 0, perhaps on another machine, has other facts {name: value}."""

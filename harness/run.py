@@ -1,4 +1,4 @@
-"""What lasts of a run: checkpoint.safetensors, which --resume goes on from, log, samples, summary."""
+"""What lasts of a run: its checkpoint, which --resume goes on from, log, samples, summary."""
 import hashlib
 import json
 import os
@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 import qerl
 from harness.command import command_line, require_flag
-from harness.export import save_adapter
-from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, new_run, newest_run
-from harness.folders import open_folder
+from harness.export import adapter_tensors, save_adapter
+from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, fingerprint, new_run
+from harness.folders import newest_run, open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
 from harness.errors import require
@@ -46,11 +46,12 @@ PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}
             "length {length:.0f}, {tokens_per_s:.0f} tok/s")
 
 
-class Keeper:
+class Run:
     """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
 
     state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
-    far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256.
+    far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256; machine is
+    what its last bits depend on.
     """
 
     def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, data):
@@ -67,10 +68,14 @@ class Keeper:
         self.generators = generators
         self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
+        self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
+        self.steps_without_signal = 0
+        asked = [(q["question"], q["answer"], q["prompt"]) for q in sum(data, [])]
         self.made_of = model.fingerprints | {
-            "questions, answers or prompts": fingerprint(sum(data, [])),
+            "questions, answers or prompts": fingerprint([json.dumps(asked).encode()]),
             "kind of --device": model.device.type,     # of its generators; any GPU will do
         }
+        self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
         planned = None
         if settings.resume:
             saved = read_checkpoint(self.folder)
@@ -82,11 +87,13 @@ class Keeper:
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
 
-    def restore(self, settings, made_of, state, model, optimizer, scaler, generators, method_state):
+    def restore(self, settings, made_of, machine, state, model, best_adapter, optimizer, scaler,
+                generators, method_state):
         """Go on from what `save` has stored."""
         require_same(made_of, self.made_of, self.folder)
         self.state = state
-        self.model.load_state_dict(model, strict=False)
+        self.best_adapter = best_adapter
+        load_policy(self.model, model, self.folder)
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
@@ -102,8 +109,12 @@ class Keeper:
         if steps != settings["steps"]:
             print(f"{settings['steps']} steps become {steps}: learning rate and noise are now those of a "
                   f"run of {steps} steps, after its step {done}")
+        if machine != self.machine:
+            print(f"it was begun on {machine}, and is now on {self.machine}: results may differ in the last "
+                  "bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
+            self.save_adapters()
 
     def steps(self, clock):
         """Yield the numbers of the steps that are left, and show a bar; each step restarts the clock."""
@@ -119,29 +130,36 @@ class Keeper:
         if not self.ranks.main:
             return
         self.state["seconds"] = time.perf_counter() - self.started
-        # Not before the first step: an adapter without a checkpoint is one that lost it.
-        if self.state["step"]:
-            self.save_adapter("adapter")
+        self.save_adapters()
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
             "made_of": self.made_of,
+            "machine": self.machine,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
+            "best_adapter": self.best_adapter,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "generators": [generator.get_state() for generator in self.generators],
             "method_state": getattr(self.method, "state", {}),
         })
 
-    def save_adapter(self, name):
-        if self.settings.lora_rank:
-            save_adapter(self.model, f"{self.folder}/{name}", self.model.name_or_path)
+    def save_adapters(self):
+        """Write the adapter and the best one, if there are any.
+
+        Not before the first step: an adapter without a checkpoint is one that lost it.
+        """
+        base = self.model.name_or_path
+        if self.settings.lora_rank and self.state["step"]:
+            save_adapter(self.model, f"{self.folder}/adapter", base)
+        if self.best_adapter:
+            save_adapter(self.model, f"{self.folder}/adapter-best", base, self.best_adapter)
 
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
 
         Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too. A
-        best adapter comes with a checkpoint, which knows its step.
+        best adapter comes with a checkpoint, which has it, too.
         """
         logged = self.ranks.join(metrics)
         self.state["step"] = step = logged["step"]
@@ -154,6 +172,7 @@ class Keeper:
         if not self.ranks.main:
             return
         self.bar.set_postfix_str(PROGRESS.format(**logged))
+        self.say_what_teaches(logged)
         append_jsonl(f"{self.folder}/metrics.jsonl", logged)
         if due or step == 1:
             group = one_group(samples, batch, tokenizer)
@@ -168,9 +187,22 @@ class Keeper:
         if accuracy <= best["accuracy"]:
             return False
         self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
-        self.save_adapter("adapter-best")
+        if self.settings.lora_rank:
+            tensors = adapter_tensors(self.model)
+            self.best_adapter = {name: t.detach().cpu().clone() for name, t in tensors.items()}
         print("this is the best policy so far")
         return True
+
+    def say_what_teaches(self, logged):
+        """Say how many questions are answered rightly and wrongly, and if three steps taught nothing."""
+        if logged["step"] == 1:
+            print("first rollout: {right_and_wrong:.0%} of the questions have right and wrong answers, "
+                  "{accuracy:.0%} of the answers are right".format(**logged))
+        self.steps_without_signal = 0 if logged["signal"] else self.steps_without_signal + 1
+        if self.steps_without_signal == 3:
+            print("warning: for three steps all answers to a question had the same reward, which teaches "
+                  "nothing: do the answers have the format that --reward looks for (samples.jsonl), are the "
+                  "questions too hard or too easy, does --max-new-tokens cut the answers off?")
 
     def finish(self, held_out_questions):
         """Write summary.json, report.html and curve.png, say what came of the run."""
@@ -187,42 +219,36 @@ class Keeper:
         }
         atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
 
-        def change(name):
-            known = (f"{name}_before", f"{name}_after")
-            return " -> ".join(f"{summary[k]:.1%}" for k in known if k in summary)
-
-        best = self.state["best"]
-        if best:
-            print(f"best in validation: step {best['step']}, {best['accuracy']:.1%} right")
-        print(f"held-out pass@1 {change('accuracy')}, greedy {change('greedy')}, in "
-              f"{summary['seconds']:.0f} s; look at {self.folder}/report.html")
+        if self.state["best"]:
+            print("best in validation: step {step}, {accuracy:.1%} right".format(**self.state["best"]))
+        changes = [" -> ".join(f"{summary[key]:.1%}" for key in (f"{name}_before", f"{name}_after")
+                               if key in summary) for name in ("accuracy", "greedy")]
+        print("held-out pass@1 {}, greedy {}, in {seconds:.0f} s; look at {out}/report.html".format(
+            *changes, **self.state, out=self.folder))
         write_report(self.folder)
 
 
 # --------------------------------------------------------------------------------------------------
 # The checkpoint
 
-def fingerprint(questions):
-    """SHA-256 of the questions, their answers and their prompts, in their order."""
-    asked = [(q["question"], q["answer"], q["prompt"]) for q in questions]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+PARTS = {"settings", "made_of", "machine", "state", "model", "best_adapter", "optimizer", "scaler",
+         "generators", "method_state"}
 
 
 def write_checkpoint(folder, content):
-    """Write a nested dict of tensors and plain values as one safetensors file.
+    """Write a nested dict of tensors and plain values: a safetensors file, then its SHA-256 (32 bytes).
 
-    Its last 32 bytes are the SHA-256 of all bytes before. They are a tensor of booleans, because
-    safetensors stores those last.
+    The tensor "content" is the dict in JSON, in which {"@tensor": NAME} stands for another tensor.
     """
-    tensors = {"sha256": torch.zeros(32, dtype=torch.bool)}
+    tensors = {}
 
-    def number(tensor):
+    def name(tensor):
         tensors[str(len(tensors))] = tensor.cpu().contiguous()
         return {"@tensor": str(len(tensors) - 1)}
 
-    text = json.dumps(content, default=number, allow_nan=False)
+    text = json.dumps(content, default=name, allow_nan=False)
     tensors["content"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    stored = safetensors.torch.save(tensors)[:-32]
+    stored = safetensors.torch.save(tensors)
     atomic_write(f"{folder}/{CHECKPOINT}", stored + hashlib.sha256(stored).digest())
 
 
@@ -232,16 +258,29 @@ def read_checkpoint(folder):
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
     with open(path, "rb") as f:
-        stored = f.read()
-    require(hashlib.sha256(stored[:-32]).digest() == stored[-32:],
-            f"{path}: is damaged, or of an earlier version; start a new run in another --out, and keep this "
-            "folder's adapter")
+        content = f.read()
+    stored, digest = content[:-32], content[-32:]
+    require_checkpoint(hashlib.sha256(stored).digest() == digest, folder)
     tensors = safetensors.torch.load(stored)
 
     def place(found):
         return tensors[found["@tensor"]] if "@tensor" in found else found
 
-    return json.loads(bytes(tensors["content"].tolist()), object_hook=place)
+    content = json.loads(bytes(tensors["content"].tolist()), object_hook=place)
+    require_checkpoint(content.keys() == PARTS, folder)
+    return content
+
+
+def require_checkpoint(ok, folder):
+    require(ok, f"{folder}/{CHECKPOINT}: is damaged, or of another version; start a new run in another "
+                "--out, and keep this folder's adapter")
+
+
+def load_policy(model, stored, folder):
+    """Put the trained tensors of a checkpoint into the model, which must have just these."""
+    ours = {name: p.shape for name, p in qerl.trainable(model).items()}
+    require_checkpoint({name: t.shape for name, t in stored.items()} == ours, folder)
+    model.load_state_dict(stored, strict=False)
 
 
 def resumed(given):
@@ -262,7 +301,7 @@ def resumed(given):
 def require_same(then, now, folder):
     """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
     for part, ours in now.items():
-        require(then[part] == ours,
+        require(then.get(part) == ours,
                 f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
                 "of that time, or start a new run")
 

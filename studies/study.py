@@ -107,7 +107,7 @@ def command_of(run, device, args):
     if args.own_starts:
         own += f" --start-seed {run['seed']}"
     folder = f"{args.out}/{run['name']}"
-    if os.path.exists(f"{folder}/checkpoint.safetensors"):
+    if os.path.exists(f"{folder}/checkpoint"):
         own += " --resume"
     return [sys.executable, train_gsm8k.__file__, *own.split(), *args.more, *FLAGS[run["arm"]].split(),
             "--device", device, "--out", folder]

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,14 +39,19 @@ from test_qerl import HERE
     "--step 3": "unrecognized arguments: --step 3",
     "--device cuda:99": "--device cuda:99: is none of cpu",
     "--device mps": "--device mps: is none of cpu",
-    "--group 1": "--group 1: advantages compare samples of one prompt",
-    "--lr -1": "--lr -1.0: must not be negative",
+    "--group 1": "--group 1: must be from 2 to 10000",
+    "--lr -1": "--lr -1.0: must be from 1e-30",
     "--prompts 3 --updates 2": "--prompts 3: is not divisible by --updates 2",
     "--sigma-end 0": "--sigma-end 0.0: an exponential schedule needs both sigmas positive",
     "--lora-rank 0": "--lora-rank 0: trains the weights themselves; use --weights bf16",
     "--lora-rank 0 --weights bf16 --beta 1": "--lora-rank 0: trains .* and --beta 0",
     "--eval-every 2": "--eval-every 2: needs questions to evaluate on; give --validation",
     "--chat-template-kwargs {a:1}": "--chat-template-kwargs: invalid",
+    "--warm-up 1.5": "--warm-up 1.5: must be from 0 to 1",
+    "--clip-low 2": "--clip-low 2.0: must be from 0 to 1",
+    "--clip-high 28": "--clip-high 28.0: must be from 0 to 10",
+    "--prompts 99999999999999999999": "--prompts 9+: must be from 1 to 10000",
+    "--eval-samples 20000": "--eval-samples 20000: must be from 1 to 10000",
     "--reward good": "unknown; choose answer, paper, random or FILE.py:FUNCTION",
     "--reward none.py:f": "No such file or directory: .*none.py",
     "--reward heavy*answer": "heavy.answer: unknown; choose answer",
@@ -92,6 +98,8 @@ TABLE_4 = dict(
 @pytest.mark.parametrize("argv,expected", {
     "": dict(steps=50, lr=3e-3, prompts=16, beta=0.04, reward="paper", quantizer="rtn"),
     "--algo dapo --lr 5e-5": dict(beta=0.0, lr=5e-5, steps=50),
+    "--algo cispo": dict(clip_low=1.0, clip_high=4.0),
+    "--clip-low 0 --clip-high 0 --warm-up 1": dict(clip_low=0.0, clip_high=0.0, warm_up=1.0),
     "--model Qwen2.5-3B": dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq"),
     "--model a/b --weights nf4": dict(quantizer="rtn"),
     "--model a/b --beta 0.1": dict(quantizer="gptq", beta=0.1),
@@ -114,7 +122,8 @@ def bad_things(qwen, tmp_path, monkeypatch):
             ("no-heads", "config.json", {"num_attention_heads": 0}),
             ("no-questions", "tokenizer_config.json", {"chat_template": "Hello."}),
             ("no-end", "tokenizer_config.json", {"eos_token": None}),
-            ("far-end", "generation_config.json", {"eos_token_id": 9999})):
+            ("far-end", "generation_config.json", {"eos_token_id": 9999}),
+            ("text-end", "generation_config.json", {"eos_token_id": [256, "</s>"]})):
         shutil.copytree(qwen, name)
         stored = read_json(Path(name, file))
         Path(name, file).write_text(json.dumps(stored | values))
@@ -132,6 +141,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--model no-questions": "different questions have the same prompt",
     "--model no-end": "has no eos_token_id",
     "--model far-end": "to 9999, its vocabulary has 262",
+    "--model text-end": "eos_token_id is [256, '</s>'], not a number or a list of numbers",
     "--data used": "no file matches",
     "--eval none.jsonl": "No such file or directory: 'none.jsonl'",
     "--data no-file": "Is a directory",
@@ -139,10 +149,11 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--validation 64": "has 64 training questions that are not held out",
     "--dry-run --model used": "its config.json cannot be read",
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
-    "--seed 99999999999999999999": "must be below 1e18",
+    "--seed 99999999999999999999": "must be from 0 to 1e+18",
     "--reward nan*answer": "nan*answer: unknown",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
     "--out used": "used: is not empty",
+    "--out used/metrics.jsonl": "used/metrics.jsonl: is a file",
     "--save-quantized used": "used: is not empty",
     "--save-quantized run --model packed": "is in 4 bits already",
     "--resume": "run: no checkpoint is there",
@@ -200,7 +211,7 @@ def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, mo
 
 def test_a_folder_that_is_used_is_refused(tmp_path):
     """By another run; what one left that was killed before its first step is none."""
-    for name in (".lock", "checkpoint.safetensors.tmp"):
+    for name in (".lock", "checkpoint.tmp"):
         (tmp_path / name).touch()
     with open_folder(str(tmp_path), resume=False):
         with pytest.raises(UserError, match="in use"):
@@ -212,7 +223,7 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
     log = tmp_path / "metrics.jsonl"
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == []
-    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')     # torn by a kill
+    log.write_text('{"step": 1}\n{}\n[1]\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')     # torn by a kill
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == [{"step": 1}, {"step": 2}]
 
@@ -221,14 +232,14 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
 # Resume
 
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
-    """In its header, its settings and its tensors; and a lost end."""
-    stored = (finished / "checkpoint.safetensors").read_bytes()
+    """In its header, its tensors and its SHA-256; and a lost end."""
+    stored = (finished / "checkpoint").read_bytes()
     damaged = [stored[:1000]]
-    for i in (10, stored.index(b"lora_rank"), len(stored) // 2, len(stored) - 1):
+    for i in (10, len(stored) // 2, len(stored) - 1):
         damaged.append(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1:])
     for content in damaged:
-        (tmp_path / "checkpoint.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match="checkpoint.safetensors: "):
+        (tmp_path / "checkpoint").write_bytes(content)
+        with pytest.raises(UserError, match="checkpoint: "):
             read_checkpoint(tmp_path)
 
 
@@ -240,7 +251,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert "no run under runs/ has a checkpoint" in refused("--resume")
     for name in ("old", "new"):
         shutil.copytree(finished, tmp_path / "runs" / name)
-    os.utime("runs/old/checkpoint.safetensors", (0, 0))
+    os.utime("runs/old/checkpoint", (0, 0))
     stop_at(4, "--resume", "--steps", 4)                # before the next checkpoint
     for flags in ((), ("--eval-only",)):
         run_main("--resume", *flags)
@@ -275,10 +286,34 @@ def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick)
         assert message in refused(*options, "--resume", flag)
         (folder / name).write_bytes(stored)
     run_main(*options, "--resume")
-    saved = read_checkpoint(tmp_path / "run")
-    saved["made_of"]["kind of --device"] = "cuda"
-    write_checkpoint(tmp_path / "run", saved)
-    assert "the kind of --device changed" in refused(*options, "--resume")
+
+
+def other_settings(saved):
+    saved["settings"]["algo"] = "ppo"
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda saved: saved["made_of"].update({"kind of --device": "cuda"}), "the kind of --device changed"),
+    (lambda saved: saved["made_of"].popitem(), "since .* was begun"),
+    (lambda saved: saved["model"].update(more=torch.ones(1)), "checkpoint: .* of another version"),
+    (lambda saved: saved.pop("machine"), "checkpoint: .* of another version"),
+    (other_settings, "--algo ppo: is none of grpo"),
+])
+def test_a_checkpoint_of_another_version_is_refused(finished, tmp_path, change, message):
+    run = shutil.copytree(finished, tmp_path / "run")
+    saved = read_checkpoint(run)
+    change(saved)
+    write_checkpoint(run, saved)
+    assert re.search(message, refused("--resume", "--out", run))
+
+
+def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    saved = read_checkpoint(run)
+    for begun_on in (saved["machine"], saved["machine"].replace(" threads", "0 threads")):
+        write_checkpoint(run, saved | {"machine": begun_on})
+        run_main("--resume", "--out", run)
+    assert capsys.readouterr().out.count("it was begun on ") == 1
 
 
 @needs_fork
@@ -296,7 +331,7 @@ def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     for number in range(1, renames + 1):
         out = tmp_path / str(number)
         assert killed_at(rename, number, *options, "--out", out) is None
-        begun = (out / "checkpoint.safetensors").exists()
+        begun = (out / "checkpoint").exists()
         killed_at(rename, 0, *options, "--out", out, *["--resume"] * begun)
         assert all(m["gradient_norm"] > 0 for m in assert_same_run(whole, out))
         assert files_below(out).keys() == files_below(whole).keys()
@@ -323,27 +358,25 @@ def test_a_run_on_windows_out_of_a_notebook(tmp_path, quick):
     assert "<img" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
 
 
-def test_every_file_is_read_and_written_as_utf_8():
-    """Whatever LANG says."""
-    text_mode = r'(?<![\w.])(?:open|fdopen)\((?!.*(?:utf-8|"[rwa]b)).*|\.(?:read|write)_text\((?!.*utf-8).*'
-    found = []
-    for folder in ("", "harness", "methods", "methods/parts"):
-        for path in Path(HERE, folder).glob("*.py"):
-            if path.name != "test_qerl.py":
-                found += re.findall(text_mode, path.read_text(encoding="utf-8"))
-    assert found == []
-
-
 def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
     """Standard output is closed, or of an encoding without a folder's letters, or not read on."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as unread, io.TextIOWrapper(io.BytesIO(), "ascii") as narrow:
-        for output in (None, narrow, unread):
+        for output, ends in ((None, nullcontext()), (narrow, nullcontext()),
+                             (unread, pytest.raises(SystemExit, match="141"))):
             monkeypatch.setattr(sys, "stdout", output)
-            with one_line():
+            with ends, one_line():
                 print("\xfc")
         assert narrow.buffer.getvalue() == b"\\xfc\n"
+
+
+def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
+    own = tmp_path / "own.py"
+    own.write_text(f"import shutil\ndef remove(*_):\n    shutil.rmtree({str(tmp_path / 'run')!r}, True)\n"
+                   "    return 0\n")
+    line = refused(*quick, "--skip-eval-before", "--reward", f"{own}:remove")
+    assert f"No such file or directory: '{tmp_path}/run/" in line
 
 
 @pytest.mark.parametrize("flags,message,steps", [

@@ -164,8 +164,8 @@ def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, asked):
     assert in_memory == [0, 1, 2, 3] * len(model.blocks)               # each is read once
 
 
-def test_codes_are_found_by_one_process(qwen, cache, capsys):
-    """The others wait for it. What a killed process has left is removed, and damage is noticed."""
+def test_codes_are_found_by_one_process(qwen, cache):
+    """The others wait for it. What a killed process has left is removed."""
     made = []
 
     def make(path):
@@ -180,13 +180,7 @@ def test_codes_are_found_by_one_process(qwen, cache, capsys):
     with ThreadPoolExecutor(3) as pool:
         assert set(pool.map(find, range(3))) == {first}
     assert os.listdir(cache) == [os.path.basename(first)]
-    weights = Path(first, "model.safetensors")
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-9000] + bytes(9000))
-    assert find(0) == first
-    assert weights.read_bytes() == whole
-    assert "is made again" in capsys.readouterr().out
-    assert len(made) == 3
+    assert len(made) == 2
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from common import refused, run_main, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows
 from harness.folders import append_jsonl, read_jsonl, write_jsonl
+from harness.run import Run
 from test_qerl import TOKENS, relative, scales, seeded
 
 
@@ -191,10 +192,13 @@ def logged_of(rows, drawn, settings):
     Without a KL term the mismatch is of the groups with a signal: the others are not scored.
     """
     scored = [row for row in rows if row.teaches or settings.beta]
+    groups = [drawn[i:i + settings.group] for i in range(0, len(drawn), settings.group)]
     x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
+        "right_and_wrong": fmean(len({row.correct for row in group}) > 1 for group in groups),
+        "signal": fmean(map(teaches, groups)),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
         "groups_left_out": 1 - len(scored) / len(rows),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
@@ -388,6 +392,15 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     with losses_times(1e9):
         line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
     assert "the values of gradient_norm are NaN" in line
+
+
+def test_a_run_says_what_there_is_to_learn_from(capsys):
+    run = SimpleNamespace(steps_without_signal=0)
+    for step, signal in enumerate([0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0], 1):
+        Run.say_what_teaches(run, dict(step=step, signal=signal, right_and_wrong=0.25, accuracy=0.1))
+    first, warning = capsys.readouterr().out.splitlines()
+    assert "25% of the questions have right and wrong answers" in first
+    assert "warning: for three steps all answers to a question had the same reward" in warning
 
 
 def test_a_question_stays_what_it_is(tmp_path):
