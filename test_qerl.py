@@ -8,16 +8,13 @@ They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figur
     TRITON_INTERPRET=1 python -m pytest -k kernel     the kernels in Triton's interpreter, on a CPU
 """
 import copy
-import json
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from unittest import mock
 
 if "PYTEST_XDIST_WORKER" in os.environ:        # of several processes each takes one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,14 +23,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import qerl
 from harness import fast
-from harness.errors import UserError
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()

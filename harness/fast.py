@@ -11,7 +11,6 @@ qerl's: fast.NAME gives that, too. What makes it fast:
 
 In shapes S is the number of tokens packed in a line; n tokens are of any sequences, one a row.
 """
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import NamedTuple

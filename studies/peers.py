@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import torch
 
-import qerl
 from harness.errors import UserError, reason
 from harness.export import save_adapter, save_packed
 from harness.machine import Clock

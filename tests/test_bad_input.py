@@ -18,7 +18,6 @@ import pytest
 import torch
 import transformers
 
-import qerl
 from harness import fast
 from harness.errors import UserError
 import train_gsm8k

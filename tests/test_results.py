@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import bench
-import qerl
 from harness.errors import UserError
 from common import files_below
 from harness.folders import write_jsonl
