@@ -110,7 +110,7 @@ def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags,message", {
     "--seed 7": "--seed: the study sets it for each run; use --arms, --lrs, --seeds",
     "--foo": "unrecognized arguments: --foo",
-    "--group 1": "--group 1: advantages compare",
+    "--group 1": "--group 1: must be from 2",
     "--own-starts --model a": "own-starts .*: is for the small policy",
     "--model no/such-model": "Hugging Face does not give it",
     "--tables": "out: holds no finished run",
