@@ -5,7 +5,6 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch

@@ -69,7 +69,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
             folder, "bf16", device=device, reader_class=calibration.LeftInFiles)
         write_packed_folder(folder, module.choose_codes(model, sequences), path)
 
-    code = [inspect.getsource(part) for part in (module, calibration, fast.quantize_nvfp4)]
+    code = [inspect.getsource(part) for part in (module, calibration, qerl.quantize_nvfp4)]
     key = [quantizer, sequences, torch.device(device).type, *code]
     stored = cached_folder(folder, quantizer, key, make)
     if torch.device(device).type == "cuda":
