@@ -93,7 +93,7 @@ FAULTS = {
          "tests/test_bad_input.py -k bad_input_is_one_line"),
         ("ONE_DAY + self", "self", "tests/test_bad_input.py -k tomorrow"),
         ("if len(answers) == 1]", "]", "tests/test_answers.py -k different_answers"),
-        ("if box is not None or prose:", "if box is not None:",
+        ("(box is not None or prose):", "box is not None:",
          "tests/test_answers.py -k unfit_file"),
     ],
     "harness/command.py": [
