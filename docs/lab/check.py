@@ -54,27 +54,23 @@ def two_norms():
     return torch.nn.ModuleList(qerl.RMSNorm(name, torch.full((4096,), 3.0), 1e-6) for name in "ab")
 
 
-def noise(function, seed=0, sigma=0.1):
-    """(w + Z - w) / sigma of two norms, [2, 4096]."""
+def noise(function, seed):
+    """(w + Z - w) / 0.1 of two norms, [2, 4096], with sigma 0.1."""
     norms = two_norms()
-    with function(norms, sigma, torch.Generator().manual_seed(seed)):
-        return torch.stack([(norm.noisy_weight - norm.weight.detach()) / sigma for norm in norms])
+    with function(norms, 0.1, torch.Generator().manual_seed(seed)):
+        return torch.stack([norm.noisy_weight - norm.weight.detach() for norm in norms]) / 0.1
 
 
-def deviation_of_noise(function):
-    """To one digit."""
-    return round(noise(function)[0].std().item(), 1)
-
-
-def correlation_of_noise(function):
-    """Of the two norms, to one digit."""
-    return round(torch.corrcoef(noise(function))[0, 1].item(), 1)
+def spread_of_noise(function):
+    """The standard deviation of a norm's noise and the correlation of two norms', to one digit."""
+    both = noise(function, 0)
+    return [round(number.item(), 1) for number in (both[0].std(), torch.corrcoef(both)[0, 1])]
 
 
 def repeated_noise(function):
     """Is the noise of a seed that of the same seed, and that of another?"""
-    first = noise(function, seed=1)
-    return [first.equal(noise(function, seed=1)), first.equal(noise(function, seed=2))]
+    first, again, other = map(functools.partial(noise, function), (1, 1, 2))
+    return [first.equal(again), first.equal(other)]
 
 
 def after_the_block(function, error):
@@ -96,8 +92,7 @@ def shares(function, probabilities, **given):
 
 
 WAYS = {way.__name__: way for way in (
-    gradient, has_gradient, deviation_of_noise, correlation_of_noise, repeated_noise,
-    after_the_block, shares)}
+    gradient, has_gradient, spread_of_noise, repeated_noise, after_the_block, shares)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,26 +184,22 @@ def load(file):
 
 
 def grade(name, file):
-    """Yields points and lines of each case of a function, as it is in this file."""
+    """(points, lines) of a function, as it is in this file."""
     try:
         function = getattr(load(file), name)
     except Exception as error:
-        yield 0, [f"{file.name} cannot be loaded: {described(error, file)}"]
-        return
+        return 0, [f"{file.name} cannot be loaded: {described(error, file)}"]
     if NOT_WRITTEN in inspect.getsource(function):
-        yield 0, ["not written yet"]
-        return
-    for case in CASES[name]:
-        yield run_case(function, case, file)
+        return 0, ["not written yet"]
+    points, lines = zip(*(run_case(function, case, file) for case in CASES[name]))
+    return sum(points), sum(lines, [])
 
 
-def send_grades(name, file, connection):
+def send_grade(name, file, connection):
     """In a process of its own. What the student prints goes to the error output."""
     sys.stdout = sys.stderr
     torch.set_num_threads(1)
-    for result in grade(name, file):
-        connection.send(result)
-    connection.send(None)
+    connection.send(grade(name, file))
 
 
 def grade_apart(name, file, limit):
@@ -218,24 +209,17 @@ def grade_apart(name, file, limit):
     if unix:
         context.set_forkserver_preload(["torch", "qerl"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_grades, args=(name, file, sender), daemon=True)
+    process = context.Process(target=send_grade, args=(name, file, sender))
     process.start()
     sender.close()
-    results = []
-    end = time.monotonic() + limit
     try:
-        while receiver.poll(max(0, end - time.monotonic())):
-            result = receiver.recv()
-            if result is None:
-                break
-            results.append(result)
-        else:
-            results.append((0, [f"no result within {limit:g} seconds: does a loop never end?"]))
+        if receiver.poll(limit):
+            return receiver.recv()
+        return 0, [f"no result within {limit:g} seconds: does a loop never end?"]
     except EOFError:
-        results.append((0, ["the process ended too early: does the function call exit()?"]))
-    process.kill()
-    process.join()
-    return sum(points for points, _ in results), [line for _, lines in results for line in lines]
+        return 0, ["the process ended without a result: does the function call exit()?"]
+    finally:
+        process.kill()
 
 
 # --------------------------------------------------------------------------------------------------
