@@ -67,7 +67,7 @@ def formats(figure):
         bars = axis.bar([place + i / 4 for place in range(4)], errors, 0.23, label=format)
         axis.bar_label(bars, fmt="%.3f")
     axis.set_xticks([place + 1 / 4 for place in range(4)], weights)
-    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.16), title="rounding error by the weights' distribution")
+    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.16), title="rounding error by distribution")
     axis.legend(ncols=3, loc="upper left")
 
 
@@ -99,14 +99,14 @@ def columns(figure):
 
 def diagram(figure, boxes, arrows):
     """boxes: {text: (x, y)}; arrows: [(number of a box, number of another, text)]."""
-    axis = figure.subplots()
+    figure.set_layout_engine("none")
+    axis = figure.add_axes([0.13, 0.2, 0.74, 0.6])
     axis.set_axis_off()
-    axis.margins(0.25)
     for start, end, text in arrows:
         a, b = (torch.tensor(list(boxes.values())[number]) for number in (start, end))
         axis.plot(*zip(a, b), color="gray", zorder=0)
-        axis.annotate("", 0.4 * a + 0.6 * b, a, arrowprops={"arrowstyle": "-|>"}, zorder=0)
-        axis.text(*(a + b) / 2, text, ha="center", va="bottom", color="tab:red")
+        axis.annotate("", 0.4 * a + 0.6 * b, a, arrowprops={"arrowstyle": "-|>", "color": "gray"})
+        axis.text(*(a + b) / 2, f"{text}\n", ha="center", va="bottom", color="tab:red")
     for text, place in boxes.items():
         axis.text(*place, text, ha="center", va="center",
                   bbox={"boxstyle": "round,pad=0.8", "facecolor": "aliceblue"})
@@ -121,8 +121,8 @@ def loop(figure):
         "advantage [P, G]": (2.0, 0.0),
         "loss and gradient\nŴ in 4 bits, LoRA,\nno noise": (1.0, 0.0),
         "AdamW\nA and B of LoRA": (0.0, 0.0),
-    }, [(0, 1, ""), (1, 2, "G texts each"), (2, 3, ""), (3, 4, ""), (1, 4, "tokens          "),
-        (4, 5, "∇A, ∇B"), (5, 1, "next step              ")])
+    }, [(0, 1, ""), (1, 2, "G texts each"), (2, 3, ""), (3, 4, ""), (1, 4, "tokens              "),
+        (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
 
 
 def policies(figure):
@@ -132,7 +132,7 @@ def policies(figure):
         "π_old\nbefore the updates,\nwithout noise": (1.0, 1.0),
         "π_θ\nis trained": (2.0, 1.0),
         "π_ref\nwith LoRA as it began": (2.0, 0.0),
-    }, [(0, 1, "mismatch"), (1, 2, "ρ = π_θ / π_old"), (3, 2, "β KL           ")])
+    }, [(0, 1, "mismatch"), (1, 2, "ρ = π_θ / π_old"), (3, 2, "β KL             ")])
 
 
 def clip(figure):

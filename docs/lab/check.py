@@ -1,13 +1,13 @@
-"""Points for docs/lab/student.py, by function and in all; README.md in this folder describes the lab.
+"""Points for docs/lab/student.py, by function and in all; README.md here describes the lab.
 
     python docs/lab/check.py                             all functions
     python docs/lab/check.py sample policy_loss          these alone, in seconds
     python docs/lab/check.py --file solution.py --json   another file; for a program that grades
 
-The exit status is 0 only with all points. cases.json has the inputs, the right results, and the results
-of likely mistakes. Others computed them, or people by hand: NVFP4's bytes are of compressed-tensors,
-log-probabilities of transformers. Each function runs in a process of its own: one that hangs or ends the
-process costs its own points alone.
+The exit status is 0 only with all points. cases.json has the inputs, the right results, and what likely
+mistakes give. NVFP4's bytes in it are by compressed-tensors, log-probabilities by transformers, the
+rest is by hand. Each function runs in a process of its own: one that hangs or ends the process costs
+its own points alone.
 """
 import argparse
 import contextlib
@@ -135,7 +135,8 @@ def same(found, right):
     if not isinstance(found, torch.Tensor):
         return False
     kinds = [(tensor.shape, tensor.dtype) for tensor in (found, right)]
-    return kinds[0] == kinds[1] and torch.allclose(found.double(), right.double(), rtol=1e-5, atol=1e-6)
+    near = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    return kinds[0] == kinds[1] and near(found.double(), right.double())
 
 
 def shown(value):

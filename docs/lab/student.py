@@ -26,10 +26,10 @@ def quantize_nvfp4(weight):
 
     weight: float32 [out, in]; in is divisible by 16. Returns three tensors:
 
-    packed: uint8 [out, in/2]. A code has 4 bits. Codes 0 to 7 are the magnitudes 0, 0.5, 1, 1.5, 2, 3,
-        4, 6. Adding 8 to a code makes it negative; a negative number has this bit even if its magnitude
-        becomes 0. A byte holds two neighbours along `in`: the one of even index in its lower four
-        bits, the one of odd index in its upper four.
+    packed: uint8 [out, in/2]. A code has 4 bits. Codes 0 to 7 are the magnitudes 0, 0.5, 1, 1.5, 2,
+        3, 4, 6. Adding 8 makes a code negative; a negative number has this bit even if its
+        magnitude becomes 0. A byte holds two neighbours along `in`: the one of even index in its
+        lower four bits, the one of odd index in its upper four.
     block_scale: torch.float8_e4m3fn [out, in/16], one for each 16 neighbours along `in`.
     global_scale: float32 [1].
 
@@ -59,9 +59,9 @@ def dequantize_blocks(packed, table, scale, dtype):
 def lora_linear(x, weight, bias, A, B, scale):
     """LoRA (Eq. 2): y = x Ŵᵀ + b + scale * (x Aᵀ) Bᵀ.
 
-    x [..., in]; weight: an object whose weight.multiply(x) is x Ŵᵀ [..., out]; bias [out] or None; A
-    [r, in]; B [out, r]; scale: the number α/r. Gradients reach x, A and B. Do not compute B A, which
-    has the size of the weight.
+    x [..., in]; weight: an object whose weight.multiply(x) is x Ŵᵀ [..., out]; bias [out] or None;
+    A [r, in]; B [out, r]; scale: the number α/r. Gradients reach x, A and B. Do not compute B A,
+    which has the size of the weight.
     """
     raise NotImplementedError
 
@@ -86,8 +86,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """The size of the noise at `step`, which counts from 0, of a training of `steps` (Eq. 8).
 
-    Training is cut into `stages` equal parts: step is in stage step * stages // steps. Stage 0 has no
-    noise: σ is 0.0. The K = stages - 1 others fall from start to end:
+    Training is cut into `stages` equal parts: step is in stage step * stages // steps. Stage 0 has
+    no noise: σ is 0.0. The K = stages - 1 others fall from start to end:
 
         σ_k = start * (end / start) ** ((k - 1) / (K - 1)),    k = 1 ... K
 
