@@ -1,8 +1,9 @@
-"""The lab's checker gives the right points, names likely mistakes and survives what students write."""
+"""The lab: its checker gives the right points, names likely mistakes, survives what students write."""
 import importlib.util
 import inspect
 import json
-import os
+import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 import qerl
+import train_gsm8k
 from common import run_python
 from test_qerl import HERE, compressed_tensors
 
@@ -31,7 +33,8 @@ SOLUTION = "import contextlib\nimport torch\nimport qerl\nfrom qerl import *\n" 
 def instead(name, body, decorator=""):
     """The solution, where this function has another body."""
     signature = inspect.signature(getattr(qerl, name))
-    return f"{SOLUTION}\n{decorator}\ndef {name}{signature}:\n{textwrap.indent(body.strip(), '    ')}\n"
+    body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    return f"{SOLUTION}\n{decorator}\ndef {name}{signature}:\n{body}\n"
 
 
 # Each is a likely mistake: a function's body, what of its points is left, and words of the help.
@@ -85,7 +88,9 @@ MISTAKES = {
         """, 7, "a draw of its own"),
     "K counts all stages": ("noise_sigma", """
         stage = step * stages // steps
-        return 0.0 if stage == 0 or start == 0 else start * (end / start) ** ((stage - 1) / (stages - 1))
+        if stage == 0 or start == 0:
+            return 0.0
+        return start * (end / start) ** ((stage - 1) / (stages - 1))
         """, 4, "divide by K - 1"),
     "top_p leaves out the last": ("sample", """
         p = (logits.float() / (temperature or 1.0)).softmax(-1)
@@ -155,7 +160,7 @@ def write(path, text):
 def test_each_likely_mistake_costs_its_points_and_is_named(mistake, tmp_path):
     name, body, left, help_ = MISTAKES[mistake]
     decorator = "@contextlib.contextmanager" if name.startswith("adaptive") else ""
-    text = instead(name, textwrap.dedent(body), decorator)
+    text = instead(name, body, decorator)
     points, lines = check.grade(name, write(tmp_path / "student.py", text))
     assert points == left, lines
     assert any(line.startswith("likely: ") and help_ in line for line in lines), lines
@@ -199,7 +204,7 @@ def test_a_function_that_hangs_exits_or_raises_costs_its_own_points_alone(tmp_pa
     status, result = run_check(*names, "--file", file, "--limit", 15)
     functions = result["functions"]
     assert (status, [functions[name]["points"] for name in names]) == (1, [0, 0, 0, 8])
-    assert functions["noise_sigma"]["help"] == ["no result within 15 seconds: does a loop never end?"]
+    assert "no result within 15 seconds" in functions["noise_sigma"]["help"][0]
     assert "exit()" in functions["sample"]["help"][-1]
     line = BROKEN.splitlines().index("    return rewards.no_such_method()") + 1
     assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][0]
@@ -251,3 +256,35 @@ def test_the_functions_are_called_as_those_of_qerl():
         theirs, ours = (list(inspect.signature(getattr(module, name)).parameters.values())
                         for module in (qerl, student))
         assert theirs[:len(ours)] == ours, name
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+PAGE = (LAB / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_the_functions_with_their_points():
+    rows = re.findall(r"^\| \d \| `(\w+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)
+    points = {name: sum(case["points"] for case in cases) for name, cases in check.CASES.items()}
+    assert {name: int(of) for name, of in rows} == points
+    assert sum(points.values()) == 100
+
+
+def test_the_page_shows_what_the_checker_says(tmp_path):
+    name, body, *_ = MISTAKES["biased deviation"]
+    _, lines = check.grade(name, write(tmp_path / "student.py", instead(name, body)))
+    shown = re.search(r"```text\n(group_advantages.*?)```", PAGE, flags=re.DOTALL)[1]
+    assert shown.splitlines()[1:] == [f"    {line}" for line in lines[:2]]
+
+
+def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):
+    """Its trainings, but for those with a student's file."""
+    reward = re.search(r"cat > (\S+) << 'END'\n(.*?)END\n", PAGE, flags=re.DOTALL)
+    write(tmp_path / reward[1], reward[2])
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^ *python train_gsm8k\.py (.*)$", PAGE, flags=re.MULTILINE)
+    understood = [train_gsm8k.arguments(shlex.split(command.replace("$seed", "1")))
+                  for command in commands if "--plain" not in command]
+    assert [settings.steps for settings in understood] == [50] * 6 + [15] * 3
+    assert len({settings.out for settings in understood}) == 9
