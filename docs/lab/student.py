@@ -77,10 +77,11 @@ def adaptive_quantization_noise(model, sigma, generator=None):
     is a qerl.RMSNorm: there the norm uses it in the place of `norm.weight` (w, float32 [size]).
     norm.weight stays as it is. Each norm and each channel has a draw of its own, from this
     torch.Generator. When the block ends, with an error too, noisy_weight is None again: updates run
-    without noise.
+    without noise. (A function with this decorator runs as far as `yield` when the block begins, and
+    goes on from there when it ends. An error in the block is raised at the `yield`.)
     """
     raise NotImplementedError
-    yield                                              # what stands behind it ends the noise
+    yield
 
 
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
