@@ -163,7 +163,7 @@ def test_each_likely_mistake_costs_its_points_and_is_named(mistake, tmp_path):
     text = instead(name, body, decorator)
     points, lines = check.grade(name, write(tmp_path / "student.py", text))
     assert points == left, lines
-    assert any(line.startswith("likely: ") and help_ in line for line in lines), lines
+    assert any(line.startswith("  likely: ") and help_ in line for line in lines), lines
 
 
 def run_check(*args):
@@ -207,7 +207,7 @@ def test_a_function_that_hangs_exits_or_raises_costs_its_own_points_alone(tmp_pa
     assert "no result within 15 seconds" in functions["noise_sigma"]["help"][0]
     assert "exit()" in functions["sample"]["help"][-1]
     line = BROKEN.splitlines().index("    return rewards.no_such_method()") + 1
-    assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][0]
+    assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][2]
 
 
 def test_a_file_that_does_not_load_is_said_in_a_line(tmp_path):
@@ -273,9 +273,10 @@ def test_the_page_lists_the_functions_with_their_points():
 
 def test_the_page_shows_what_the_checker_says(tmp_path):
     name, body, *_ = MISTAKES["biased deviation"]
-    _, lines = check.grade(name, write(tmp_path / "student.py", instead(name, body)))
+    points, lines = check.grade(name, write(tmp_path / "student.py", instead(name, body)))
     shown = re.search(r"```text\n(group_advantages.*?)```", PAGE, flags=re.DOTALL)[1]
-    assert shown.splitlines()[1:] == [f"    {line}" for line in lines[:2]]
+    assert shown.splitlines()[0] == f"{name:30}{points:3} of 10"
+    assert shown.splitlines()[1:] == [f"    {line}" for line in lines[:4]]
 
 
 def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):

@@ -152,15 +152,15 @@ def run_case(function, case, file):
     arguments = {name: decoded(value) for name, value in case["arguments"].items()}
     if "try" in case:
         function = functools.partial(WAYS[case["try"]], function)
-    expected = f"{case['given']}: expected {shown(right)}"
+    expected = [case["given"], f"  expected {shown(right)}"]
     try:
         found = function(**arguments)
     except Exception as error:
-        return 0, [f"{expected}, but it raises {described(error, file)}"]
+        return 0, [*expected, f"  raised {described(error, file)}"]
     if same(found, right):
         return case["points"], []
     likely = [text for text, wrong in case["mistakes"].items() if same(found, decoded(wrong))]
-    return 0, [f"{expected}, found {shown(found)}", *(f"likely: {text}" for text in likely)]
+    return 0, [*expected, f"  found {shown(found)}", *(f"  likely: {text}" for text in likely)]
 
 
 # --------------------------------------------------------------------------------------------------
