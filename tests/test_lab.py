@@ -86,6 +86,18 @@ MISTAKES = {
             for norm in norms:
                 norm.noisy_weight = None
         """, 7, "a draw of its own"),
+    "the model's own norms alone": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model[0], sigma, generator):
+            yield
+        """, 7, "model.modules() has all"),
+    "noise multiplied": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
+            for norm in model.modules():
+                if isinstance(norm, qerl.RMSNorm):
+                    w = norm.weight.detach()
+                    norm.noisy_weight = w * (1 + norm.noisy_weight - w)
+            yield
+        """, 7, "not multiplied"),
     "K counts all stages": ("noise_sigma", """
         stage = step * stages // steps
         if stage == 0 or start == 0:

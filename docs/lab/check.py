@@ -50,34 +50,36 @@ def has_gradient(function, **given):
 
 
 def two_norms():
-    """A model of two RMSNorms, whose scales are all 3."""
-    return torch.nn.ModuleList(qerl.RMSNorm(name, torch.full((4096,), 3.0), 1e-6) for name in "ab")
+    """(a model, its two RMSNorms: the model's own and a deeper one); their scales are all 3."""
+    own, deeper = (qerl.RMSNorm(name, torch.full((65536,), 3.0), 1e-6) for name in "ab")
+    return torch.nn.ModuleList([own, torch.nn.ModuleList([deeper])]), [own, deeper]
 
 
 def noise(function, seed):
-    """(w + Z - w) / 0.1 of two norms, [2, 4096], with sigma 0.1."""
-    norms = two_norms()
-    with function(norms, 0.1, torch.Generator().manual_seed(seed)):
-        return torch.stack([norm.noisy_weight - norm.weight.detach() for norm in norms]) / 0.1
+    """(w + Z - w) / 0.1 of the two norms, with sigma 0.1; 0 of a norm without noise."""
+    model, norms = two_norms()
+    with function(model, 0.1, torch.Generator().manual_seed(seed)):
+        noisy = [norm.weight if norm.noisy_weight is None else norm.noisy_weight for norm in norms]
+    return [(scale - 3).detach() / 0.1 for scale in noisy]
 
 
 def spread_of_noise(function):
-    """The standard deviation of a norm's noise and the correlation of two norms', to one digit."""
-    both = noise(function, 0)
-    return [round(number.item(), 1) for number in (both[0].std(), torch.corrcoef(both)[0, 1])]
+    """The standard deviation of each norm's noise, and the mean of their product, to one digit."""
+    own, deeper = noise(function, 0)
+    return [round(number.item(), 1) for number in (own.std(), deeper.std(), (own * deeper).mean())]
 
 
 def repeated_noise(function):
     """Is the noise of a seed that of the same seed, and that of another?"""
     first, again, other = map(functools.partial(noise, function), (1, 1, 2))
-    return [first.equal(again), first.equal(other)]
+    return [first[0].equal(again[0]), first[0].equal(other[0])]
 
 
 def after_the_block(function, error):
     """How many of two norms have noise, and how many have another weight than before."""
-    norms = two_norms()
+    model, norms = two_norms()
     with contextlib.suppress(KeyError):
-        with function(norms, 0.1):
+        with function(model, 0.1):
             if error:
                 raise KeyError
     noisy = [norm.noisy_weight is not None for norm in norms]
