@@ -1,4 +1,4 @@
-"""The lab: its checker gives the right points, names likely mistakes, survives what students write."""
+"""The lab's checker gives the right points, names likely mistakes, survives what students write."""
 import importlib.util
 import inspect
 import json

@@ -5,9 +5,9 @@
     python docs/lab/check.py --file solution.py --json   another file; for a program that grades
 
 The exit status is 0 only with all points. cases.json has the inputs, the right results, and what
-likely mistakes give. NVFP4's bytes in it are by compressed-tensors, log-probabilities by transformers,
-the rest is by hand. Each function runs in a process of its own: one that hangs or ends the process costs
-its own points alone.
+likely mistakes give. NVFP4's bytes in it are by compressed-tensors, log-probabilities by
+transformers, the rest is by hand. Each function runs in a process of its own: one that hangs or ends
+the process costs its own points alone.
 """
 import argparse
 import contextlib
