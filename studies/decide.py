@@ -185,7 +185,7 @@ def arms_table(rows):
 
 
 # --------------------------------------------------------------------------------------------------
-# Before the runs
+# Before this experiment: sigma*, and the rule's power
 
 def matching_sigma(folder):
     """Print the entropy before training by format and sigma, and sigma*.
@@ -246,28 +246,46 @@ def show_power():
         for name, said in power(sessions, four_bits, noise).items()])))
 
 
-def runs_before(rates):
-    """The runs of results/runs.csv, 0.5B at these learning rates, which are the blocks."""
+# --------------------------------------------------------------------------------------------------
+# The same analysis of earlier runs
+
+def runs_before(model, codes, rates):
+    """The runs of results/runs.csv with these codes and in BF16; a learning rate is a block."""
     runs = pd.read_csv("results/runs.csv")
-    runs = runs[(runs.study == "claims") & (runs.model == "Qwen2.5-Coder-0.5B-Instruct")]
-    runs = runs[runs.lr.isin(rates)].assign(session=runs.lr, noise=runs.arm.str.endswith("+aqn"))
-    steps = pd.read_csv("results/steps.csv.gz")
-    of_run = steps[steps.study == "claims"].groupby("run").accuracy.mean()
-    runs["accuracy_training"] = 100 * runs.name.map(of_run)
-    for name in ("accuracy_after", "greedy_after"):
-        runs[name] *= 100
-    runs["gained"] = runs.accuracy_after - 100 * runs.accuracy_before
-    return runs
+    runs = runs[(runs.study == "claims") & (runs.model == f"Qwen2.5-Coder-{model}-Instruct")]
+    runs = runs[runs.lr.isin(rates) & runs.arm.str.removesuffix("+aqn").isin([codes, "bf16"])]
+    steps = pd.read_csv("results/steps.csv.gz").query("study == 'claims' and step <= 3")
+    begun = runs.name.map(steps.groupby("run").accuracy.mean())
+    return runs.assign(**{
+        "session": runs.lr,
+        "four_bits": runs.arm.str.startswith(codes),
+        "noise": runs.arm.str.endswith("+aqn"),
+        "pass@1": 100 * runs.accuracy_after,
+        "pass@1 gained": 100 * (runs.accuracy_after - runs.accuracy_before),
+        "greedy": 100 * runs.greedy_after,
+        "training minus test accuracy": 100 * (runs.training_accuracy - runs.accuracy_after),
+        "training accuracy gained": 100 * (runs.training_accuracy - begun),
+    })
 
 
 def show_before():
-    for codes, rates in (("nvfp4", [5e-5, 1.5e-4]), ("gptq", [1.5e-4])):
-        runs = runs_before(rates)
-        runs["four_bits"] = runs.arm.str.startswith(codes)
-        of_both = [codes, f"{codes}+aqn", "bf16", "bf16+aqn"]
-        print(f"\nNVFP4 ({codes}) and BF16 at learning rates {rates}, without the starts' error")
-        for measure in ("accuracy_after", "gained", "greedy_after", "accuracy_training"):
-            show(runs[runs.arm.isin(of_both)], measure)
+    for model, codes, rates in (("0.5B", "nvfp4", [5e-5, 1.5e-4]), ("0.5B", "gptq", [1.5e-4]),
+                                ("1.5B", "nvfp4", [5e-5, 1.5e-4])):
+        runs = runs_before(model, codes, rates)
+        print(f"\n{model}, NVFP4 ({codes}) and BF16 at {rates}; the starts' error is not counted")
+        for measure in ("pass@1", "pass@1 gained", "greedy", "training minus test accuracy"):
+            show(runs, measure)
+        # Runs of one seed begin alike, whatever their noise and learning rate: a seed is one value.
+        gained = runs.groupby(["four_bits", "seed"])["training accuracy gained"].mean()
+        print("\ntraining accuracy of the last ten steps minus the first three, 4 bits minus 16:",
+              with_error(gained[True] - gained[False], 1, 2))
+    board = pd.Series({name: 100 * run["greedy_after"] for name, run in
+                       read_json("results/learning/runs.json").items() if "seed" in name})
+    for model in ("0.5B", "1.5B"):
+        runs = board.filter(like=f"speedrun-{model.lower()}")
+        rows = runs.groupby(lambda name: name.rpartition("-")[0])
+        spread = math.sqrt((rows.var() * (rows.size() - 1)).sum() / (rows.size() - 1).sum())
+        print(f"the board's runs of {model}: standard deviation {spread:.2f}, pooled over its rows")
 
 
 def main():
