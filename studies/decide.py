@@ -23,7 +23,8 @@ from scipy import stats
 from harness.command import Parser, require_flag
 from harness.command import one_line
 from harness.folders import atomic_write, read_jsonl
-from studies.study import read_json, table, with_error
+from studies.plots import read_json, table
+from studies.results import with_error
 
 MARGIN = 1.0                       # points: what is smaller does not matter to a user
 QUESTIONS_ASKED = 660
@@ -67,6 +68,12 @@ def read_rows(paths):
     rows = pd.DataFrame([row for n, path in enumerate(paths, 1) for row in rows_of(path, n)])
     require_flag(len(rows), "runs", " ".join(paths), "hold no finished run")
     return rows[[name for name in KEPT if name in rows]]
+
+
+def write_record(path, rows):
+    """A JSON list, a line a row."""
+    lines = rows.to_json(orient="records", lines=True).splitlines()
+    atomic_write(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def starts_of(rows):
@@ -304,8 +311,7 @@ def main():
         return matching_sigma(args.runs[0])
     rows = read_rows(args.runs)
     if args.record:
-        lines = rows.to_json(orient="records", lines=True).replace("\n", ",\n").strip().strip(",")
-        atomic_write(args.record, f"[\n{lines}\n]\n")
+        write_record(args.record, rows)
     runs, start_variance = trained_runs(rows)
     print("\n".join(arms_table(rows)))
     show(runs, "gain", start_variance)
