@@ -70,7 +70,7 @@ MEASURES = {
     "peak_memory_gb": ("memory, GB", 1, 1),
     "seconds_a_step": ("seconds a step", 1, 2),
 }
-MADE_BY = "Made by `bench.py tables` or the study itself: means ± standard errors of seeds."
+MADE_BY = "Made by `bench.py tables` from runs.csv: means ± standard errors of seeds."
 
 
 # --------------------------------------------------------------------------------------------------
