@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Print the runs of a study, a line each, for studies/runs.sh: arms of arms.tsv at each rate and seed.
+# Print the runs of a study, a line each, for studies/runs.sh: arms.tsv's at each rate and seed.
 #
 #     studies/arms.sh "RATE ..." "SEED ..." "ARM" ["ARM" ...] -- [FLAGS OF ALL RUNS]
 #
-# In the flags SEED stands for the run's seed: --start-seed SEED gives each its own small policy. Of a
-# flag that is there twice the last counts: weights round to the nearest code, unless an arm has another
-# --quantizer. pass@1 is the mean of four answers to each question.
+# In the flags SEED stands for the run's seed: --start-seed SEED gives each its own small policy. Of
+# a flag that is there twice the last counts: weights round to the nearest code, unless an arm has
+# another --quantizer. pass@1 is the mean of four answers to each question.
 set -eu
 rates=$1 seeds=$2
 shift 2

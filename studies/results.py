@@ -9,8 +9,8 @@
     learning/runs.json      {name: what summary.json says} of runs that are no study's
     learning/steps.csv.gz   the steps of these
 
-A setting is an arm at a learning rate, (arm, lr). The runs of a model are a wide table: a row a seed, a
-column a measure and setting.
+A setting is an arm at a learning rate, (arm, lr). The runs of a model are a wide table: a row a seed,
+a column a measure and setting.
 """
 import os
 import re
@@ -149,7 +149,7 @@ def wide_tables(rows, measures):
 
 
 def differences(wide, pairs, measure):
-    """By seed, the mean over pairs (setting, other) of setting minus other: of seeds that have all."""
+    """By seed, the mean over pairs (setting, other) of setting minus other; of seeds with all."""
     wide = wide[measure]
     if not set(sum(pairs, ())) <= set(wide.columns):
         return []
@@ -188,8 +188,8 @@ def rates_of(wide):
 def questions_of(wide):
     """(what, learning rates as text, pairs of settings) of what the runs of a model are asked.
 
-    At each rate, with each arm at its own best, if these differ, and in the mean of the rates at which
-    most seeds answer.
+    At each rate, with each arm at its own best, if these differ, and in the mean of the rates at
+    which most seeds answer.
     """
     best = best_rates(wide)
     for what, pairs in QUESTIONS.items():
@@ -206,7 +206,7 @@ def questions_of(wide):
 
 
 def larger_rates(wide):
-    """As questions_of, for pairs of learning rates: each arm at the larger minus itself at the smaller.
+    """As questions_of, for pairs of learning rates: an arm at the larger minus itself at the smaller.
 
     "both" is the paper's comparison: NVFP4 + AQN at the larger rate minus BF16 at the smaller.
     """
@@ -287,7 +287,7 @@ def make_all(folder, plots):
 def main(argv, plots):
     """plots: as make_all takes them, of the files that bench.py writes."""
     p = Parser(__doc__)
-    p.add_argument("--add", nargs=2, metavar=("FOLDER", "STUDY"), help="runs to add, and their study")
+    p.add_argument("--add", nargs=2, metavar=("FOLDER", "STUDY"), help="runs to add; their study")
     args = p.parse_args(argv)
     if args.add:
         add_runs("results", *args.add)

@@ -29,7 +29,7 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path):
 
 
 def test_runs_are_added_to_the_results(tmp_path):
-    """With six digits; what was there before stays. Small policies of several start seeds are named so."""
+    """With six digits; what was there before stays. Small policies' start seeds give them a name."""
     for name in ("runs.csv", "steps.csv.gz"):
         shutil.copy(f"{HERE}/results/{name}", tmp_path)
     before = {name: results.read_csv(tmp_path / name) for name in ("runs.csv", "steps.csv.gz")}

@@ -1,4 +1,4 @@
-"""The studies of learning: their lists of runs, the shell loop, the means and the rule of an experiment."""
+"""The studies of learning: lists of runs, the shell loop, means, and the rule of an experiment."""
 import os
 import shlex
 import subprocess
@@ -76,16 +76,18 @@ def test_the_experiment_has_four_arms_a_seed():
 def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
     """With a program in Python's place that notes its flags, and fails where a file says so."""
     program = tmp_path / "python"
-    program.write_text('#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> "$NOTES"\n[ ! -e "$STOP" ] || exit 1\n'
-                       'mkdir -p "${@: -1}" && touch "${@: -1}/summary.json"\n')
+    program.write_text(
+        '#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> "$NOTES"\n[ ! -e "$STOP" ] || exit 1\n'
+        'mkdir -p "${@: -1}" && touch "${@: -1}/summary.json"\n')
     program.chmod(0o755)
     stop, notes, runs = (tmp_path / name for name in ("stop", "notes", "runs"))
     environment = {**os.environ, "PYTHON": str(program), "NOTES": str(notes), "STOP": str(stop)}
 
     def loop():
         notes.write_text("")
-        done = subprocess.run(["bash", f"{HERE}/studies/runs.sh", str(runs), "1", "1"], text=True, check=True,
-                              input="a --lr 1\nb --lr 2\n", env=environment, capture_output=True)
+        command = ["bash", f"{HERE}/studies/runs.sh", str(runs), "1", "1"]
+        done = subprocess.run(command, text=True, check=True, input="a --lr 1\nb --lr 2\n",
+                              env=environment, capture_output=True)
         return done.stdout, notes.read_text().splitlines()
 
     stop.touch()
@@ -112,7 +114,7 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
 # The experiment's analysis
 
 def experiment():
-    """Sixteen runs in two sessions: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
+    """Sixteen runs: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
     rows = [{"session": session, "four_bits": four_bits, "noise": noise, "start": four_bits,
              "gain": 5 * session - 3 * four_bits + noise + four_bits * noise + spread}
             for session in (1, 2) for four_bits in (False, True) for noise in (False, True)
