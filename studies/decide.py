@@ -3,7 +3,6 @@
     python -m studies.decide RUNS/1 RUNS/2              the verdicts, of a folder a session
     python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, in a file
     python -m studies.decide FILE.json                  the verdicts from this file
-    python -m studies.decide RUNS/1 --entropy           sigma*, from the policy before training
     python -m studies.decide --power                    how often the rule finds what is there
     python -m studies.decide --before                   the same analysis of results/runs.csv
 
@@ -20,8 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from harness.command import Parser, require_flag
-from harness.command import one_line
+from harness.command import Parser, one_line, require_flag
 from harness.folders import atomic_write, read_jsonl
 from studies.plots import read_json, table
 from studies.results import with_error
@@ -37,6 +35,7 @@ EFFECTS = {
     "4 bits, under noise": (0, 1, 0, 1),
     "noise in NVFP4": (0, 0, 1, 1),
     "noise in BF16": (0, 0, 1, -1),
+    "4 bits, under noise minus without": (0, 0, 0, 2),
 }
 
 
@@ -192,36 +191,7 @@ def arms_table(rows):
 
 
 # --------------------------------------------------------------------------------------------------
-# Before this experiment: sigma*, and the rule's power
-
-def matching_sigma(folder):
-    """Print the entropy before training by format and sigma, and sigma*.
-
-    The steps after the first have sigma, and ask the same questions in each run: differences are by
-    step. sigma* is where BF16's rise reaches that of NVFP4 by GPTQ or, if this is not two standard
-    errors above 0, by rounding. Between neighbours the rise is taken as linear in sigma squared.
-    """
-    steps = {}
-    for path in Path(folder).glob("entropy-*/metrics.jsonl"):
-        _, format, sigma = path.parent.name.split("-")
-        steps[format, float(sigma)] = np.array([step["entropy"] for step in read_jsonl(path)[1:]])
-    require_flag(("bf16", 0) in steps, "runs", folder, "no entropy here; see decide.sh entropy")
-    rises = {}
-    lines = []
-    for (format, sigma), entropy in sorted(steps.items()):
-        difference = entropy - steps["bf16", 0]
-        rises[format, sigma] = rise, error = difference.mean(), stats.sem(difference)
-        lines.append([format, f"{sigma:g}", f"{entropy.mean():.4f}", f"{rise:.4f} ± {error:.4f}"])
-    print("\n".join(table(["format", "sigma", "entropy, nats a token", "rise over BF16's"], lines)))
-    rise, error = rises["gptq", 0]
-    wanted = rise if rise > 2 * error else rises["rtn", 0][0]
-    sigmas = sorted(sigma for format, sigma in rises if format == "bf16")
-    heights = np.maximum.accumulate([rises["bf16", sigma][0] for sigma in sigmas])
-    star = math.sqrt(np.interp(wanted, heights, np.square(sigmas)))
-    print(f"\nsigma* = {star:.2g}: there the rise is {wanted:.4f}")
-    if wanted > heights[-1]:
-        print("That is beyond what was measured: measure larger ones")
-
+# The rule's power
 
 def power(sessions, format_effect, noise_effect, residual=0.9, start_error=0.08, trials=1000):
     """{effect: how often each verdict comes} of simulated experiments, four seeds an arm a session.
@@ -299,7 +269,7 @@ def main():
     p = Parser(__doc__)
     p.add_argument("runs", nargs="*", help="folders of sessions, or a file of --record")
     p.add_argument("--record", metavar="FILE", help="write a row a run to this file")
-    for name in ("entropy", "power", "before"):
+    for name in ("power", "before"):
         p.add_argument(f"--{name}", action="store_true")
     args = p.parse_args()
     if args.power:
@@ -307,8 +277,6 @@ def main():
     if args.before:
         return show_before()
     require_flag(args.runs, "runs", "", "name the folders of the sessions")
-    if args.entropy:
-        return matching_sigma(args.runs[0])
     rows = read_rows(args.runs)
     if args.record:
         write_record(args.record, rows)

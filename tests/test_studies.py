@@ -13,7 +13,7 @@ import qerl
 import train_gsm8k
 from harness import small_policy
 from harness.folders import write_jsonl
-from studies import decide, results
+from studies import decide, entropy, results
 from test_qerl import HERE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
@@ -126,7 +126,8 @@ def test_effects_are_those_of_the_arms_and_a_session_is_a_block():
     found, residual = decide.effects(experiment(), "gain")
     assert found.estimate.round(9).to_dict() == {
         "4 bits and noise": -1, "4 bits": -2.5, "noise": 1.5, "4 bits, without noise": -3,
-        "4 bits, under noise": -2, "noise in NVFP4": 2, "noise in BF16": 1}
+        "4 bits, under noise": -2, "noise in NVFP4": 2, "noise in BF16": 1,
+        "4 bits, under noise minus without": 1}
     # Sixteen deviations of a half, eleven degrees of freedom: five coefficients are fitted.
     assert residual == pytest.approx((16 / 4 / 11) ** 0.5)
     assert found.error["4 bits"] == pytest.approx(residual * (1 / 8 + 1 / 8) ** 0.5)
@@ -158,16 +159,16 @@ def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
 
 def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, capsys):
     """BF16's entropy rises as 4 sigma squared; the first step, without noise, does not count."""
-    def untrained(name, entropy):
+    def untrained(name, nats):
         folder = tmp_path / f"entropy-{name}"
         folder.mkdir()
         write_jsonl(folder / "metrics.jsonl", [{"entropy": 9.0}, *(
-            {"entropy": entropy + wobble} for wobble in (0.0, 0.1))])
+            {"entropy": nats + wobble} for wobble in (0.0, 0.1))])
     for sigma in (0, 0.05, 0.1):
         untrained(f"bf16-{sigma}", 0.3 + 4 * sigma ** 2)
     untrained("gptq-0", 0.3 + 4 * 0.08 ** 2)
     untrained("rtn-0", 0.4)
-    decide.matching_sigma(tmp_path)
+    entropy.matching_sigma(tmp_path)
     assert "sigma* = 0.08: there the rise is 0.0256" in capsys.readouterr().out
 
 
