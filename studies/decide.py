@@ -76,32 +76,33 @@ def write_record(path, rows):
 
 
 def starts_of(rows):
-    """{(format, session): (pass@1, variance)} in points, by their answers.
+    """{(format, session that measured it): (pass@1, variance)} in points, by their answers.
 
-    A session that measured no start of its own has the first one's: it must have the same codes. The
-    variance of one answer to a question is p(1 - p), whose mean is pass@2 - pass@1.
+    The variance of one answer to a question is p(1 - p), whose mean is pass@2 - pass@1.
     """
     starts = {}
     for (arm, session), same in rows[rows.arm.str.startswith("start")].groupby(["arm", "session"]):
         p1, p2 = same["accuracy_now"].mean(), same["pass@2_now"].mean()
         variance = (p2 - p1) / (same.samples.sum() * QUESTIONS_ASKED)
         starts[arm.removeprefix("start-"), session] = 100 * p1, 1e4 * variance
-    for format in ("gptq", "bf16"):
-        first = min((s for f, s in starts if f == format), default=None)
-        require_flag(first, "runs", format, "has no start; make it by decide.sh start")
-        for session in rows.session.unique():
-            starts.setdefault((format, session), starts[format, first])
     return starts
 
 
 def trained_runs(rows):
-    """(a table of the runs, {start: its variance}) for `effects`; all measures are in points."""
+    """(a table of the runs, {start: its variance}) for `effects`; all measures are in points.
+
+    A session that measured no start of its own has the first one's: it must have the same codes.
+    """
     starts = starts_of(rows)
+
+    def start_of(format, session):
+        measured = sorted(s for f, s in starts if f == format)
+        require_flag(measured, "runs", format, "has no start; make it by decide.sh start")
+        return format, session if session in measured else measured[0]
     runs = rows[rows.accuracy_after.notna()].copy()
     runs["four_bits"] = runs.arm.str.startswith("gptq")
     runs["noise"] = runs.arm.str.endswith("noise")
-    runs["start"] = [(format, session) for format, session in
-                     zip(runs.arm.str.removesuffix("+noise"), runs.session)]
+    runs["start"] = list(map(start_of, runs.arm.str.removesuffix("+noise"), runs.session))
     for name in ("accuracy_after", "greedy_after", "accuracy_training"):
         runs[name] *= 100
     runs["gain"] = runs.accuracy_after - [starts[start][0] for start in runs.start]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import partial
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -173,24 +172,26 @@ def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, caps
 
 
 def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path):
-    """The gain is pass@1 after minus the start, whose variance is that of its answers."""
+    """The gain is pass@1 after minus the start, which two sessions share if the first has it."""
     def write(folder, name, **content):
-        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder).mkdir(exist_ok=True, parents=True)
         write_jsonl(tmp_path / folder / name, [content])
+
     steps = {"accuracy": 0.5, "entropy": 0.3, "length": 9.0, "mismatch_kl": 0.0}
     for arm, after in (("bf16", 0.40), ("bf16+noise", 0.41), ("gptq", 0.37), ("gptq+noise", 0.39)):
         for seed in (0, 1):
-            write(f"{arm}-{seed}", "metrics.jsonl", **steps)
-            write(f"{arm}-{seed}", "summary.json", accuracy_after=after + 0.002 * seed,
-                  greedy_after=after, seconds=1.0, hardware="none", date="2026")
+            run = f"{1 + seed}/{arm}-{seed}"
+            write(run, "metrics.jsonl", **steps)
+            write(run, "summary.json", accuracy_after=after, greedy_after=after)
     for format, before in (("bf16", 0.25), ("gptq", 0.24)):
-        write(f"start-{format}-0", "eval.json", accuracy_now=before, greedy_now=before,
-              **{"pass@2_now": before + 0.1}, settings={"eval_samples": 64})
-    rows = decide.read_rows([str(tmp_path)])
-    runs, variance = decide.trained_runs(rows)
-    assert variance["bf16", 1] == pytest.approx(1e4 * 0.1 / (64 * 660))
-    found, _ = decide.effects(runs, "gain", variance)
-    assert found.estimate.round(6).to_dict()["4 bits"] == -1.5
+        write(f"1/start-{format}-0", "eval.json", accuracy_now=before, greedy_now=before,
+              settings={"eval_samples": 64}, **{"pass@2_now": before + 0.1})
+    rows = decide.read_rows([f"{tmp_path}/1", f"{tmp_path}/2"])
     decide.write_record(tmp_path / "record.json", rows)
-    again, _ = decide.trained_runs(decide.read_rows([str(tmp_path / "record.json")]))
-    assert np.allclose(again.gain, runs.gain)
+    for read in (rows, decide.read_rows([f"{tmp_path}/record.json"])):
+        runs, variance = decide.trained_runs(read)
+        found, residual = decide.effects(runs, "gain", variance)
+        assert found.estimate["4 bits"] == pytest.approx(-1.5)
+        assert residual == pytest.approx(0, abs=1e-9)
+        # So the error is that of the two starts: p(1 - p) has a mean of 0.1.
+        assert found.error["4 bits"] ** 2 == pytest.approx(2 * 1e4 * 0.1 / (64 * 660))
