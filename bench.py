@@ -8,8 +8,8 @@ picture.
                                                        by sequences decoded at once; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py tables                             every table and picture of results/ again, from
-                                                       the files beside them
+    python bench.py tables                             tables and pictures of results/ again, from the
+                                                       files beside them: studies/results.py
 
 kernels, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU all
 but kernels run a tiny shape, to step through; its times, and memory, mean nothing. step may be
@@ -17,6 +17,7 @@ started by torchrun, too: each process then has its share of the prompts. `pytho
 --help` has the flags of each. Studies of learning are made by studies/arms.sh and runs.sh.
 """
 import copy
+import importlib.util
 import itertools
 import json
 import math
@@ -33,6 +34,7 @@ import torch
 import qerl
 from harness.command import Parser, check_device, command_line, full_name, one_line
 from harness.command import require_flag
+from harness.errors import require
 from harness.folders import atomic_write
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
@@ -317,7 +319,9 @@ def run(args):
 def main():
     with one_line():
         if sys.argv[1:2] == ["tables"]:
-            from studies import results                # pandas, which the other commands do without
+            require(importlib.util.find_spec("pandas"), "tables: pandas is missing; pip install "
+                    "-e '.[studies]'")
+            from studies import results                    # which the other commands do without
             return results.main(sys.argv[2:], PLOTS)
         run(arguments())
 

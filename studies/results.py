@@ -1,6 +1,6 @@
 """The packed measurements in results/, and the command that makes their tables and pictures.
 
-    python bench.py tables                                every table and picture of results/
+    python bench.py tables                                every tables.md, and pictures
     python bench.py tables --add runs/claims claims/new   first adds a folder's runs, made by
                                                           studies/arms.sh and runs.sh, to a study
 

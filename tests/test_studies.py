@@ -69,6 +69,11 @@ def test_the_experiment_has_four_arms_a_seed():
     assert (noisy.seed, noisy.weights, noisy.sigma_start, noisy.sigma_end, noisy.steps) == (
         5, "bf16", 0.07, 0.0035, 100)
     assert runs["gptq-5"].sigma_start == 0
+    before = lines_of("decide.sh", "entropy", "some/Model", "some/data")
+    assert [run.sigma_start for run in before.values() if run.weights == "bf16"] == [
+        0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15]
+    starts = lines_of("decide.sh", "start", "some/Model", "some/data")
+    assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
 
 
 @linux
