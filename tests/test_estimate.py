@@ -38,7 +38,7 @@ def test_a_step_on_an_h100_is_within_a_quarter_of_the_recorded_one():
 
 def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
     """GSM8K on an H200, with the run's mean length and share of groups. Earlier code took longer."""
-    steps = read_csv(str(RESULTS / "learning/steps.csv.gz"))
+    steps = read_csv(RESULTS / "learning/steps.csv.gz").to_dict("records")
 
     def column(run, name):
         return [step[name] for step in steps if step["run"] == run]
