@@ -136,7 +136,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("argv,message", {
     "--model ./no/such": "model ./no/such: no such folder",
-    "--model no-heads": "config.json cannot be used",
+    "--model no-heads": "config.json has a size of 0",
     "--model no-questions": "different questions have the same prompt",
     "--model no-end": "has no eos_token_id",
     "--model far-end": "to 9999, its vocabulary has 262",

@@ -33,6 +33,9 @@ SOLUTION = "import contextlib\nimport torch\nimport qerl\nfrom qerl import *\n" 
 def instead(name, body, decorator=""):
     """The solution, where this function has another body."""
     signature = inspect.signature(getattr(qerl, name))
+    # What harness/fast.py hands in, a function, is no business of the lab.
+    asked = [p for p in signature.parameters.values() if p.default is p.empty or not callable(p.default)]
+    signature = signature.replace(parameters=asked)
     body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
     return f"{SOLUTION}\n{decorator}\ndef {name}{signature}:\n{body}\n"
 

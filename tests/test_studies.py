@@ -16,6 +16,7 @@ from test_qerl import HERE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
 
+
 def lines_of(script, *args):
     """{name of a run: its Settings} that a script of studies/ prints."""
     printed = subprocess.run(["bash", f"{HERE}/studies/{script}", *args], text=True, check=True,
@@ -26,6 +27,7 @@ def lines_of(script, *args):
         found[name] = train_gsm8k.arguments([*flags, "--device", "cpu"])
     return found
 
+
 @pytest.mark.parametrize("text,seeds", {
     "53.0 ± 1.0": [0.52, 0.54],
     "50.0": [0.5, 0.5],
@@ -35,9 +37,11 @@ def test_a_mean_has_the_standard_error_of_its_seeds(text, seeds):
     """In percent, and none of equal seeds. What else a table says: test_results.py."""
     assert results.with_error(seeds, 100, 1) == text
 
+
 def test_every_arms_flags_go_together():
     for flags in results.ARMS["flags"]:
         train_gsm8k.arguments(["--device", "cpu", *flags.split()])
+
 
 def test_a_study_has_each_arm_at_each_rate_and_seed():
     """An arm's flags win; SEED is the run's."""
@@ -49,10 +53,12 @@ def test_a_study_has_each_arm_at_each_rate_and_seed():
     first = runs["sigma-4-lr1e-3-seed0"]
     assert (first.sigma_start, first.quantizer) == (2.5e-3, "rtn")
 
+
 def test_an_unknown_arm_is_refused():
     done = subprocess.run(["bash", f"{HERE}/studies/arms.sh", "1", "0", "none", "--"], text=True,
                           capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (2, "studies/arms.tsv has no arm none\n")
+
 
 def test_the_experiment_has_four_arms_a_seed():
     runs = lines_of("decide.sh", "train", "some/Model", "some/data", "0.07", "4", "5")
@@ -67,6 +73,7 @@ def test_the_experiment_has_four_arms_a_seed():
         0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15]
     starts = lines_of("decide.sh", "start", "some/Model", "some/data")
     assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
+
 
 @linux
 def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
@@ -96,6 +103,7 @@ def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
                          f"0 train_gsm8k.py --lr 2 --resume --out {runs}/b"]
     assert loop() == ("", [])
 
+
 def test_a_start_seed_makes_another_policy(cache, monkeypatch):
     short = partial(small_policy.train_policy, steps=1, batch=2)
     monkeypatch.setattr(small_policy, "train_policy", short)
@@ -103,6 +111,7 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
         fast.load_model(small_policy.warm_start(seed), "bf16").embedding for seed in (0, 1, 0))
     assert not first.equal(second)
     assert first.equal(again)
+
 
 # --------------------------------------------------------------------------------------------------
 # The experiment's analysis
@@ -115,6 +124,7 @@ def experiment():
             for spread in (-0.5, 0.5)]
     return pd.DataFrame(rows)
 
+
 def test_effects_are_those_of_the_arms_and_a_session_is_a_block():
     found, residual = decide.effects(experiment(), "gain")
     assert found.estimate.round(9).to_dict() == {
@@ -126,6 +136,7 @@ def test_effects_are_those_of_the_arms_and_a_session_is_a_block():
     assert found.error["4 bits"] == pytest.approx(residual * (1 / 8 + 1 / 8) ** 0.5)
     assert found.error["4 bits and noise"] == pytest.approx(residual * (1 / 4 + 1 / 4) ** 0.5)
 
+
 def test_starts_add_to_the_error_of_what_compares_formats_alone():
     alone, _ = decide.effects(experiment(), "gain")
     added, _ = decide.effects(experiment(), "gain", {False: 0.3, True: 0.4})
@@ -134,6 +145,7 @@ def test_starts_add_to_the_error_of_what_compares_formats_alone():
     assert variance["4 bits, under noise"] == pytest.approx(0.7)
     assert variance["noise"] == pytest.approx(0, abs=1e-12)
     assert added.df["4 bits"] > alone.df["4 bits"] == 11
+
 
 @pytest.mark.parametrize("estimate,error,says", [
     (2, 0.5, "helps"),
@@ -146,6 +158,7 @@ def test_starts_add_to_the_error_of_what_compares_formats_alone():
 ])
 def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
     assert decide.verdict(pd.Series({"estimate": estimate, "error": error, "df": 27})) == says
+
 
 def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, capsys):
     """BF16's entropy rises as 4 sigma squared; the first step, without noise, does not count."""
@@ -160,6 +173,7 @@ def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, caps
     untrained("rtn-0", 0.4)
     entropy.matching_sigma(tmp_path)
     assert "sigma* = 0.08: there the rise is 0.0256" in capsys.readouterr().out
+
 
 def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path):
     """The gain is pass@1 after minus the start, which two sessions share if the first has it."""
