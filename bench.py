@@ -3,7 +3,7 @@ picture.
 
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
-                                                       against cuBLAS BF16
+                                                       against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
@@ -78,6 +78,19 @@ def bench_formats(args):
 # --------------------------------------------------------------------------------------------------
 # One linear layer
 
+class PlainProduct:
+    """A layer that multiplies by section 0 of fp4_kernels.py. weight: bfloat16 [out, in]."""
+
+    def __init__(self, weight):
+        packed, block_scale, global_scale = fast.quantize_nvfp4(weight)
+        self.parts = packed, block_scale.float(), global_scale
+
+    def decode(self, x):
+        return fast.kernels.fp4_matmul(x, *self.parts)
+
+    __call__ = decode
+
+
 def seconds_a_call(layers, x):
     """Of each of these layers, the median of ten CUDA graphs of 0.1 s, which load the GPU alone.
 
@@ -107,6 +120,8 @@ def bench_kernels(args):
             out, columns = chosen.weight.dequantize(torch.bfloat16).shape
             count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
             copies[weights] = [copy.deepcopy(chosen) for _ in range(count)]
+        dense = copies["bf16"][0].weight.dequantize(torch.bfloat16)
+        copies["plain"] = [PlainProduct(dense) for _ in range(count)]
         shape = {"model": name, "layer": chosen.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
@@ -115,7 +130,7 @@ def bench_kernels(args):
         release_memory()
 
 
-OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results
+OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin in older results
 
 
 def kernel_means(rows):
