@@ -18,7 +18,7 @@ import train_gsm8k
 from common import killed_at, needs_fork, read_json, refused, run_main
 from harness import export
 from harness.ranks import Ranks
-from methods.parts import quantizers
+from methods import QUANTIZERS
 from test_qerl import HERE, compressed_tensors, make_folder, relative, with_lora
 
 # The linear layers of a block; those of one tuple are multiplied as one by vLLM.
@@ -70,7 +70,7 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, saving, name):
     assert len(list(out.glob("model-0000*.safetensors"))) > 2
 
 
-@pytest.mark.parametrize("quantizer", quantizers.QUANTIZERS)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_saved_folder_is_what_a_quantizer_trains_on(data, tmp_path, cache, saving, quantizer):
     options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
     run_main(*options)
