@@ -372,6 +372,7 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     prompts = [[5 + i] * (1 + i % 7) for i in range(100)] * 2
     generator = torch.Generator("cuda")
     method = neighbour(name)
+    model.keep_sampler = True
     repeated = []
     for _ in range(2):
         rollout = method.generate(model, prompts, 40, 1, top_p=top_p, slots=128,
