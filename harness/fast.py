@@ -499,7 +499,7 @@ class Sampler:
         self.logits = None                                             # float [slots, V], of this step
         self.max_len = max_len
         self.cache = KVCache(model, slots, max_len)
-        self.graphs = {}                                               # {slots: a step, recorded}
+        self.graphs = {}                                # {slots: (a step, recorded; its logits)}
         self.read = None                                               # addresses that the graphs read
 
         # Of each completion, and of one more, into which idle slots write.
@@ -545,13 +545,14 @@ class Sampler:
         """
         slots = len(self.completion)
         self.replay = None
-        if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
-            if slots in self.graphs:
-                self.graphs[slots]()           # a step, since recording takes one, too: both draw as much
-            else:
-                recorded = self.step if self.top_p == 1 else self.forward
-                self.graphs[slots] = kernels.record_graph(recorded, self.generator)
-            self.replay = self.graphs[slots]
+        if self.model.device.type != "cuda" or not use_kernels(self.model.embedding):
+            return
+        if slots in self.graphs:
+            self.replay, self.logits = self.graphs[slots]
+            self.replay()                      # a step, since recording takes one, too: both draw as much
+        else:
+            self.replay = kernels.record_graph(self.step if self.top_p == 1 else self.forward, self.generator)
+            self.graphs[slots] = self.replay, self.logits
 
     def admit(self, prompts, slots, completions):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).

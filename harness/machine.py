@@ -85,12 +85,12 @@ def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
     free: beside the weights and all that is trained; sequence: bytes of the longest completion's cache;
     completions: of a step; recomputed: blocks; itemsize: bytes of an activation. Flags win. By default
     all completions of a step are decoded at once, and 256 of an evaluation if a step has fewer; or as
-    many as 0.7 of the memory holds. If this cache takes at most an eighth, it stays during the updates,
-    so that a rollout's recorded graphs serve the next one, too.
+    many as 0.7 of the memory holds. If a step's cache takes at most a quarter, it stays during the
+    updates, so that a rollout's recorded graphs serve the next one, too.
     """
     slots = settings.slots or max(1, min(max(256, completions), int(0.7 * free / sequence)))
     cache = sequence * min(slots, completions)
-    stays = 8 * cache <= free
+    stays = 4 * cache <= free
     values = activations(config, config.num_hidden_layers, recomputed)
     if settings.plain:
         # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are there,
