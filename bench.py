@@ -3,22 +3,21 @@ picture.
 
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
-                                                       against cuBLAS BF16
+                                                       against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py claims [--model FOLDER ...]        the paper's claims about learning, with seeds
-    python bench.py methods [--model FOLDER ...]       the methods of methods/ side by side
-    python bench.py tables                             every table and picture of results/ again, from
-                                                       the files beside them
+    python bench.py tables                             tables and pictures of results/ again, from the
+                                                       files beside them: studies/results.py
 
 kernels, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU all
 but kernels run a tiny shape, to step through; its times, and memory, mean nothing. step may be
-started by torchrun, too: each process then has its share of the prompts. claims and methods write
-to runs/. `python bench.py COMMAND --help` has the flags of each.
+started by torchrun, too: each process then has its share of the prompts. `python bench.py COMMAND
+--help` has the flags of each. Studies of learning are made by studies/arms.sh and runs.sh.
 """
 import copy
+import importlib.util
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from argparse import ArgumentTypeError
 
 import numpy as np
 import torch
@@ -35,19 +34,16 @@ import torch
 from harness import fast, loading
 from harness.command import Parser, check_device, command_line, full_name, one_line
 from harness.command import require_flag
+from harness.errors import require
 from harness.folders import atomic_write
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
-from studies import claims, peers, results
-from studies.claims_pictures import plot_entropy
-from studies.factorial import STUDIES
-from studies.plots import plot_lines
+from studies import peers
+from studies.plots import grouped, plot_lines, read_json, table
 from studies.random_models import SHAPES, random_model, random_prompts
-from studies.step import plot_memory, plot_scaling, plot_step, release_memory, settings_for
-from studies.step import speed_ups, step_rows
-from studies.study import grouped, positive, read_json, table
+from studies.step import plot_scaling, plot_step, release_memory, settings_for, speed_ups, step_rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,6 +78,19 @@ def bench_formats(args):
 # --------------------------------------------------------------------------------------------------
 # One linear layer
 
+class PlainProduct:
+    """A layer that multiplies by section 0 of fp4_kernels.py. weight: bfloat16 [out, in]."""
+
+    def __init__(self, weight):
+        packed, block_scale, global_scale = fast.quantize_nvfp4(weight)
+        self.parts = packed, block_scale.float(), global_scale
+
+    def decode(self, x):
+        return fast.kernels.fp4_matmul(x, *self.parts)
+
+    __call__ = decode
+
+
 def seconds_a_call(layers, x):
     """Of each of these layers, the median of ten CUDA graphs of 0.1 s, which load the GPU alone.
 
@@ -111,6 +120,8 @@ def bench_kernels(args):
             out, columns = chosen.weight.dequantize(torch.bfloat16).shape
             count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
             copies[weights] = [copy.deepcopy(chosen) for _ in range(count)]
+        dense = copies["bf16"][0].weight.dequantize(torch.bfloat16)
+        copies["plain"] = [PlainProduct(dense) for _ in range(count)]
         shape = {"model": name, "layer": chosen.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
@@ -119,7 +130,7 @@ def bench_kernels(args):
         release_memory()
 
 
-OTHERS = ("bf16", "marlin", "nf4")            # which NVFP4 is compared with; Marlin in older results
+OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin in older results
 
 
 def kernel_means(rows):
@@ -225,6 +236,13 @@ def bench_scaling(args):
 # --------------------------------------------------------------------------------------------------
 # Command line
 
+def positive(text):
+    """A whole number, at least 1."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
+
+
 def size(text):
     """"32x8" -> (32, 8): prompts and completions of each, of which advantages need two."""
     prompts, group = map(int, text.split("x"))
@@ -257,9 +275,8 @@ COMMANDS = {
     "step": (bench_step, None, plot_step, ["model", "weights", "sizes", "repeats", "peers"]),
     "scaling": (bench_scaling, speed_ups, plot_scaling, ["model", "weights", "repeats", "processes"]),
 }
-# Of the .json files in results/: what draws their pictures. Two have no command any more.
+# Of the .json files in results/: what draws their pictures.
 PLOTS = {what: plot for what, (_, _, plot, _) in COMMANDS.items() if plot}
-PLOTS |= {"memory": plot_memory, "entropy": plot_entropy}
 
 
 def arguments():
@@ -316,10 +333,11 @@ def run(args):
 
 def main():
     with one_line():
-        studies = {name: partial(claims.main, name) for name in STUDIES}
-        studies["tables"] = partial(results.main, plots=PLOTS)
-        if sys.argv[1:2] and sys.argv[1] in studies:
-            sys.exit(studies[sys.argv[1]](sys.argv[2:]))
+        if sys.argv[1:2] == ["tables"]:
+            require(importlib.util.find_spec("pandas"), "tables: pandas is missing; pip install "
+                    "-e '.[studies]'")
+            from studies import results                    # which the other commands do without
+            return results.main(sys.argv[2:], PLOTS)
         run(arguments())
 
 

@@ -1,9 +1,9 @@
-"""Triton kernels in the place of PyTorch lines of qerl.py, which say what each of them computes.
+"""Triton kernels in the place of PyTorch lines of qerl.py and harness/fast.py.
 
-qerl.py chooses (use_kernels) and runs without this file. Its PyTorch is the specification: it runs
-anywhere, it steps in a debugger, and the tests hold the kernels to it, on a GPU and in Triton's
-interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its formula, and by what
-bounds its speed: memory, instructions or latency.
+Those lines say what each kernel computes. harness/fast.py chooses (use_kernels) and runs without
+this file. The PyTorch runs anywhere and steps in a debugger, and the tests hold the kernels to it, on
+a GPU and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is introduced by its
+formula, and by what bounds its speed: memory, instructions or latency.
 
     0. plain product  y = x Ŵᵀ: read this first                       fp4_matmul
     1. quantising     weights rounded to E2M1                         encode_e2m1
@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-if torch.version.hip:          # PyTorch calls AMD's GPUs "cuda", too; qerl.py goes on without kernels
+if torch.version.hip:          # PyTorch calls AMD's GPUs "cuda", too; PyTorch goes on without kernels
     print("fp4_kernels: an AMD GPU; PyTorch computes what the kernels do elsewhere, slower.",
           file=sys.stderr)
     raise ImportError("the kernels are made for NVIDIA GPUs, in part in their assembly language")
@@ -1320,7 +1320,7 @@ def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: 
     tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
-# Attention in a line of tokens (qerl.pack): a prompt attends to itself, and a completion to its
+# Attention in a line of tokens (fast.pack): a prompt attends to itself, and a completion to its
 # prompt and to itself. A softmax over keys that lie in two places is made of those of both places:
 #
 #     y = (e^l₁ y₁ + e^l₂ y₂) / (e^l₁ + e^l₂),     where l = log Σ exp(scores) of a place

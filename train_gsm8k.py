@@ -518,7 +518,8 @@ def make_optimizer(model, settings):
         groups, settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay)
     scaler = torch.amp.GradScaler(
         model.device.type, growth_interval=400, enabled=settings.dtype == "float16")
-    scaler.scale(torch.zeros((), device=model.device))     # it begins now, whichever minibatch teaches
+    # PyTorch makes the scale at the first loss; a minibatch that teaches nothing has none.
+    scaler.scale(torch.zeros((), device=model.device))
     return optimizer, scaler
 
 

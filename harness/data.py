@@ -275,7 +275,7 @@ class ChatText:
         if self.tokenizer.chat_template is None:
             ids = self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
             # Some tokenizers end each text.
-            return ids[:-1] if ids[-1] == self.tokenizer.eos_token_id else ids
+            return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
         return self.chat(question, add_generation_prompt=True, return_dict=False)
 
     def chat(self, *turns, **options):

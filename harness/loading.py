@@ -21,6 +21,8 @@ IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' 
 # activations and of the KV cache, which stay in 16 bit.
 UNUSED = (".inv_freq", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 SINGLE = "model.safetensors"
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size")              # of a config
 
 
 def model_folder(name):
@@ -38,9 +40,11 @@ def read_config(folder):
     """The transformers config of a folder or name; of a model that qerl.Transformer computes."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        smallest = min(getattr(config, name) for name in SIZES)
     except Exception as e:
         raise UserError(f"model {folder}: its config.json cannot be read ({reason(e)}); give the folder or "
                         "the name of a Qwen2.5, Qwen3 or Llama 3 model")
+    require(smallest > 0, f"model {folder}: its config.json has a size of {smallest}; it must be positive")
     qerl.check_config(config, (None, "nvfp4-pack-quantized", "modelopt"))
     return config
 

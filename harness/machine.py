@@ -11,6 +11,7 @@ import transformers
 
 import qerl
 from harness import loading
+from harness.ranks import Ranks
 
 try:
     import triton
@@ -33,7 +34,7 @@ def free_memory(device):
         return UNKNOWN
     with open(HOST, "rb") as f:
         available = next(int(line.split()[1]) * 1024 for line in f if b"MemAvailable" in line)
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available // Ranks().here
 
 
 def keep_decoded(model, engine, small=1e8):

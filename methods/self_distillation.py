@@ -6,8 +6,8 @@
 "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", arXiv 2306.13649
 (abstract).
 
-The problem. Rounding to 4 bits costs accuracy before training starts. RL is to win that back by a
-single number a completion, the reward. But the 16-bit model that one had before can judge every token.
+The problem. Rounding to 4 bits costs accuracy before training starts. RL has to win it back from one
+number a completion, the reward. But the model before rounding is still there, and can judge each token.
 
 The formula. The student, the 4-bit policy with LoRA, answers questions. Its teacher is the same model
 in 16 bits without LoRA. The advantage of each token that the student sampled is
@@ -16,18 +16,18 @@ in 16 bits without LoRA. The advantage of each token that the student sampled is
 
 and a step follows Σ A ∇ log π_student over all tokens, divided by their number. As E[∇ log π] = 0,
 that is on average the gradient of -KL(π_student || π_teacher) at each token, where the tokens before
-it are taken as given. Such a reverse KL is 0 only where the student writes as its teacher does, and
-it is measured on the student's own texts, so that errors that lead to others are corrected, too. As
-the student comes near, A and its noise go to 0.
+it are taken as given. This reverse KL is 0 only where the student writes as its teacher does. It is
+measured on the student's own texts, so that the teacher also judges what follows on a mistake. As the
+student comes near, A goes to 0, and the noise of the gradient with it.
 
 What differs from QeRL. LoRA starts here and not at zero, and the reference policy of the KL term has
 this LoRA. Nothing is rewarded, and no worked answer is read (rilq.py and qat.py read them). The
 teacher has to fit on the device beside the student. A resumed run finds this start again; on a GPU
 sums may add up in another order.
 
-The papers' results: a student gets near a stronger teacher in a fraction of the time of RL
-[secondary]. They distil other, larger models; the teacher that is one's own model is ours, and so are
-the recipe's numbers.
+The papers' results: a student comes near a stronger teacher in a fraction of the time that RL takes
+[secondary]. Their teachers are larger models. That the teacher is the student's own 16-bit model is our
+choice, and so are the recipe's numbers. Ours: not measured yet.
 
 When would you use it? Where a policy starts visibly lower in 4 bits than in 16, and the 16-bit model
 fits on the device.
@@ -40,7 +40,7 @@ from harness.batches import cut_rows
 from harness.export import require_16_bit
 from methods import rilq
 
-RECIPE = dict(steps=40, batch=256, lr=1e-4, budget=16384)
+RECIPE = dict(steps=40, batch=256, lr=2e-4, budget=16384)
 SMALL_RECIPE = dict(steps=10, batch=32, lr=1e-3, budget=16384)         # for the built-in policy
 
 

@@ -1,8 +1,28 @@
-"""The two kinds of pictures that measurements have: lines and stacked bars."""
+"""What measurements are shown as: tables, and pictures of lines and of stacked bars."""
+import json
 import math
 from statistics import fmean as mean
 
 import numpy as np
+
+
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def grouped(rows, *keys):
+    """{values of the keys: the rows, dicts, that have them}."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def table(titles, rows):
+    """The lines of a Markdown table. rows: lists of cells."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (titles, *rows)]
+    return [lines[0], "|" + "---|" * len(titles), *lines[1:]]
 
 
 def panels(plt, contents, width):

@@ -5,8 +5,6 @@ import transformers
 import qerl
 from harness import fast, loading
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "vocab_size")
 SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
@@ -30,7 +28,7 @@ class RandomWeights(fast.WeightReader):
 
 
 def config_of(name, **changed):
-    sizes = dict(zip(SIZES, SHAPES[name]), **changed)
+    sizes = dict(zip(loading.SIZES, SHAPES[name]), **changed)
     return transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
 
 

@@ -16,9 +16,8 @@ from harness.batches import make_batch
 from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
 from methods.deep_grpo import CutSampler
-from studies.plots import plot_bars, plot_lines
+from studies.plots import grouped, plot_bars, plot_lines
 from studies.random_models import random_model, random_prompts
-from studies.study import grouped
 from train_gsm8k import Samples, Settings, make_optimizer, update
 
 # Recorded results have others, too; exchange is that of gradients.
@@ -169,17 +168,3 @@ def plot_scaling(result, plt):
         points.append((title, "ideal", count, count))
         points.append((title, f"{line['completions']} completions", count, line["times one"]))
     return plot_lines(plt, points, "GPUs", "completions per second, over one GPU's")
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory, as recorded in results/h200/memory.json
-
-PARTS = ("4-bit weights", "embeddings and output layer, BF16", "LoRA", "optimiser", "gradients",
-         "KV cache", "activations and the rest")
-
-
-def plot_memory(result, plt):
-    """A bar a model and phase."""
-    bars = {f"{row['model'].split('-')[-1]}\n{row['phase']}": {p: max(0.0, row[p]) for p in PARTS}
-            for row in result["rows"]}
-    return plot_bars(plt, {"peak of a GRPO step, by phase": bars}, "GB (10⁹ bytes)")

@@ -507,11 +507,11 @@ def test_the_small_policys_text_is_its_bytes(written):
 
 @pytest.mark.parametrize("folder", ["plain", "c++", "a*b", "1.5*c+d e"])
 def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch, folder):
-    """A new neighbour is another reward to resume with only if its file is."""
     (tmp_path / folder).mkdir()
     helper = f"helper_{abs(hash(folder))}"
-    (tmp_path / folder / f"{helper}.py").write_text("def size(text):\n    return len(text)\n")
-    (tmp_path / folder / "own.py").write_text(f"from {helper} import size\ndef f(text, question):\n    return size(text)\n")
+    (tmp_path / folder / f"{helper}.py").write_text("size = len\n")
+    (tmp_path / folder / "own.py").write_text(
+        f"from {helper} import size\ndef f(text, question):\n    return size(text)\n")
     monkeypatch.chdir(tmp_path)
     for path in (f"./{folder}/own.py:f", f"{tmp_path}/{folder}/own.py:f"):
         scheme = f"answer + 0.5*{path}+-1e-1 * {path} "

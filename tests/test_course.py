@@ -1,4 +1,4 @@
-"""docs/course.md as a notebook, and its sessions with the debugger."""
+"""docs/: the course as a notebook and its sessions with the debugger, the lecture, links."""
 import doctest
 import hashlib
 import os
@@ -14,6 +14,7 @@ from _pytest.doctest import _get_checker, _get_number_flag
 from nbclient import NotebookClient
 from nbformat.v4 import new_notebook
 
+from common import run_python
 from harness.small_policy import warm_start
 from test_qerl import HERE
 from test_triton import needs_interpreter
@@ -79,3 +80,48 @@ def test_course_exercise(tmp_path, number):
             expected = re.sub(r"\s*\.\.\.\s*", "...", expected)
             agrees = _get_checker().check_output(expected, found, FLAGS)
             assert agrees, f"the output is\n{found}\nand the course has\n{expected}"
+
+
+DOCS = Path(HERE, "docs")
+
+
+def headings(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", DOCS.rglob("*.md"), ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in headings(file), target
+
+
+def test_each_exercise_has_its_answer_on_the_other_page():
+    course, answers = (Path(DOCS, f"{name}.md").read_text(encoding="utf-8")
+                       for name in ("course", "answers"))
+    titles = re.findall(r"^## (\d\. .*)$", course, flags=re.MULTILINE)
+    assert titles == re.findall(r"^## (.*)$", answers, flags=re.MULTILINE)
+    for exercise in re.split(r"^## \d", course, flags=re.MULTILINE)[1:]:
+        assert "[Answer](answers.md#" in exercise
+
+
+def test_the_lecture_has_its_minutes_and_its_figures(tmp_path):
+    """25 to 30 slides, 90 minutes; with each the minutes that have passed. All figures are shown."""
+    text = Path(DOCS, "lecture.md").read_text(encoding="utf-8")
+    _, front_matter, *slides = re.split(r"^---$\n", text, flags=re.MULTILINE)
+    assert "marp: true" in front_matter and 25 <= len(slides) <= 30
+    passed = 0
+    for slide in slides:
+        (minutes, total), = re.findall(r"<!-- (\d+) min \((\d+)\)\.", slide)
+        passed += int(minutes)
+        assert passed == int(total), slide
+    assert passed == 90
+    result = run_python(DOCS / "figures.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == set(re.findall(r"\(figures/(\w+\.png)\)", text))
+    assert drawn == {path.name for path in Path(DOCS, "figures").iterdir()}

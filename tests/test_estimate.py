@@ -41,7 +41,7 @@ def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
 
     A run that does not say how many slots it had was given 256.
     """
-    steps = read_csv(str(RESULTS / "learning/steps.csv.gz"))
+    steps = read_csv(RESULTS / "learning/steps.csv.gz").to_dict("records")
 
     def column(run, name):
         return [step[name] for step in steps if step["run"] == run]

@@ -150,7 +150,7 @@ def test_training_in_fp8_leaves_the_rollout_as_it_was(model):
     def results(method):
         rollout = method.generate(model, PROMPTS, 8, temperature=0)
         return rollout.logprobs, method.token_logprobs(model, PROMPTS, rollout.tokens, rollout.length)
-    sampled, trained = results(qerl)
+    sampled, trained = results(fast)
     method = fp8_neighbour("training", model)
     for _ in range(2):
         rollout, logprobs = results(method)

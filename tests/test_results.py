@@ -1,47 +1,55 @@
 """results/: its tables and pictures come from the packed files beside them."""
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import bench
-from harness.errors import UserError
 from common import files_below
+from harness.errors import UserError
 from harness.folders import write_jsonl
 from studies import results
 from test_qerl import HERE
 
+# Which no command draws any more; report.png a browser made.
+RECORDED = ("curves.png", "differences.png", "entropy.png", "memory.png", "report.png")
+
 
 def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path):
     """Every picture is drawn, too, but not compared: another matplotlib draws other pixels."""
-    left_out = shutil.ignore_patterns("table*.md", "phases.md", "*.png")
+    left_out = shutil.ignore_patterns("tables.md", "*.png")
     shutil.copytree(f"{HERE}/results", tmp_path, dirs_exist_ok=True, ignore=left_out)
-    results.make_tables(str(tmp_path), bench.PLOTS)
+    results.make_all(str(tmp_path), bench.PLOTS)
     recorded = files_below(Path(HERE, "results"))
     made = files_below(tmp_path)
-    assert made.keys() == recorded.keys() - {"learning/report.png"}          # which a browser made
+    assert made.keys() == {name for name in recorded if not name.endswith(RECORDED)}
     for name in made:
         assert name.endswith(".png") or made[name] == recorded[name], name
 
 
 def test_runs_are_added_to_the_results(tmp_path):
-    """They are read as they were, to six digits, and what was there before stays."""
-    runs = tmp_path / "runs/new"
-    runs.mkdir(parents=True)
+    """With six digits; what was there before stays. Small policies' start seeds give them a name."""
     for name in ("runs.csv", "steps.csv.gz"):
         shutil.copy(f"{HERE}/results/{name}", tmp_path)
-    row = {"name": "new", "arm": "bf16", "seed": 0, "lr": 0.1 + 0.2}
-    step = {"step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": -0.0}
-    write_jsonl(runs / "row.json", [row])
-    write_jsonl(runs / "metrics.jsonl", [{**step, "kl": 0.0}])
-
-    def packed(folder):
-        return [results.read_csv(f"{folder}/{name}") for name in ("runs.csv", "steps.csv.gz")]
+    before = {name: results.read_csv(tmp_path / name) for name in ("runs.csv", "steps.csv.gz")}
+    for seed in (0, 1):
+        run = tmp_path / f"runs/sigma-4-lr0.1-seed{seed}"
+        run.mkdir(parents=True)
+        settings = {"model": None, "lr": 0.1, "seed": seed, "start_seed": seed}
+        (run / "summary.json").write_text(json.dumps({
+            "settings": settings, "steps": 2, "accuracy_after": 1 / 3, "accuracy_before": 0.25,
+            "seconds": 9.0, "hardware": "none"}))
+        write_jsonl(run / "metrics.jsonl", [
+            {"step": step, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": 0.0,
+             "peak_memory_gb": 0.5, "seconds": {"step": 1.0}} for step in (1, 2)])
     results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
-    with pytest.raises(UserError, match="add claims/new: has new already"):
+    with pytest.raises(UserError, match="add claims/new: has sigma-4-lr0.1-seed0 already"):
         results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
-    rows, steps = packed(f"{HERE}/results")
-    step |= {"accuracy": 0.333333, "entropy": 6.66667e-12}
-    assert packed(tmp_path) == [
-        [*rows, {**row, "study": "claims/new", "lr": 0.3}],
-        [*steps, {**step, "study": "claims/new", "run": "new"}]]
+    for name, old in before.items():
+        assert results.read_csv(tmp_path / name)[:len(old)].equals(old)
+    row = results.read_csv(tmp_path / "runs.csv").iloc[-1]
+    assert (row.model, row.arm, row.seed, row.accuracy_after) == (
+        "small-own-starts", "sigma / 4", 1, 0.333333)
+    step = results.read_csv(tmp_path / "steps.csv.gz").iloc[-1]
+    assert (step.run, step.step, step.entropy) == ("sigma-4-lr0.1-seed1", 2, 6.66667e-12)

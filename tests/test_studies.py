@@ -1,25 +1,31 @@
-"""The studies behind results/claims and results/methods."""
+"""The studies of learning: lists of runs, the shell loop, means, and the rule of an experiment."""
 import os
-import threading
-from dataclasses import replace
+import shlex
+import subprocess
+import sys
 from functools import partial
 
+import pandas as pd
 import pytest
-import torch
 
-from harness import fast
-from harness.errors import UserError
 import train_gsm8k
-from harness import small_policy
-from studies import claims, study
+from harness import fast, small_policy
+from harness.folders import write_jsonl
+from studies import decide, entropy, results
+from test_qerl import HERE
 
-SHORT = "--prompts 2 --group 2 --updates 1 --steps 2 --max-new-tokens 8 --lora-rank 2 --device cpu"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
 
 
-def study_arguments(tmp_path, *flags):
-    os.makedirs(f"{tmp_path}/out", exist_ok=True)
-    return study.arguments(["--model", "some/Model", "--arms", "nf4", "mxfp4", *flags,
-                            "--out", f"{tmp_path}/out"], "a study", "claims")
+def lines_of(script, *args):
+    """{name of a run: its Settings} that a script of studies/ prints."""
+    printed = subprocess.run(["bash", f"{HERE}/studies/{script}", *args], text=True, check=True,
+                             capture_output=True).stdout.splitlines()
+    found = {}
+    for line in printed:
+        name, *flags = shlex.split(line)
+        found[name] = train_gsm8k.arguments([*flags, "--device", "cpu"])
+    return found
 
 
 @pytest.mark.parametrize("text,seeds", {
@@ -29,57 +35,73 @@ def study_arguments(tmp_path, *flags):
 }.items())
 def test_a_mean_has_the_standard_error_of_its_seeds(text, seeds):
     """In percent, and none of equal seeds. What else a table says: test_results.py."""
-    assert study.with_error(seeds, 100, 1) == text
+    assert results.with_error(seeds, 100, 1) == text
 
 
 def test_every_arms_flags_go_together():
-    for arm in study.FLAGS.values():
-        train_gsm8k.arguments(["--device", "cpu", *arm.split()])
+    for flags in results.ARMS["flags"]:
+        train_gsm8k.arguments(["--device", "cpu", *flags.split()])
 
 
-def test_claims_runs_what_is_missing(qwen, data, tmp_path, capsys):
-    """In a process, as a study does. A second start runs nothing and prints the same table."""
-    out = f"{tmp_path}/out"
-    options = ["--model", qwen, "--data", data, "--arms", "nvfp4+aqn", "nvfp4+aqn",
-               "--lrs", "1e-3", "--seeds", "0", "--out", out, *SHORT.split()]
-    assert claims.main("claims", options) == 0
-    row, = study.finished_runs(out)
-    assert (row["arm"], row["steps"]) == ("nvfp4+aqn", 2)
-    assert {"curves.png", "tables.md"} <= set(os.listdir(out))
-    capsys.readouterr()
-    assert claims.main("claims", options) == 0
-    first, *table, _ = capsys.readouterr().out.splitlines()
-    assert first == "1 runs, 0 missing"
-    assert table == claims.arms_table([row], claims.MEASURES)
+def test_a_study_has_each_arm_at_each_rate_and_seed():
+    """An arm's flags win; SEED is the run's."""
+    runs = lines_of("arms.sh", "1e-3 2e-3", "0 1", "sigma / 4", "gptq", "--",
+                    "--start-seed", "SEED", "--sigma-start", "0.5")
+    assert len(runs) == 8
+    last = runs["gptq-lr2e-3-seed1"]
+    assert (last.lr, last.seed, last.start_seed, last.quantizer) == (2e-3, 1, 1, "gptq")
+    first = runs["sigma-4-lr1e-3-seed0"]
+    assert (first.sigma_start, first.quantizer) == (2.5e-3, "rtn")
 
 
-def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study.subprocess, "call", lambda command, **_: "Model-nf4-" in str(command))
-    monkeypatch.setattr(study, "row_of", lambda run, folder: run)
-    args = study_arguments(tmp_path, "--seeds", "0", "1")
-    assert study.run_all(args)
-    names = [row["name"] for row in study.finished_runs(args.out)]
-    assert names == ["Model-mxfp4-lr5e-05-seed0", "Model-mxfp4-lr5e-05-seed1"]
-    assert capsys.readouterr().out.count("ended with status") == 2
+def test_an_unknown_arm_is_refused():
+    done = subprocess.run(["bash", f"{HERE}/studies/arms.sh", "1", "0", "none", "--"], text=True,
+                          capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "studies/arms.tsv has no arm none\n")
 
 
-def settings_of_runs(args):
-    """The Settings of the command of each run."""
-    commands = [study.command_of(run, "cpu", args) for run in study.wanted_runs(args).values()]
-    return [train_gsm8k.arguments(command[2:]) for command in commands]
+def test_the_experiment_has_four_arms_a_seed():
+    runs = lines_of("decide.sh", "train", "some/Model", "some/data", "0.07", "4", "5")
+    assert [name for name in runs if name.endswith("-4")] == [
+        "gptq-4", "gptq+noise-4", "bf16-4", "bf16+noise-4"]
+    noisy = runs["bf16+noise-5"]
+    assert (noisy.seed, noisy.weights, noisy.sigma_start, noisy.sigma_end, noisy.steps) == (
+        5, "bf16", 0.07, 0.0035, 100)
+    assert runs["gptq-5"].sigma_start == 0
+    before = lines_of("decide.sh", "entropy", "some/Model", "some/data")
+    assert [run.sigma_start for run in before.values() if run.weights == "bf16"] == [
+        0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15]
+    starts = lines_of("decide.sh", "start", "some/Model", "some/data")
+    assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
 
 
-def test_an_arms_flags_win_and_studies_round_to_nearest(tmp_path, monkeypatch):
-    monkeypatch.setitem(study.FLAGS, "nf4", "--group 2")
-    monkeypatch.setitem(study.FLAGS, "mxfp4", "--quantizer gptq")
-    runs = settings_of_runs(study_arguments(tmp_path, "--group", "4", "--seeds", "0"))
-    assert [(s.group, s.quantizer) for s in runs] == [(2, "rtn"), (4, "gptq")]
+@linux
+def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
+    """With a program in Python's place that notes its flags, and fails where a file says so."""
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*" >> "$NOTES"\n[ ! -e "$STOP" ] || exit 1\n'
+        'mkdir -p "${@: -1}" && touch "${@: -1}/summary.json"\n')
+    program.chmod(0o755)
+    stop, notes, runs = (tmp_path / name for name in ("stop", "notes", "runs"))
+    environment = {**os.environ, "PYTHON": str(program), "NOTES": str(notes), "STOP": str(stop)}
 
+    def loop():
+        notes.write_text("")
+        command = ["bash", f"{HERE}/studies/runs.sh", str(runs), "1", "1"]
+        done = subprocess.run(command, text=True, check=True, input="a --lr 1\nb --lr 2\n",
+                              env=environment, capture_output=True)
+        return done.stdout, notes.read_text().splitlines()
 
-def test_own_starts_make_a_policy_a_seed():
-    flags = ["--own-starts", "--seeds", "2", "1", "--arms", "bf16"]
-    runs = settings_of_runs(study.arguments(flags, "a study", "claims"))
-    assert [(s.seed, s.start_seed) for s in runs] == [(2, 2), (1, 1)]
+    stop.touch()
+    said, _ = loop()
+    assert said.count("status 1") == 2
+    stop.unlink()
+    (runs / "b").mkdir()
+    (runs / "b/checkpoint.safetensors").touch()
+    assert loop()[1] == [f"0 train_gsm8k.py --lr 1 --out {runs}/a",
+                         f"0 train_gsm8k.py --lr 2 --resume --out {runs}/b"]
+    assert loop() == ("", [])
 
 
 def test_a_start_seed_makes_another_policy(cache, monkeypatch):
@@ -91,44 +113,89 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
     assert first.equal(again)
 
 
-def test_a_study_takes_the_gpus_that_it_sees(tmp_path, monkeypatch):
-    """At once: no run ends before each has one."""
-    used = set()
-    all_busy = threading.Barrier(2)
+# --------------------------------------------------------------------------------------------------
+# The experiment's analysis
 
-    def run_one(run, device, args):
-        used.add(device)
-        all_busy.wait(60)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(study, "run_one", run_one)
-    args = study_arguments(tmp_path, "--seeds", "0")
-    args.settings = replace(args.settings, device="cuda")
-    study.run_all(args)
-    assert used == {"cuda:0", "cuda:1"}
+def experiment():
+    """Sixteen runs: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
+    rows = [{"session": session, "four_bits": four_bits, "noise": noise, "start": four_bits,
+             "gain": 5 * session - 3 * four_bits + noise + four_bits * noise + spread}
+            for session in (1, 2) for four_bits in (False, True) for noise in (False, True)
+            for spread in (-0.5, 0.5)]
+    return pd.DataFrame(rows)
 
 
-@pytest.mark.parametrize("flags,message", {
-    "--seed 7": "--seed: the study sets it for each run; use --arms, --lrs, --seeds",
-    "--foo": "unrecognized arguments: --foo",
-    "--group 1": "--group 1: advantages compare",
-    "--own-starts --model a": "own-starts .*: is for the small policy",
-    "--model no/such-model": "Hugging Face does not give it",
-    "--tables": "out: holds no finished run",
-}.items())
-def test_a_study_refuses_what_it_cannot_run(tmp_path, flags, message):
-    with pytest.raises(UserError, match=message):
-        claims.main("claims", ["--out", str(tmp_path / "out"), *flags.split()])
-    assert not os.listdir(tmp_path)
+def test_effects_are_those_of_the_arms_and_a_session_is_a_block():
+    found, residual = decide.effects(experiment(), "gain")
+    assert found.estimate.round(9).to_dict() == {
+        "4 bits and noise": -1, "4 bits": -2.5, "noise": 1.5, "4 bits, without noise": -3,
+        "4 bits, under noise": -2, "noise in NVFP4": 2, "noise in BF16": 1,
+        "4 bits, under noise minus without": 1}
+    # Sixteen deviations of a half, eleven degrees of freedom: five coefficients are fitted.
+    assert residual == pytest.approx((16 / 4 / 11) ** 0.5)
+    assert found.error["4 bits"] == pytest.approx(residual * (1 / 8 + 1 / 8) ** 0.5)
+    assert found.error["4 bits and noise"] == pytest.approx(residual * (1 / 4 + 1 / 4) ** 0.5)
 
 
-@pytest.mark.parametrize("flags,message", {
-    "--prompts 16": "--prompts 16: the runs in .*out have 8; give another --out",
-    "--prompts 8 --algo dapo": "--algo dapo: .* have grpo",
-}.items())
-def test_a_study_of_other_flags_has_another_folder(tmp_path, flags, message):
-    """How a run's work is cut does not matter, nor where the model lies."""
-    study.require_same_settings(study_arguments(tmp_path, "--prompts", "8"))
-    moved = study_arguments(tmp_path, "--prompts", "8", "--slots", "7", "--model", "moved/Model")
-    study.require_same_settings(moved)
-    with pytest.raises(UserError, match=message):
-        study.require_same_settings(study_arguments(tmp_path, *flags.split()))
+def test_starts_add_to_the_error_of_what_compares_formats_alone():
+    alone, _ = decide.effects(experiment(), "gain")
+    added, _ = decide.effects(experiment(), "gain", {False: 0.3, True: 0.4})
+    variance = added.error ** 2 - alone.error ** 2
+    assert variance["4 bits"] == pytest.approx(0.7)
+    assert variance["4 bits, under noise"] == pytest.approx(0.7)
+    assert variance["noise"] == pytest.approx(0, abs=1e-12)
+    assert added.df["4 bits"] > alone.df["4 bits"] == 11
+
+
+@pytest.mark.parametrize("estimate,error,says", [
+    (2, 0.5, "helps"),
+    (-2, 0.5, "costs"),
+    (0.5, 0.1, "helps, by less than a point"),
+    (0.2, 0.3, "changes less than a point"),
+    (-0.5, 0.5, "undetermined, but a gain of a point is excluded"),
+    (0.5, 0.5, "undetermined, but a loss of a point is excluded"),
+    (0, 1, "undetermined"),
+])
+def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
+    assert decide.verdict(pd.Series({"estimate": estimate, "error": error, "df": 27})) == says
+
+
+def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, capsys):
+    """BF16's entropy rises as 4 sigma squared; the first step, without noise, does not count."""
+    def untrained(name, nats):
+        folder = tmp_path / f"entropy-{name}"
+        folder.mkdir()
+        write_jsonl(folder / "metrics.jsonl", [{"entropy": 9.0}, *(
+            {"entropy": nats + wobble} for wobble in (0.0, 0.1))])
+    for sigma in (0, 0.05, 0.1):
+        untrained(f"bf16-{sigma}", 0.3 + 4 * sigma ** 2)
+    untrained("gptq-0", 0.3 + 4 * 0.08 ** 2)
+    untrained("rtn-0", 0.4)
+    entropy.matching_sigma(tmp_path)
+    assert "sigma* = 0.08: there the rise is 0.0256" in capsys.readouterr().out
+
+
+def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path):
+    """The gain is pass@1 after minus the start, which two sessions share if the first has it."""
+    def write(folder, name, **content):
+        (tmp_path / folder).mkdir(exist_ok=True, parents=True)
+        write_jsonl(tmp_path / folder / name, [content])
+
+    steps = {"accuracy": 0.5, "entropy": 0.3, "length": 9.0, "mismatch_kl": 0.0}
+    for arm, after in (("bf16", 0.40), ("bf16+noise", 0.41), ("gptq", 0.37), ("gptq+noise", 0.39)):
+        for seed in (0, 1):
+            run = f"{1 + seed}/{arm}-{seed}"
+            write(run, "metrics.jsonl", **steps)
+            write(run, "summary.json", accuracy_after=after, greedy_after=after)
+    for format, before in (("bf16", 0.25), ("gptq", 0.24)):
+        write(f"1/start-{format}-0", "eval.json", accuracy_now=before, greedy_now=before,
+              settings={"eval_samples": 64}, **{"pass@2_now": before + 0.1})
+    rows = decide.read_rows([f"{tmp_path}/1", f"{tmp_path}/2"])
+    decide.write_record(tmp_path / "record.json", rows)
+    for read in (rows, decide.read_rows([f"{tmp_path}/record.json"])):
+        runs, variance = decide.trained_runs(read)
+        found, residual = decide.effects(runs, "gain", variance)
+        assert found.estimate["4 bits"] == pytest.approx(-1.5)
+        assert residual == pytest.approx(0, abs=1e-9)
+        # So the error is that of the two starts: p(1 - p) has a mean of 0.1.
+        assert found.error["4 bits"] ** 2 == pytest.approx(2 * 1e4 * 0.1 / (64 * 660))

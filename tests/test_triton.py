@@ -77,7 +77,7 @@ def test_kernels_run_where_they_can(monkeypatch, version, in_bfloat16, in_float1
 
 def test_pytorch_computes_all_on_an_amd_gpu():
     """PyTorch calls it "cuda", too."""
-    program = "import torch; torch.version.hip = '7.0'; import qerl; print(fast.kernels)"
+    program = "import torch; torch.version.hip = '7.0'; from harness import fast; print(fast.kernels)"
     result = run_python("-c", program)
     assert result.stdout.split() == ["None"]
     assert result.stderr.count("AMD GPU") == (kernels is not None)

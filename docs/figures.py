@@ -1,0 +1,173 @@
+"""Draw the pictures of docs/lecture.md from qerl.py itself into docs/figures/.
+
+    python docs/figures.py             all of them, in seconds
+    python docs/figures.py FOLDER      into another folder
+"""
+import os
+import sys
+
+import torch
+from matplotlib.figure import Figure
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))              # where qerl.py is
+
+import qerl
+
+# The block of exercise 1 of the course; the tensor's other block holds a 6.
+BLOCK = [0.9, -0.31, 0.05, 0.62, -1.2, 0.4, 0.0, 0.17,
+         0.75, -0.08, 0.29, 1.05, -0.55, 0.33, -0.21, 0.12]
+ONE = torch.ones(1, 1)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def rounding_error(format, weight):
+    """Ŵ - W of a format."""
+    format = qerl.FORMATS[format]
+    return format.dequantize(*format.quantize(weight), torch.float32) - weight
+
+
+# Each function below fills a figure, and its name is that of the file.
+
+def rounding(figure):
+    """Where a block's weights lie between the values that its codes can have."""
+    packed, scale, global_scale = qerl.quantize_nvfp4(torch.tensor([BLOCK + [6.0] * 16]))
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten()[:16]
+    scale, global_scale = scale[0, 0].item(), global_scale.item()
+    axis = figure.subplots()
+    axis.vlines(qerl.E2M1, -1, 16, color="lightgray", zorder=0)
+    for row, (weight, code) in enumerate(zip(BLOCK, codes.tolist())):
+        place = weight * global_scale / scale
+        axis.plot(place, row, "o", color="tab:blue")
+        axis.annotate("", (qerl.E2M1[code], row), (place, row),
+                      arrowprops={"arrowstyle": "->", "color": "tab:red"})
+        axis.text(6.8, row, f"{code:04b}", va="center", family="monospace")
+    axis.set_xticks(qerl.E2M1.unique(), [f"{value:g}" for value in qerl.E2M1.unique()])
+    axis.set(yticks=range(16), yticklabels=BLOCK, xlim=(-6.8, 7.8), ylabel="weight",
+             xlabel=f"weight / unit; unit = block scale {scale:g} / global scale {global_scale:g}",
+             title="16 weights of a block (dots), the values of their codes (arrows), the 4 bits")
+
+
+def formats(figure):
+    """Rounding error by format and distribution."""
+    gaussian = torch.randn(512, 1024, generator=seeded(0))
+    rare = torch.rand(512, 1024, generator=seeded(1))
+    weights = {
+        "Gaussian": gaussian,
+        "uniform": 2 * rare - 1,
+        "Laplace": gaussian.sign() * rare.log(),
+        "Gaussian, 1 of 256\nten times larger": gaussian * torch.where(rare < 1 / 256, 10, 1),
+    }
+    axis = figure.subplots()
+    for i, format in enumerate(["nvfp4", "mxfp4", "nf4"]):
+        errors = [rounding_error(format, w).norm() / w.norm() for w in weights.values()]
+        bars = axis.bar([place + i / 4 for place in range(4)], errors, 0.23, label=format)
+        axis.bar_label(bars, fmt="%.3f")
+    axis.set_xticks([place + 1 / 4 for place in range(4)], weights)
+    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.16), title="rounding error by distribution")
+    axis.legend(ncols=3, loc="upper left")
+
+
+def staircase(figure):
+    """σ by step."""
+    axis = figure.subplots()
+    for schedule in qerl.SCHEDULES:
+        sigma = [qerl.noise_sigma(step, 300, schedule=schedule) for step in range(300)]
+        axis.plot(sigma, label=schedule, linewidth=3 if schedule == "exponential" else 1)
+    axis.set(xlabel="step of 300", ylabel="σ", title="ten stages, the first without noise")
+    axis.legend()
+
+
+def columns(figure):
+    """Noise in the norm and rounding, as changes of a weight."""
+    weight = torch.randn(32, 64, generator=seeded(0))
+    norm = qerl.RMSNorm("a norm", torch.ones(64), 1e-6)
+    with qerl.adaptive_quantization_noise(norm, 0.1, seeded(1)):
+        noise = weight * (norm.noisy_weight - 1)
+    axes = figure.subplots(2)
+    changes = {"noise in the norm, σ = 0.1: one number for each column": noise,
+               "rounding to NVFP4: an error for each weight": rounding_error("nvfp4", weight)}
+    for axis, (title, change) in zip(axes, changes.items()):
+        picture = axis.imshow(change, cmap="RdBu", vmin=-0.3, vmax=0.3, aspect="auto")
+        axis.set(title=title, ylabel="output")
+    axis.set_xlabel("input channel")
+    figure.colorbar(picture, ax=axes, label="change of the weight")
+
+
+def diagram(figure, boxes, arrows):
+    """boxes: {text: (x, y)}; arrows: [(number of a box, number of another, text)]."""
+    figure.set_layout_engine("none")
+    axis = figure.add_axes([0.13, 0.2, 0.74, 0.6])
+    axis.set_axis_off()
+    for start, end, text in arrows:
+        a, b = (torch.tensor(list(boxes.values())[number]) for number in (start, end))
+        axis.plot(*zip(a, b), color="gray", zorder=0)
+        axis.annotate("", 0.4 * a + 0.6 * b, a, arrowprops={"arrowstyle": "-|>", "color": "gray"})
+        axis.text(*(a + b) / 2, f"{text}\n", ha="center", va="bottom", color="tab:red")
+    for text, place in boxes.items():
+        axis.text(*place, text, ha="center", va="center",
+                  bbox={"boxstyle": "round,pad=0.8", "facecolor": "aliceblue"})
+
+
+def loop(figure):
+    """One step of the training, and who holds what."""
+    diagram(figure, {
+        "questions [P]": (0.0, 1.0),
+        "sample\nŴ in 4 bits, LoRA,\nnoise in the norms": (1.0, 1.0),
+        "reward [P, G]": (2.0, 1.0),
+        "advantage [P, G]": (2.0, 0.0),
+        "loss and gradient\nŴ in 4 bits, LoRA,\nno noise": (1.0, 0.0),
+        "AdamW\nA and B of LoRA": (0.0, 0.0),
+    }, [(0, 1, ""), (1, 2, "G texts each"), (2, 3, ""), (3, 4, ""), (1, 4, "tokens              "),
+        (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
+
+
+def policies(figure):
+    """The four policies of the loss."""
+    diagram(figure, {
+        "π_rollout\nsampled the tokens,\nwith noise": (0.0, 1.0),
+        "π_old\nbefore the updates,\nwithout noise": (1.0, 1.0),
+        "π_θ\nis trained": (2.0, 1.0),
+        "π_ref\nwith LoRA as it began": (2.0, 0.0),
+    }, [(0, 1, "mismatch"), (1, 2, "ρ = π_θ / π_old"), (3, 2, "β KL             ")])
+
+
+def clip(figure):
+    """A token's gain by its ratio."""
+    ratios = torch.linspace(0.4, 1.8, 281)
+    for axis, A in zip(figure.subplots(1, 2), [1, -1]):
+        gain = [-qerl.policy_loss(ratio.log() * ONE, 0 * ONE, A * ONE, ONE)[0] for ratio in ratios]
+        axis.plot(ratios, A * ratios, ":", label="ρ A")
+        axis.plot(ratios, gain, linewidth=3, label="min(ρ A, clip(ρ) A)")
+        axis.set(xlabel="ρ = π_θ / π_old", ylabel="gain", title=f"advantage {A}",
+                 xticks=[0.4, 0.8, 1, 1.28, 1.8])
+        axis.grid(axis="x")
+        axis.legend()
+
+
+def k3(figure):
+    """Estimates of the KL divergence by a token's log-ratio."""
+    x = torch.linspace(-2, 2, 201)
+    kl = [qerl.policy_loss(0 * ONE, 0 * ONE, ONE, ONE, ref_logprobs=value * ONE)[1] for value in x]
+    axis = figure.subplots()
+    axis.plot(x, -x, label="K1 = -x: of either sign")
+    axis.plot(x, kl, linewidth=3, label="K3 = eˣ - x - 1: never negative")
+    axis.set(xlabel="x = log π_ref - log π_θ of a token that π_θ sampled",
+             ylabel="estimate of KL(π_θ || π_ref)")
+    axis.grid()
+    axis.legend()
+
+
+def main(folder=f"{HERE}/figures"):
+    os.makedirs(folder, exist_ok=True)
+    for draw in (rounding, formats, staircase, columns, loop, policies, clip, k3):
+        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        draw(figure)
+        figure.savefig(f"{folder}/{draw.__name__}.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Print the runs of the experiment in results/claims/experiment.md, a line each, for studies/runs.sh.
+#
+#     studies/decide.sh entropy MODEL DATA                          before training, to find sigma*
+#     studies/decide.sh start MODEL DATA                            each format's start: 256 answers
+#     studies/decide.sh train MODEL DATA SIGMA SEED SEED ...        four arms with these seeds
+#     studies/decide.sh round MODEL DATA FOLDER SEED SEED ...       its BF16 adapters, 4-bit codes
+set -eu
+what=$1 model=$2 data=$3
+shift 3
+common="--model $model --data $data --max-new-tokens 320 --slots 512"
+no_noise="--sigma-start 0 --sigma-end 0"
+bf16="--weights bf16"
+gptq="--weights nvfp4 --quantizer gptq"
+rtn="--weights nvfp4 --quantizer rtn"
+test="--eval-questions 660"
+
+# A learning rate of 1e-30 changes nothing. The first of nine steps has no noise, the others have $3.
+untrained() {
+    echo "entropy-$1-$3 $2 --sigma-start $3 --sigma-end $3 --stages 9 --steps 9 --lr 1e-30" \
+        "--prompts 256 --group 4 --updates 1 --skip-eval-before --eval-questions 1 $common"
+}
+
+case $what in
+entropy)
+    untrained gptq "$gptq" 0
+    untrained rtn "$rtn" 0
+    for sigma in 0 0.01 0.02 0.03 0.05 0.07 0.1 0.15; do untrained bf16 "$bf16" $sigma; done ;;
+start)
+    for seed in 0 1 2 3; do
+        for format in gptq bf16; do
+            echo "start-$format-$seed ${!format} --eval-only $test --eval-samples 64" \
+                "--seed $seed $common"
+        done
+    done ;;
+train)
+    noise="--sigma-start $1 --sigma-end $(awk "BEGIN { print $1 / 20 }")"
+    shift
+    for seed in "$@"; do
+        for format in gptq bf16; do
+            run="--seed $seed --steps 100 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8"
+            echo "$format-$seed ${!format} $no_noise $run $common"
+            echo "$format+noise-$seed ${!format} $noise $run $common"
+        done
+    done ;;
+round)
+    folder=$1
+    shift
+    for seed in "$@"; do
+        for format in gptq rtn; do
+            echo "round-$format-$seed ${!format} --adapter $folder/bf16-$seed/adapter" \
+                "--eval-only $test --eval-samples 8 --seed $seed $common"
+        done
+    done ;;
+esac

@@ -1,0 +1,306 @@
+"""The lab's checker gives the right points, names likely mistakes, survives what students write."""
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import qerl
+import train_gsm8k
+from common import run_python
+from test_qerl import HERE, compressed_tensors
+
+LAB = Path(HERE, "docs/lab")
+SPEC = importlib.util.spec_from_file_location("check", LAB / "check.py")
+check = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check)
+
+# Eq. 2 as a function, unless qerl has it.
+LORA = """
+def lora_linear(x, weight, bias, A, B, scale):
+    y = weight.multiply(x) + scale * (x @ A.T) @ B.T
+    return y if bias is None else y + bias
+"""
+SOLUTION = "import contextlib\nimport torch\nimport qerl\nfrom qerl import *\n" + LORA
+
+
+def instead(name, body, decorator=""):
+    """The solution, where this function has another body."""
+    signature = inspect.signature(getattr(qerl, name))
+    # What harness/fast.py hands in, a function, is no business of the lab.
+    asked = [p for p in signature.parameters.values() if p.default is p.empty or not callable(p.default)]
+    signature = signature.replace(parameters=asked)
+    body = textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    return f"{SOLUTION}\n{decorator}\ndef {name}{signature}:\n{body}\n"
+
+
+# Each is a likely mistake: a function's body, what of its points is left, and words of the help.
+MISTAKES = {
+    "ties rounded up": ("quantize_nvfp4", """
+        x = weight / (weight.abs().max().clamp_min(1e-9) / 6)
+        bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        codes = (torch.bucketize(x.abs(), bounds, right=True) + 8 * (x < 0)).to(torch.uint8)
+        return codes[:, ::2] | codes[:, 1::2] << 4, *qerl.quantize_nvfp4(weight)[1:]
+        """, 4 + 2 + 2, "ties are rounded up"),
+    "nibbles swapped": ("quantize_nvfp4", """
+        packed, scale, global_scale = qerl.quantize_nvfp4(weight)
+        return packed >> 4 | packed << 4, scale, global_scale
+        """, 2, "even index is in the lower four bits"),
+    "scale not rounded": ("quantize_nvfp4", """
+        packed, scale, global_scale = qerl.quantize_nvfp4(weight)
+        unrounded = weight.unflatten(1, (-1, 16)).abs().amax(-1).clamp_min(1e-9) / 6
+        return qerl.encode_e2m1(weight, unrounded), scale, global_scale
+        """, 12, "as it is stored, after rounding"),
+    "high nibble first": ("dequantize_blocks", """
+        return qerl.dequantize_blocks(packed >> 4 | packed << 4, table, scale, dtype)
+        """, 0, "the lower four bits of a byte are the even index"),
+    "noise also in training": ("adaptive_quantization_noise", """
+        for norm in model.modules():
+            if isinstance(norm, qerl.RMSNorm):
+                z = torch.randn(norm.weight.shape, generator=generator)
+                norm.noisy_weight = norm.weight.detach() + sigma * z
+        yield
+        """, 7, "so that the training has it, too"),
+    "no finally": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
+            pass
+        norms = [norm for norm in model.modules() if isinstance(norm, qerl.RMSNorm)]
+        for norm in norms:
+            z = torch.randn(norm.weight.shape, generator=generator)
+            norm.noisy_weight = norm.weight.detach() + sigma * z
+        yield
+        for norm in norms:
+            norm.noisy_weight = None
+        """, 10, "use try and finally"),
+    "one draw for all norms": ("adaptive_quantization_noise", """
+        norms = [norm for norm in model.modules() if isinstance(norm, qerl.RMSNorm)]
+        z = torch.randn(norms[0].weight.shape, generator=generator)
+        try:
+            for norm in norms:
+                norm.noisy_weight = norm.weight.detach() + sigma * z
+            yield
+        finally:
+            for norm in norms:
+                norm.noisy_weight = None
+        """, 7, "a draw of its own"),
+    "the model's own norms alone": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model[0], sigma, generator):
+            yield
+        """, 7, "model.modules() has all"),
+    "noise multiplied": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
+            for norm in model.modules():
+                if isinstance(norm, qerl.RMSNorm):
+                    w = norm.weight.detach()
+                    norm.noisy_weight = w * (1 + norm.noisy_weight - w)
+            yield
+        """, 7, "not multiplied"),
+    "K counts all stages": ("noise_sigma", """
+        stage = step * stages // steps
+        if stage == 0 or start == 0:
+            return 0.0
+        return start * (end / start) ** ((stage - 1) / (stages - 1))
+        """, 4, "divide by K - 1"),
+    "top_p leaves out the last": ("sample", """
+        p = (logits.float() / (temperature or 1.0)).softmax(-1)
+        entropy = -(p * p.log()).sum(-1)
+        ordered, index = p.sort(descending=True)
+        later = ordered.cumsum(-1) > top_p + 1e-6
+        later[:, 0] = False
+        kept = torch.zeros_like(p).scatter(-1, index, ordered.masked_fill(later, 0))
+        if temperature == 0:
+            kept = torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).float()
+        token = torch.multinomial(kept, 1, generator=generator)
+        return token[:, 0], p.gather(-1, token)[:, 0].log(), entropy
+        """, 9, "belongs to the set"),
+    "temperature forgotten": ("sample", """
+        token, _, _ = qerl.sample(logits, temperature, top_p, generator)
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
+        """, 10, "softmax(logits / temperature)"),
+    "biased deviation": ("group_advantages", """
+        centred = rewards - rewards.mean(1, keepdim=True)
+        return centred / (rewards.std(1, keepdim=True, correction=0) + 1e-4)
+        """, 2, "has the divisor G - 1"),
+    "no epsilon": ("group_advantages", """
+        return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+        """, 0, "1e-4 is added"),
+    "mean over the wrong axis": ("group_advantages", """
+        spread = rewards.std(0, keepdim=True) if len(rewards) > 1 else 1
+        return (rewards - rewards.mean(0, keepdim=True)) / (spread + 1e-4)
+        """, 2, "are of a row"),
+    "shifted by one": ("token_logprobs", """
+        result = torch.zeros(completions.shape)
+        for i, prompt in enumerate(prompts):
+            row = torch.cat([torch.tensor(prompt), completions[i]])
+            table = (model(row[None])[0] / temperature).log_softmax(-1)
+            for j in range(length[i]):
+                result[i, j] = table[len(prompt) + j, completions[i, j]]
+        return result
+        """, 2, "predict the next token"),
+    "padding counted": ("token_logprobs", """
+        return qerl.token_logprobs(
+            model, prompts, completions, torch.full_like(length, completions.shape[1]), temperature)
+        """, 6, "padding is counted"),
+    "clip on the wrong side": ("policy_loss", """
+        ratio = (logprobs - old_logprobs).exp()
+        advantage = advantages.view(len(logprobs), -1)
+        clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+        gain = torch.maximum(ratio * advantage, clipped * advantage)
+        x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
+        kl = x.exp() - x - 1
+        return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
+        """, 10, "the clip is on the wrong side"),
+    "K3 with the sign turned": ("policy_loss", """
+        turned = None if ref_logprobs is None else 2 * logprobs - ref_logprobs
+        return qerl.policy_loss(logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                                turned, beta)
+        """, 9, "the sign in K3 is turned"),
+}
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_likely_mistake_costs_its_points_and_is_named(mistake, tmp_path):
+    name, body, left, help_ = MISTAKES[mistake]
+    decorator = "@contextlib.contextmanager" if name.startswith("adaptive") else ""
+    text = instead(name, body, decorator)
+    points, lines = check.grade(name, write(tmp_path / "student.py", text))
+    assert points == left, lines
+    assert any(line.startswith("  likely: ") and help_ in line for line in lines), lines
+
+
+def run_check(*args):
+    """(exit status, what --json prints)"""
+    result = run_python(LAB / "check.py", "--json", *args)
+    assert "Traceback" not in result.stderr
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_a_right_solution_has_all_points(tmp_path):
+    status, result = run_check("--file", write(tmp_path / "solution.py", SOLUTION))
+    assert (status, result["points"], result["of"]) == (0, 100, 100), result
+
+
+def test_the_empty_file_has_none():
+    status, result = run_check()
+    assert (status, result["points"], result["of"]) == (1, 0, 100)
+    assert {tuple(one["help"]) for one in result["functions"].values()} == {("not written yet",)}
+
+
+BROKEN = SOLUTION + """
+def noise_sigma(*args, **options):
+    while True:
+        pass
+
+def sample(*args, **options):
+    exit(3)
+
+def group_advantages(rewards):
+    print("a print is no harm")
+    return rewards.no_such_method()
+"""
+
+
+def test_a_function_that_hangs_exits_or_raises_costs_its_own_points_alone(tmp_path):
+    file = write(tmp_path / "broken.py", BROKEN)
+    names = ["noise_sigma", "sample", "group_advantages", "lora_linear"]
+    status, result = run_check(*names, "--file", file, "--limit", 15)
+    functions = result["functions"]
+    assert (status, [functions[name]["points"] for name in names]) == (1, [0, 0, 0, 8])
+    assert "no result within 15 seconds" in functions["noise_sigma"]["help"][0]
+    assert "exit()" in functions["sample"]["help"][-1]
+    line = BROKEN.splitlines().index("    return rewards.no_such_method()") + 1
+    assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][2]
+
+
+def test_a_file_that_does_not_load_is_said_in_a_line(tmp_path):
+    file = write(tmp_path / "broken.py", "def sample(:\n")
+    result = run_python(LAB / "check.py", "sample", "--file", file)
+    assert result.returncode == 1 and not result.stderr
+    assert "broken.py cannot be loaded: SyntaxError" in result.stdout
+
+
+@pytest.mark.parametrize("args", [["no_such"], ["--file", "no_such.py"]])
+def test_what_cannot_be_checked_is_refused(args):
+    result = run_python(LAB / "check.py", *args)
+    assert result.returncode == 2 and "no_such" in result.stderr.splitlines()[-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# The recorded results are those of the libraries.
+
+def test_recorded_bytes_are_those_of_compressed_tensors():
+    for case in check.CASES["quantize_nvfp4"]:
+        state, _ = compressed_tensors(check.decoded(case["arguments"]["weight"]), "NVFP4")
+        names = ("weight_packed", "weight_scale", "weight_global_scale")
+        assert check.same([state[name] for name in names], check.decoded(case["right"]))
+
+
+@torch.no_grad()
+def test_recorded_logprobs_are_those_of_transformers():
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(LAB / "tiny").eval()
+    for case in check.CASES["token_logprobs"][:3]:
+        given = case["arguments"]
+        right = check.decoded(case["right"])
+        for row, prompt in enumerate(given["prompts"]):
+            length = given["length"]["int64"][row]
+            completion = given["completions"]["int64"][row][:length]
+            logits = theirs(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
+            logprobs = (logits / given.get("temperature", 1.0)).log_softmax(-1)
+            found = logprobs[torch.arange(length), completion]
+            assert torch.allclose(found, right[row, :length], atol=1e-5)
+            assert not right[row, length:].any()
+
+
+def test_the_functions_are_called_as_those_of_qerl():
+    """So that the training can use them."""
+    student = check.load(LAB / "student.py")
+    for name in set(check.CASES) - {"lora_linear"}:
+        theirs, ours = (list(inspect.signature(getattr(module, name)).parameters.values())
+                        for module in (qerl, student))
+        assert theirs[:len(ours)] == ours, name
+
+
+# --------------------------------------------------------------------------------------------------
+# The page
+
+PAGE = (LAB / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_the_functions_with_their_points():
+    rows = re.findall(r"^\| \d \| `(\w+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)
+    points = {name: sum(case["points"] for case in cases) for name, cases in check.CASES.items()}
+    assert {name: int(of) for name, of in rows} == points
+    assert sum(points.values()) == 100
+
+
+def test_the_page_shows_what_the_checker_says(tmp_path):
+    name, body, *_ = MISTAKES["biased deviation"]
+    points, lines = check.grade(name, write(tmp_path / "student.py", instead(name, body)))
+    shown = re.search(r"```text\n(group_advantages.*?)```", PAGE, flags=re.DOTALL)[1]
+    assert shown.splitlines()[0] == f"{name:30}{points:3} of 10"
+    assert shown.splitlines()[1:] == [f"    {line}" for line in lines[:4]]
+
+
+def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):
+    """Its trainings, but for those with a student's file."""
+    reward = re.search(r"cat > (\S+) << 'END'\n(.*?)END\n", PAGE, flags=re.DOTALL)
+    write(tmp_path / reward[1], reward[2])
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^ *python train_gsm8k\.py (.*)$", PAGE, flags=re.MULTILINE)
+    understood = [train_gsm8k.arguments(shlex.split(command.replace("$seed", "1")))
+                  for command in commands if "--plain" not in command]
+    assert [settings.steps for settings in understood] == [50] * 6 + [15] * 3
+    assert len({settings.out for settings in understood}) == 9
