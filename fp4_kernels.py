@@ -59,7 +59,7 @@ def product(a, b, acc=None):
 # --------------------------------------------------------------------------------------------------
 # 0. A plain product: read this first                    y = x Ŵᵀ,    Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)
 #
-# It equals these lines of qerl.py:
+# It computes, up to rounding, what FrozenProduct.forward of qerl.py does:
 #
 #     y = x @ dequantize_blocks(packed, E2M1, scale / global_scale, x.dtype).T
 #
@@ -71,8 +71,8 @@ def product(a, b, acc=None):
 def fp4_matmul(x, packed, scale, global_scale):
     """x [M, K] Ŵᵀ -> y [M, N] in x's dtype.
 
-    packed uint8 [N, K/2], even index in the low nibble; scale float32 [N, K/16], or fewer for larger
-    blocks; global_scale float32 [1]. K is divisible by the block; all are contiguous.
+    packed uint8 [N, K/2], even index in the low nibble; scale float32 [N, K/16], of MXFP4 [N,
+    K/32]; global_scale float32 [1]. K is divisible by the block; all are contiguous.
     """
     M, K = x.shape
     N, blocks = scale.shape

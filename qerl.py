@@ -8,18 +8,15 @@ bottom, from a weight's 4 bits up to the loss:
     2. Quantised linear     a frozen packed weight with trainable LoRA                     Eq. 2
     3. Noisy RMSNorm        noise for exploration, annealed, merged in the norm            Eq. 7-10
     4. Transformer          Qwen2/2.5, Qwen3 and Llama 3
-    5. Sampler              KV cache, groups of completions for each prompt
+    5. Sampler              KV cache, a group of completions for each prompt
     6. Objectives           GRPO and five others: advantages, loss; mismatch               Eq. 3-4
     7. Log-probabilities    of completions, with the gradient
     8. Loading              a Hugging Face folder, quantised layer by layer
 
-This file is plain PyTorch and says what is computed. harness/fast.py computes the same, faster:
-its functions and classes have the names of those here, and the tests hold the two together.
+This file is plain PyTorch. harness/fast.py computes the same, faster; the tests compare the two.
 
-Letters in shape comments: B sequences, T tokens, V vocabulary, d model width, D head width, P
-prompts, G samples per prompt, N = P * G completions, and C tokens, the longest completion. In
-section 2 A and B are LoRA's matrices, r their rank, and layers the number of linear layers that are
-stacked into one.
+Letters in shapes: B sequences, T tokens, V vocabulary, d model width, D head width, P prompts, G
+samples per prompt, N = P * G completions, C tokens of the longest completion, r LoRA's rank.
 """
 import contextlib
 import functools
@@ -43,10 +40,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # 1. Formats                                     Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)
 #
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
-# mantissa bit). Each 16 neighbours along the input dimension share an FP8 (E4M3) scale, and each
-# tensor one FP32 scale: 4 + 8/16 = 4.5 bits a weight. Rounding here is to nearest, as in the paper's
-# public checkpoints. Its experiments choose codes by calibration, AWQ's (methods/awq.py); training a
-# real model here does so by GPTQ (methods/gptq.py), and reads the codes from a folder (section 8).
+# mantissa bit). 16 neighbours along the input dimension share an FP8 (E4M3) scale, and a tensor has
+# one FP32 scale: 4 + 8/16 = 4.5 bits a weight. This file rounds to nearest, as the paper's public
+# checkpoints do. The paper's experiments choose the codes by AWQ (methods/awq.py), training here by
+# GPTQ (methods/gptq.py); section 8 then reads the codes from a folder.
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign
@@ -78,13 +75,10 @@ def table_on(table, device):
 
 
 def dequantize_blocks(packed, table, scale, dtype):
-    """Bytes uint8 [out, in/2] -> weight [out, in]: the table's value of each code, times its scale.
-
-    table: float32 [16]; scale: float32 [out, in/block].
-    """
+    """Bytes uint8 [out, in/2], table float32 [16], scale float32 [out, in/block] -> weight [out, in]."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                # [out, in/2, 2]
     values = table_on(table, packed.device)[codes]
-    return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)
+    return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)           # Eq. 6
 
 
 def encode_e2m1(weight, scale):
@@ -101,17 +95,16 @@ def encode_e2m1(weight, scale):
 def quantize_nvfp4(weight, encode=encode_e2m1):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
-    weight [out, in], in divisible by 16. Returns packed uint8 [out, in/2], block_scale
-    float8_e4m3fn [out, in/16] and global_scale float32 [1], which by that format's convention is
-    the reciprocal of Eq. 6's S_FP32. As in compressed-tensors, what the scales are made of is
-    computed in the weight's own dtype.
+    weight [out, in], in divisible by 16 -> packed uint8 [out, in/2], block_scale float8_e4m3fn [out,
+    in/16], global_scale float32 [1]. In that format global_scale is the reciprocal of Eq. 6's S_FP32,
+    and the scales are computed in the weight's own dtype.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
     amax = weight.unflatten(1, (-1, 16)).abs().amax(-1)                          # [out, in/16]
     # The largest block scale becomes 448, and the largest weight of a block 6.
     global_scale = (E4M3_MAX * E2M1_MAX / amax.max()).float()
-    global_scale = global_scale.nan_to_num(nan=1.0, posinf=1.0).reshape(1)       # inf: all are zeros
+    global_scale = global_scale.nan_to_num(posinf=1.0).reshape(1)       # inf: all are zeros
     scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float()
     # By that format (nearly) empty blocks get E4M3's epsilon, 0.125.
@@ -132,7 +125,7 @@ def quantize_mxfp4(weight, encode=encode_e2m1):
     in/32], global_scale [1], which is 1.
     """
     amax = weight.unflatten(1, (-1, 32)).float().abs().amax(-1)
-    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest code is 6 = 1.5 * 2^2: the
+    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest value is 6 = 1.5 * 2^2: the
     # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
@@ -156,10 +149,7 @@ def quantize_nf4(weight):
 
 @dataclass(eq=False)
 class Format:
-    """A way to store a weight [out, in] as (packed, block_scale, global_scale).
-
-    One whose codes have more than 4 bits has a `dequantize` of its own, in a subclass.
-    """
+    """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
     table: torch.Tensor = None       # float32 [16], the value of each code; None: there are no codes
@@ -210,8 +200,7 @@ class PackedWeight:
 class FrozenProduct(torch.autograd.Function):
     """x Ŵᵀ, with a gradient for x alone.
 
-    Autograd by itself would keep the dequantised Ŵ of every layer until backward. This keeps the
-    packed one, and dequantises it again there.
+    Autograd would keep the dequantised Ŵ of every layer until backward. This dequantises it again.
     """
 
     @staticmethod
@@ -225,17 +214,17 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def lora_linear(x, weight, bias, A, B, scale):
-    """x [..., in], a PackedWeight, bias [out] or 0, A [r, in], B [out, r] -> y [..., out]."""
-    return weight.multiply(x) + bias + scale * (x @ A.T) @ B.T                           # Eq. 2
+    """x [..., in], a PackedWeight, bias [out] or None, A [r, in], B [out, r] -> y [..., out]."""
+    y = weight.multiply(x) + scale * (x @ A.T) @ B.T                                     # Eq. 2
+    return y if bias is None else y + bias
 
 
 class QuantLinear(nn.Module):
     """Linear layers over one input, frozen, with LoRA (Eq. 2): x [..., in] -> [..., out].
 
-    names: the layers' names in the folder; sizes: their out_features; weight: those of all layers,
-    stacked along out, a PackedWeight; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r]
-    are float32 and move with .to(); weight and bias stay on the device that they were made on.
-    lora_alpha defaults to the rank.
+    names: the layers' names in the folder; sizes: their out_features; weight: a PackedWeight of all
+    of them, stacked along out; bias [out] or None. lora_A [layers * r, in] and lora_B [out, r] are
+    float32. Only they move with .to(). lora_alpha defaults to the rank.
     """
 
     def __init__(self, names, sizes, in_features, weight, bias, lora_rank=0, lora_alpha=None):
@@ -256,13 +245,13 @@ class QuantLinear(nn.Module):
             self.lora_B = nn.Parameter(torch.zeros(sum(sizes), lora_rank))
 
     def forward(self, x):
-        bias = 0 if self.bias is None else self.bias
         if not self.use_adapter:
-            return self.weight.multiply(x) + bias
+            y = self.weight.multiply(x)
+            return y if self.bias is None else y + self.bias
         # Each stacked layer has its own A and B: one A below the other, the Bs on a diagonal.
         B = torch.block_diag(*self.lora_B.split(self.sizes))
         A, B = self.lora_A.to(x.dtype), B.to(x.dtype)
-        return lora_linear(x, self.weight, bias, A, B, self.alpha / self.rank)
+        return lora_linear(x, self.weight, self.bias, A, B, self.alpha / self.rank)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,16 +267,13 @@ class QuantLinear(nn.Module):
 # Qwen3's norms of q and k are noisy is our choice.
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> normalised x, same dtype; computed in float32.
-
-    noisy_weight is w + Z during a rollout, else None.
-    """
+    """x [..., size] -> normalised x in x's dtype; computed in float32."""
 
     def __init__(self, name, weight, eps, trainable=False):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.noisy_weight = None
+        self.noisy_weight = None               # w + Z during a rollout
         self.weight = nn.Parameter(weight.float(), requires_grad=trainable)
 
     @property
@@ -302,9 +288,8 @@ class RMSNorm(nn.Module):
 def adaptive_quantization_noise(model, sigma, generator=None):
     """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²).
 
-    Wrap one rollout in it, as Algorithm 1 does in line 9 (the text before Eq. 7 draws anew
-    for each forward pass); log-probabilities and updates run outside. Not to be nested. generator:
-    on the CPU.
+    Put one rollout inside, as line 9 of Algorithm 1 does (the text before Eq. 7 draws anew for each
+    forward pass), and log-probabilities and updates outside. Do not nest it. generator: on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
@@ -330,13 +315,12 @@ SCHEDULES = {
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, and the first has no noise.
 
-    The K = stages - 1 others fall from start to end by a name in SCHEDULES. Ten stages have 0, 0.01,
-    0.0069, 0.0047, ..., 0.0005. Of two stages the noisy one has `start`. With fewer steps than stages
-    some are skipped, perhaps that of `start` or `end`. "exponential" needs start and end positive, or
-    both 0.
+    In the K = stages - 1 others σ falls from start to end as a SCHEDULES entry says; ten stages have 0,
+    0.01, 0.0069, 0.0047, ..., 0.0005. With fewer steps than stages some stages are skipped.
+    "exponential" needs start and end positive, or both 0.
     """
-    # Eq. 8's K is here the number of noisy stages, so that the last has `end`, as in the authors' code.
-    # Algorithm 1's line 7 takes all stages, and would stop short of it; appendix F ends at σ_start.
+    # K counts the noisy stages, so that the last one has `end`, as in the authors' code. If K counted
+    # all stages, as in line 7 of Algorithm 1, σ would not reach `end`.
     assert 0 <= step < steps, f"noise_sigma: step {step} is none of the {steps} steps, 0 to {steps - 1}"
     stage = step * stages // steps
     if stage == 0:
@@ -477,10 +461,7 @@ class Transformer(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def hidden(self, tokens, cache=None):
-        """tokens int64 [B, T] -> final hidden states [B, T, d].
-
-        cache: a KVCache, or whatever has its `attend` and `positions`.
-        """
+        """tokens int64 [B, T] -> hidden states [B, T, d]. cache: it has KVCache's attend and positions."""
         x = F.embedding(tokens, self.embedding)
         count = tokens.shape[1]
         positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
@@ -508,9 +489,8 @@ def trainable(model):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# A prompt is computed once, and its keys and values are copied to the G completions of its group. The
-# completions of several prompts then decode together, a token of each at a time, until the last one
-# is done.
+# Up to `slots` completions decode together, one token of each at a time, until the last one is done.
+# harness/fast.py computes a prompt once for the G completions of its group; here each computes it.
 
 class KVCache:
     """Keys and values of B rows; filled int64 [B]: how many positions each row holds.
@@ -529,9 +509,9 @@ class KVCache:
         return self.filled[:, None] + torch.arange(count, device=self.filled.device)
 
     def attend(self, q, k, v, layer):
-        """Put the keys and values of T new tokens behind those that each row holds; attend to all.
+        """Append the keys and values of T new tokens to each row, and attend to all: as `attention`.
 
-        q [B, T, heads, D], k and v [B, T, kv_heads, D] -> y [B, T, heads, D]. `filled` stays.
+        `filled` stays, because every layer appends at the same positions.
         """
         kv = self.layers[layer]
         position = self.positions(q.shape[1])                                            # [B, T]
@@ -541,11 +521,6 @@ class KVCache:
         total = int(position.max()) + 1
         up_to_itself = torch.arange(total, device=q.device) <= position[..., None]       # [B, T, total]
         return attention(q, *kv[:, :, :total], mask=up_to_itself[:, None])
-
-    def repeat(self, count):
-        """Each row `count` times."""
-        self.layers = [kv.repeat_interleave(count, 1) for kv in self.layers]
-        self.filled = self.filled.repeat_interleave(count)
 
 
 @dataclass
@@ -578,10 +553,9 @@ def nucleus(probs, top_p):
 def sample(logits, temperature=1.0, top_p=1.0, generator=None, nucleus=nucleus):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
-    Log-probability and entropy belong to softmax(logits / temperature), before top_p cuts it. At
-    temperature 0 the likeliest token is taken, and they belong to temperature 1. A token is drawn by
-    an exponential race: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p (in
-    logarithms this is the Gumbel-max trick).
+    Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. Temperature
+    0 takes the likeliest token, and they are those of temperature 1. A token is drawn by the Gumbel-max
+    trick without logarithms: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p.
     """
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
@@ -594,8 +568,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None, nucleus=nucleus):
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
-def complete(model, prompts, group_size, max_new_tokens, temperature, top_p, eos, generator):
-    """A group of completions of each prompt, all decoded together -> Rollout."""
+def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, generator):
+    """One completion of each prompt, all decoded together: (token, logprob, entropy) rows and so on."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(model.device)                                                     # [P, longest]
@@ -603,8 +577,7 @@ def complete(model, prompts, group_size, max_new_tokens, temperature, top_p, eos
     if padded.shape[1] > 1:
         model.hidden(padded[:, :-1], cache)            # of each prompt all but the last token
     cache.filled = lengths - 1                         # what padding has written lies behind
-    cache.repeat(group_size)
-    token = padded.gather(1, lengths[:, None] - 1)[:, 0].repeat_interleave(group_size)   # [N]
+    token = padded.gather(1, lengths[:, None] - 1)[:, 0]                                 # [N]
 
     ends = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     length = torch.zeros_like(token)
@@ -619,7 +592,7 @@ def complete(model, prompts, group_size, max_new_tokens, temperature, top_p, eos
         finished |= torch.isin(token, ends)
     tokens, logprobs, entropy = (torch.stack(part, 1) for part in zip(*drawn))           # [N, C]
     there = length_mask(length, len(drawn))
-    return Rollout(tokens * there, logprobs * there, entropy * there, length, finished)
+    return zip(tokens * there, logprobs * there, entropy * there, length, finished)
 
 
 def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
@@ -635,20 +608,18 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
              slots=256, generator=None):
     """Sample group_size completions for each prompt -> Rollout of N = P * group_size, on model.device.
 
-    prompts: P >= 1 lists of token ids, of any lengths but 0; eos: token ids that end a completion;
-    slots: sequences decoded at once, at least group_size (memory grows with them); generator: on
-    model.device. temperature 0 is greedy; top_p 1 keeps all tokens.
+    prompts: P lists of token ids; eos: token ids that end a completion; slots: sequences decoded at
+    once, for which memory grows; generator: on model.device. temperature 0 is greedy.
     """
     check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
-    at_once = max(1, slots // group_size)
-    parts = [
-        complete(model, prompts[i:i + at_once], group_size, max_new_tokens, temperature, top_p, eos,
-                 generator)
-        for i in range(0, len(prompts), at_once)
-    ]
-    rows = {name: [row for part in parts for row in getattr(part, name)] for name in vars(parts[0])}
-    padded = [pad_sequence(rows[name], batch_first=True) for name in ("tokens", "logprobs", "entropy")]
-    return Rollout(*padded, torch.stack(rows["length"]), torch.stack(rows["finished"]))
+    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    rows = []
+    for i in range(0, len(repeated), slots):
+        some = repeated[i:i + slots]
+        rows += decode_batch(model, some, max_new_tokens, temperature, top_p, eos, generator)
+    *columns, length, finished = zip(*rows)
+    padded = [pad_sequence(column, batch_first=True) for column in columns]              # [N, C] each
+    return Rollout(*padded, torch.stack(length), torch.stack(finished))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -667,16 +638,14 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    π_ref       the policy that training began with
 #
 # Algorithm 1 calls the noisy policy π_old. Here, as in the paper's code, ρ divides by the policy
-# without noise. How far the two are apart is logged (`mismatch`), and `truncated_importance` may
-# correct it.
-# π_ref is that of Algorithm 1 with a single iteration of its outer loop.
+# without noise. `mismatch` measures how far the two are apart; `truncated_importance` can correct it.
 
 @contextlib.contextmanager
 def adapters_off(model):
     """Inside, the model is Eq. 3's π_ref: what is trained has the values that it began with.
 
-    They are in model.reference, {name: tensor}. LoRA that began as zero is not stored, and
-    is switched off; an adapter from which training began is stored. Not to be nested in AQN.
+    They are in model.reference, {name: tensor}. LoRA that began as zero is not there, and is switched
+    off. Do not use it inside AQN.
     """
     trained = trainable(model)
     layers = [layer for layer in model.quantized_layers() if layer.use_adapter]
@@ -695,7 +664,7 @@ def adapters_off(model):
 
 
 def has_signal(rewards):
-    """rewards [P, G] -> bool [P]: do a group's rewards differ? If not, it teaches nothing."""
+    """rewards [P, G] -> bool [P]: do a group's rewards differ? If not, its advantages are 0."""
     return (rewards != rewards[:, :1]).any(1)
 
 
@@ -711,11 +680,10 @@ def deviation(rewards):
 
 @dataclass(frozen=True)
 class Objective:
-    """What tells one objective from another; the defaults are GRPO's.
+    """What differs between objectives; the defaults are GRPO's.
 
-    The loss of a token is divided by length_divisor of its completion and by batch_divisor. (Of a
-    minibatch over several processes harness/batches.py adds up their batch_divisors.) With clip_low =
-    clip_high = 0 weighted_logprob makes REINFORCE.
+    The loss of a token is divided by length_divisor of its completion and by batch_divisor, which
+    harness/batches.py sums over processes.
     """
     length_divisor: Callable = own_length   # mask float32 [N, C], most tokens -> [N, 1] or a number
     batch_divisor: Callable = len   # mask -> a number; by default that of the completions
@@ -736,7 +704,7 @@ OBJECTIVES = {
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
     "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
-    "gspo": Objective(log_ratio=lambda x, mask: x.sum(1, keepdim=True) / own_length(mask),
+    "gspo": Objective(log_ratio=lambda x, mask: (x * mask).sum(1, keepdim=True) / own_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
     "cispo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
@@ -744,27 +712,24 @@ OBJECTIVES = {
     # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
     # ratio of a completion is the product of its tokens'
     "rloo": Objective(divisor=lambda rewards: 1 - 1 / rewards.shape[1],
-                      log_ratio=lambda x, mask: x.sum(1, keepdim=True)),
+                      log_ratio=lambda x, mask: (x * mask).sum(1, keepdim=True)),
 }
 
 
 def group_advantages(rewards, objective="grpo"):
-    """rewards [P, G] -> advantages [P, G], exactly 0 in groups without signal.
-
-    objective: a name in OBJECTIVES.
-    """
-    divisor = OBJECTIVES[objective].divisor(rewards)
-    shape = list(getattr(divisor, "shape", []))
-    assert shape in ([], [len(rewards), 1]), (
-        f"OBJECTIVES['{objective}'].divisor gave the shape {shape}, not [{len(rewards)}, 1] or a number")
+    """rewards [P, G], a name in OBJECTIVES -> advantages [P, G], exactly 0 in groups without signal."""
+    divisor = torch.as_tensor(OBJECTIVES[objective].divisor(rewards))
+    assert divisor.shape in ((), (len(rewards), 1)), (
+        f"OBJECTIVES['{objective}'].divisor gave {list(divisor.shape)}, not [{len(rewards)}, 1] or a "
+        "number")
     advantages = (rewards - rewards.mean(1, keepdim=True)) / divisor                     # Eq. 4
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
 
 def token_weights(mask, objective="grpo", limit=None):
-    """The weight of each token in the loss: mask bool [N, C] of a (mini)batch -> float32 [N, C].
+    """mask bool [N, C] of a minibatch -> float32 [N, C], the weight of each token in the loss.
 
-    objective: a name in OBJECTIVES; limit: the most tokens of a completion, which dr-grpo asks for.
+    limit: max_new_tokens, which dr-grpo needs.
     """
     objective = OBJECTIVES[objective]
     mask = mask.float()
@@ -781,13 +746,11 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
                 ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0, objective="grpo"):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
-    logprobs, old_logprobs, ref_logprobs, rollout_logprobs [B, C]; advantages [B] or [B, C];
-    clip_low, clip_high: both numbers or both [B, C]; weights [B, C]: how much each token counts, by
-    token_weights of the whole minibatch, so that the losses of its micro-batches simply add up. KL is
-    Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ. It is never negative, and unbiased
-    if π_θ drew the tokens (here π_rollout did). As a part of the loss it has the gradient of
-    KL(π_ref || π_θ). tis, if not 0, is the cap of truncated_importance, which multiplies the gain, not
-    the KL. objective: a name in OBJECTIVES.
+    The log-probabilities are [B, C]; advantages [B] or [B, C]; clip_low and clip_high numbers or [B, C];
+    weights [B, C]: token_weights of the whole minibatch, so that the losses of its micro-batches add up.
+    KL is Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ. It is never negative, and
+    unbiased if π_θ drew the tokens (here π_rollout did); its gradient is that of KL(π_ref || π_θ). tis,
+    if not 0, is the cap of truncated_importance, which multiplies the gain, not the KL.
     """
     objective = OBJECTIVES[objective]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
@@ -810,58 +773,52 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 def mismatch(old_logprobs, rollout_logprobs, mask):
     """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats per token, largest ratio).
 
-    The ratio is of the two policies at a token, either way. With AQN the noise is part of it;
-    without, only rounding is (decoding and training add in different orders).
+    The ratio is max(π_old / π_rollout, π_rollout / π_old) of a token. Without AQN the two differ by
+    rounding alone: decoding and training add in different orders.
     """
     x = bounded((old_logprobs - rollout_logprobs)[mask])
     return (x.exp() - x - 1).mean().item(), x.abs().max().exp().item()
 
 
 def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
-    """min(π_old / π_rollout, cap), float32 [N, C]: corrects the mismatch (TIS; FlashRL).
-
-    The cap keeps one token from dominating.
-    """
+    """min(π_old / π_rollout, cap), float32 [N, C]: corrects the mismatch (TIS; FlashRL)."""
     return (old_logprobs - rollout_logprobs).exp().clamp(max=cap)
 
 
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of completions
 #
-# Each row is a prompt with its completion, padded to the longest. harness/fast.py computes the same of
-# a prompt that several completions share once, without padding, and never holds all logits.
+# Each row is a prompt with its completion, padded to the longest. harness/fast.py computes a prompt
+# once for all completions that share it, does not pad, and never holds all logits.
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0):
-    """log π(token) of completions int64 [B, C] after their prompts (B lists) -> float32 [B, C].
+    """log π(token) of completions int64 [B, C], length int64 [B], after B prompts -> float32 [B, C].
 
-    Of softmax(logits / temperature); 0 at padding. length: int64 [B], of the completions.
+    π is softmax(logits / temperature); padding has 0.
     """
     assert temperature > 0, f"token_logprobs: temperature {temperature} is not positive"
-    device = completions.device
-    columns = completions.shape[1]
-    rows = [torch.cat([torch.tensor(p, device=device), c]) for p, c in zip(prompts, completions)]
-    hidden = model.hidden(pad_sequence(rows, batch_first=True))                          # [B, T, d]
-    # The hidden state at a token predicts the next one: the first comes from the prompt's last token.
-    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    before = last[:, None] + torch.arange(columns, device=device)                        # [B, C]
-    hidden = hidden.gather(1, before[..., None].expand(-1, -1, hidden.shape[-1]))
-    logits = F.linear(hidden, model.lm_head).float() / temperature                       # [B, C, V]
-    logprobs = logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
-    return logprobs * length_mask(length, columns)
+    longest = completions.shape[1]
+    rows = [torch.cat([completion.new_tensor(prompt), completion])
+            for prompt, completion in zip(prompts, completions)]
+    tokens = pad_sequence(rows, batch_first=True)                                        # [B, T]
+    logits = model(tokens[:, :-1]).float() / temperature       # at each token those of the next one
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]            # [B, T - 1]
+    of_completions = [
+        row[len(prompt) - 1:][:longest] for row, prompt in zip(logprobs, prompts)]
+    return torch.stack(of_completions) * length_mask(length, longest)
 
 
 # --------------------------------------------------------------------------------------------------
 # 8. Loading
 #
-# This is short and never silently wrong: tensors that are missing or left over are refused, and models
-# that section 4 does not compute. harness/loading.py reads more kinds of folders and looks for damage.
+# This refuses models that section 4 does not compute, and tensors that are missing or left over.
+# harness/loading.py reads more kinds of folders, and refuses damaged tensors, too.
 
 @dataclass
 class WeightReader:
-    """Hands a model its tensors one layer at a time, read and quantised; see load_model.
+    """Reads and quantises a model one layer at a time, so that only one is ever in full precision.
 
-    So of the quantised layers no more than one is ever held in full precision. files: {tensor name:
-    the open safetensors file that holds it}.
+    files: {tensor name: the open safetensors file that holds it}.
     """
     files: dict
     weights: str = "nvfp4"
@@ -925,6 +882,9 @@ class WeightReader:
 
     def stacked(self, names, sizes, in_features):
         """The weights of several layers, one below the other, as one that can multiply."""
+        packed = {name.removesuffix(".weight_packed") for name in self.files if name.endswith("_packed")}
+        assert not packed or packed.issuperset(names), (
+            f"layer {names[0]} is in 16 bit, others are in NVFP4; leave out --plain to read such a folder")
         layers = [self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
         return self.PackedWeight(self.formats[self.weights], *stack_parts(layers))
 
@@ -932,11 +892,9 @@ class WeightReader:
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
-        stored = None
-        if bias:
-            biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]
-            stored = torch.cat(biases)
-        layer = self.QuantLinear(names, sizes, in_features, weight, stored, self.lora_rank, self.lora_alpha)
+        biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
+        layer = self.QuantLinear(names, sizes, in_features, weight, torch.cat(biases) if bias else None,
+                                 self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
     def check_all_read(self):
@@ -974,16 +932,14 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]          # what is
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
-               train_norms=False, model_class=Transformer, reader_class=WeightReader):
+               train_norms=False, reader_class=WeightReader):
     """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
 
-    weights: a name in FORMATS. dtype of activations, embeddings and lm_head: bfloat16 on a GPU,
-    float32 on a CPU unless given. Gradients go to LoRA (rank 0: none; lora_alpha defaults to the rank)
-    and, with train_norms, to the norms' scales. A folder in NVFP4 as compressed-tensors writes it is
-    read as it is with weights="nvfp4", and dequantised first for the others.
+    weights: a name in FORMATS. dtype: of activations, embeddings and lm_head; by default bfloat16 on a
+    GPU, float32 on a CPU. LoRA (lora_rank 0: none) and, with train_norms, the norms' scales are trained.
+    NVFP4 as compressed-tensors writes it is read as it is, or dequantised for other weights.
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
-    assert dtype.is_floating_point, f"dtype {dtype} is not a floating-point type"
     if not os.path.isdir(path):
         path = huggingface_hub.snapshot_download(path, allow_patterns=MODEL_FILES)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -995,6 +951,6 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
         assert not twice, f"{name}: {min(twice)} is in another file, too; keep the files of one model"
         files |= dict.fromkeys(file.keys(), file)
     reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-    model = model_class(config, reader)
+    model = Transformer(config, reader)
     reader.check_all_read()
     return model

@@ -79,8 +79,8 @@ class Format(qerl.Format):
         NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
         """
         scale = self.scale(block_scale)
-        if self.block == 32:
-            scale = scale.repeat_interleave(2, 1)                     # one for each 16
+        if self.table is E2M1:
+            scale = scale.repeat_interleave(self.block // 16, 1)      # one for each 16
         return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.table is NF4)
 
 
@@ -240,7 +240,7 @@ class RMSNorm(qerl.RMSNorm):
         """interleaved: for a layer that reads the result so, see PackedWeight."""
         if use_kernels(x):
             return kernels.rms_norm(x, self.scale, self.eps, interleaved)
-        return F.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).to(x.dtype)
+        return super().forward(x)
 
     def branch(self, x, added=None):
         """(x + added, its norm)."""

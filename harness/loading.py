@@ -104,7 +104,7 @@ class WeightReader(qerl.WeightReader):
         require(tensor.dtype in dtypes,
                 f"tensor {name} is {tensor.dtype}, not in 16 bit or NVFP4; use another model")
         largest = tensor.float().abs().max()                         # NaN if one number is
-        may_be_zero = name.endswith(("_proj.weight", ".bias"))
+        may_be_zero = name.endswith(("_proj.weight", "_proj.weight_packed", ".bias"))
         require(largest < LARGEST and (largest > 0 or may_be_zero),
                 f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
                 "the model again")
