@@ -82,5 +82,7 @@ def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     assert machine.free_memory(cpu) == machine.UNKNOWN              # there is no such file
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
     assert machine.free_memory(cpu) == 3000 * 1024
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for name, value in {"TORCHELASTIC_RUN_ID": "a run", "WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1",
+                        "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)                # as torchrun does
     assert machine.free_memory(cpu) == 1000 * 1024
