@@ -200,7 +200,7 @@ def bench_step(args):
                      f"{processes} processes cannot share {prompts} prompts")
     settings = settings_for(args.device)
     if args.peers:
-        settings = peers.equal_lengths(settings, args.sizes, args.peers)
+        settings = peers.equal_lengths(settings, args.peers)
     for name in args.model:
         if args.peers:
             yield from peers.trl_rows(name, args.sizes, settings, args.repeats)

@@ -303,16 +303,29 @@ class TiledWeight:
                                 # the kernels have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
+    values = None               # the weight in bfloat16, too, as an object that multiplies, where
+                                # machine.keep_decoded found room for it
+
+    def for_rows(self, rows):
+        """What multiplies so many rows fastest: this or, if they are kept, the values.
+
+        With more rows than these, multiplying takes longer than reading 16 bits a weight, and decoding
+        would only add to it.
+        """
+        few = rows <= (128 if is_hopper(self.words.device) else 64)
+        return self if few or self.values is None else self.values
 
     @property
     def nf4(self):
         return self.scales.dtype == torch.bfloat16
 
     def dequantize(self, dtype=torch.bfloat16, interleaved=False):
-        """The whole weight [out, in] in dtype, a temporary.
+        """The whole weight [out, in] in dtype: a temporary, or the kept values.
 
         interleaved: with its columns in the order of the tiles.
         """
+        if self.values is not None and dtype == torch.bfloat16 and not interleaved:
+            return self.values.dequantize(dtype)
         row_tiles, column_tiles, _ = self.words.shape
         weight = self.out_scale.new_empty(64 * row_tiles, 64 * column_tiles, dtype=dtype)
         by_tma = is_hopper(weight.device)
@@ -1380,7 +1393,8 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
 
     qkv [B, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [B, D] of their positions; filled
     int64 [B]: how many places of each row's cache are filled, so that the new k and v go to place
-    `filled`; the caller then adds 1 to it. cache: [2 (k, v), B, kv_heads, max_len, D].
+    `filled`; the caller then adds 1 to it. cache: [2 (k, v), B, kv_heads, max_len, D], perhaps the
+    first B rows of one with more.
     """
     _, B, kv_heads, max_len, D = cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
@@ -1392,26 +1406,23 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     # least.
     padded_heads = max(16, triton.next_power_of_2(share))
     padded_D = triton.next_power_of_2(D)
-    out, stats, arrived = attention_scratch(B * kv_heads, parts, padded_heads, padded_D, qkv.device)
+    # What the parts of each row and kv head leave; a CUDA graph keeps its own.
+    out = torch.empty(B * kv_heads, parts, padded_heads, padded_D, device=qkv.device)
+    stats = out.new_empty(B * kv_heads, parts, 2, padded_heads)
     y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, cache, filled, y, out, stats, arrived,
-        kv_heads, max_len, D ** -0.5 * LOG2E,
+        qkv, cos, sin, cache, filled, y, out, stats, parts_arrived(qkv.device),
+        kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
         BLOCK=64, SPLIT=split,
         num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
     return y
 
 
-@functools.lru_cache(maxsize=4)
-def attention_scratch(b_heads, parts, heads, D, device):
-    """What the parts of each row and kv head leave: (out, (m, total), how many parts have left them).
-
-    The counts are zero between calls.
-    """
-    out = torch.empty(b_heads, parts, heads, D, device=device)
-    stats = out.new_empty(b_heads, parts, 2, heads)
-    return out, stats, torch.zeros(b_heads, dtype=torch.int32, device=device)
+@functools.lru_cache
+def parts_arrived(device):
+    """How many parts of each row and kv head have left what they computed, int32, zero between calls."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 # The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
@@ -1490,13 +1501,14 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
 # Not specialised, else the kernel would be compiled again where it is divisible by 16.
 @triton.jit(do_not_specialize=["max_len"])
 def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrived,
-                            kv_heads, max_len, scale_log2e,
+                            kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                             BLOCK: tl.constexpr, SPLIT: tl.constexpr):
     """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
 
-    SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded.
+    SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded. values: how far
+    behind the keys the values are.
     """
     let_next_start()
     wait_for_previous()
@@ -1506,7 +1518,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
     g = b_head % kv_heads
     n = tl.load(filled + b).to(tl.int32)
     k_cache = cache + b_head.to(tl.int64) * max_len * D        # all keys come before all values
-    v_cache = k_cache + tl.num_programs(1).to(tl.int64) * max_len * D
+    v_cache = k_cache + values
     size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
     first = part * size
     if first <= n:

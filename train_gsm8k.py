@@ -35,7 +35,7 @@ from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, policy_fingerprints, write_jsonl
 from harness.loading import default_dtype, model_folder
-from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
+from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, keep_values
 from harness.ranks import Ranks
 from harness.run import Run, lasting, load_policy, open_run, read_checkpoint
 from harness.run import require_finite_rollout, require_same, resumed
@@ -79,7 +79,8 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this;
                                     # log-probabilities are of all
-    slots: int = None               # sequences decoded at once; by default 256, or what memory holds
+    slots: int = None               # sequences decoded at once; by default the completions of a step,
+                                    # at least 256, or what memory holds
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; 0 here and
@@ -368,6 +369,7 @@ def load_all(settings, method, ranks):
         load_adapter(model, settings.adapter)
     if not settings.shard:
         keep_decoded(model, engine)
+        keep_values(model, engine)
     longest = model.config.max_position_embeddings - settings.max_new_tokens
     data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
     questions = sum(data, [])
@@ -381,7 +383,8 @@ def load_all(settings, method, ranks):
     if method is not engine:
         method.prepare(model, folder, data.train, tokenizer)     # before `fitted` asks what memory is free
     longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
-    return model, tokenizer, data, fitted(settings, model, longest, engine)
+    completions = settings.prompts // ranks.count * settings.group
+    return model, tokenizer, data, fitted(settings, model, longest, completions, engine)
 
 
 def stored_folder(settings, method, folder, questions, tokenizer):

@@ -12,6 +12,7 @@ qerl's: fast.NAME gives that, too. What makes it fast:
 In shapes S is the number of tokens packed in a line; n tokens are of any sequences, one a row.
 """
 import itertools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +103,10 @@ class PackedWeight(qerl.PackedWeight):
     # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
     interleaved = False
 
+    def for_rows(self, rows):
+        """What multiplies so many rows; TiledWeight may have its values for many."""
+        return self
+
     def multiply(self, x, bias=None, residual=None, lora=None):
         """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient (qerl.lora_linear).
 
@@ -116,6 +121,15 @@ class PackedWeight(qerl.PackedWeight):
             if bias is not None:
                 y += bias
         return y if h is None else y.addmm_(h, lora[1].T)
+
+
+def renewed(old, new):
+    """Tensors `new`, in the place of `old`, which recorded graphs read, if these have their shapes."""
+    if old is None or any(kept.shape != tensor.shape for kept, tensor in zip(old[:2], new)):
+        return new
+    for kept, tensor in zip(old[:2], new):
+        kept.copy_(tensor)
+    return old
 
 
 class FrozenLinear(torch.autograd.Function):
@@ -167,6 +181,7 @@ class QuantLinear(qerl.QuantLinear):
     # Both are set by Transformer.recompute_in_backward.
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
+    decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
 
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
@@ -186,23 +201,40 @@ class QuantLinear(qerl.QuantLinear):
         rows = x.flatten(0, -2)
         return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
+    @torch.no_grad()
     def prepare_decoding(self, dtype):
-        """Before each rollout: bring LoRA into the form in which `decode` takes it."""
+        """Before each rollout: bring LoRA into the forms in which `decode` takes it."""
         if not self.use_adapter:
-            self.decode_lora = None
-        elif self.weight.interleaved:
-            self.decode_lora = self.weight.prepare_lora(
-                self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
-        else:
-            self.decode_lora = self.lora(dtype)
+            self.decode_lora = {}
+            return
+        for weight in {self.weight, self.weight.for_rows(math.inf)}:
+            if weight.interleaved:
+                lora = weight.prepare_lora(
+                    self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
+            else:
+                lora = self.lora(dtype)
+            old = self.decode_lora.get(weight.interleaved)
+            self.decode_lora = self.decode_lora | {weight.interleaved: renewed(old, lora)}
+
+    def interleaved(self, rows):
+        """Whether `decode` takes so many rows of x interleaved, see PackedWeight."""
+        return self.weight.for_rows(rows).interleaved
 
     def decode(self, x, residual=None):
-        """forward(x) + residual, without gradient; x [slots, in], interleaved if the weight is."""
-        return self.weight.multiply(x, self.bias, residual, self.decode_lora)
+        """forward(x) + residual, without gradient; x [slots, in]."""
+        weight = self.weight.for_rows(len(x))
+        return weight.multiply(x, self.bias, residual, self.decode_lora.get(weight.interleaved))
 
 
 class RMSNorm(qerl.RMSNorm):
     """qerl.RMSNorm, by a kernel."""
+    decode_scale = None            # [the last rollout's noisy_weight]
+
+    def prepare_decoding(self):
+        """Before each rollout: put w + Z where recorded graphs read it."""
+        if self.noisy_weight is not None:
+            self.decode_scale = renewed(self.decode_scale, [self.noisy_weight])
+            self.noisy_weight, = self.decode_scale
 
     def forward(self, x, interleaved=False):
         """interleaved: for a layer that reads the result so, see PackedWeight."""
@@ -274,7 +306,7 @@ class Attention(qerl.Attention):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1).flatten(1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
-        y = decode_attention(qkv, *rope, cache, self.index, self.o.weight.interleaved)
+        y = decode_attention(qkv, *rope, cache, self.index, self.o.interleaved(len(x)))
         return self.o.decode(y, residual)
 
 
@@ -287,7 +319,7 @@ class MLP(qerl.MLP):
     def decode(self, x, residual):
         """forward(x) + residual for one new token of each slot, [slots, d]."""
         gate_up = self.gate_up.decode(x)
-        y = silu_mul(gate_up, self.down.weight.interleaved)
+        y = silu_mul(gate_up, self.down.interleaved(len(x)))
         return self.down.decode(y, residual)
 
 
@@ -315,9 +347,9 @@ class Block(qerl.Block):
 
         On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
         """
-        y = self.attention_norm(x, self.attention.qkv.weight.interleaved)
+        y = self.attention_norm(x, self.attention.qkv.interleaved(len(x)))
         x = self.attention.decode(y, rope, cache, residual=x)
-        y = self.mlp_norm(x, self.mlp.gate_up.weight.interleaved)
+        y = self.mlp_norm(x, self.mlp.gate_up.interleaved(len(x)))
         return self.mlp.decode(y, residual=x)
 
 
@@ -325,6 +357,8 @@ class Transformer(qerl.Transformer):
     """qerl.Transformer; `decode` is `hidden` for one new token of every slot of the sampler."""
     Block = Block
     recompute_blocks = 0           # how many, from the first on
+    keep_sampler = False           # whether `sampler` is that of the last rollout; by machine.fitted
+    sampler = None
 
     def decode(self, tokens, cache):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
@@ -375,14 +409,21 @@ class KVCache:
     def __init__(self, model, slots, max_len):
         head_dim = model.blocks[0].attention.head_dim
         shape = 2, slots, model.config.num_key_value_heads, max_len, head_dim
-        self.layers = [model.embedding.new_zeros(shape) for _ in model.blocks]
-        self.filled = torch.zeros(slots, dtype=torch.long, device=model.device)
+        self.all_layers = [model.embedding.new_zeros(shape) for _ in model.blocks]
+        self.all_filled = torch.zeros(slots, dtype=torch.long, device=model.device)
+        self.use(slots)
+
+    def use(self, slots):
+        """Be a cache of the first `slots` slots."""
+        self.layers = [kv[:, :slots] for kv in self.all_layers]
+        self.filled = self.all_filled[:slots]
 
     def keep(self, slots):
-        """Forget all slots but these, int64 [fewer]; layer by layer, so there is never a second cache."""
-        self.filled = self.filled[slots]
-        for i, kv in enumerate(self.layers):
-            self.layers[i] = kv[:, slots]
+        """Put these slots, int64 [fewer], first; layer by layer, so there is never a second cache."""
+        fewer = len(slots)
+        self.filled[:fewer] = self.filled[slots]
+        for kv in self.layers:
+            kv[:, :fewer] = kv[:, slots]
 
 
 class Prefill(NamedTuple):
@@ -437,9 +478,10 @@ def to_device(numbers, device):
 
 
 class Sampler:
-    """The state of one `generate` call: what each slot is at, and the completions so far.
+    """The state of a `generate` call: what each slot is at, and the completions so far.
 
-    Made anew for each call, and with it the CUDA graph, which holds the call's cache and noisy norms.
+    Calls that differ in nothing but prompts, noise and LoRA may share one, with its cache and its CUDA
+    graphs (Transformer.keep_sampler).
     """
 
     fewest = 16                # slots that `shrink` may leave
@@ -453,12 +495,12 @@ class Sampler:
         self.generator = generator
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
-        # Of each slot; how many keys and values it has is cache.filled.
-        self.completion = torch.full((slots,), IDLE, device=device)    # what it continues, a row below
-        self.position = torch.zeros_like(self.completion)              # its next token's column there
-        self.token = torch.zeros_like(self.completion)                 # the next input
+        self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
         self.logits = None                                             # float [slots, V], of this step
+        self.max_len = max_len
         self.cache = KVCache(model, slots, max_len)
+        self.graphs = {}                                # {slots: (a step, recorded; its logits)}
+        self.read = None                                               # addresses that the graphs read
 
         # Of each completion, and of one more, into which idle slots write.
         self.logprobs = torch.zeros(count + 1, max_new_tokens, device=device)
@@ -467,8 +509,31 @@ class Sampler:
         self.length = torch.zeros_like(self.tokens[:, 0])
         self.limit = torch.full_like(self.length, max_new_tokens)      # methods/deep_grpo.py lowers some
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
-        for layer in model.quantized_layers():
-            layer.prepare_decoding(model.embedding.dtype)
+        self.start()
+
+    def start(self):
+        """Begin a rollout: all slots are idle and empty, and no completion has a token."""
+        self.slots.zero_()[0] = IDLE
+        for tensor in (self.cache.all_filled, self.logprobs, self.entropy, self.tokens, self.length,
+                       self.finished):
+            tensor.zero_()
+        for module in self.model.modules():
+            if isinstance(module, RMSNorm):
+                module.prepare_decoding()
+        for layer in self.model.quantized_layers():
+            layer.prepare_decoding(self.model.embedding.dtype)
+        read = [tensor.data_ptr() for tensor in tensors_of(self.model)]
+        if read != self.read:
+            self.graphs.clear()
+            self.read = read
+        self.use(self.slots.shape[1])
+
+    def use(self, slots):
+        """Decode with the first `slots` slots from now on."""
+        # Of each slot: the completion that it continues, a row of `tokens`; its next token's column
+        # there; the next input. How many keys and values it has is cache.filled.
+        self.completion, self.position, self.token = self.slots[:, :slots]
+        self.cache.use(slots)
         self.record()
 
     def record(self):
@@ -478,10 +543,16 @@ class Sampler:
         Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None,
         not self.step: a sampler that refers to itself would keep its cache after the call.)
         """
+        slots = len(self.completion)
         self.replay = None
-        if self.model.device.type == "cuda" and use_kernels(self.model.embedding):
-            recorded = self.step if self.top_p == 1 else self.forward
-            self.replay = kernels.record_graph(recorded, self.generator)
+        if self.model.device.type != "cuda" or not use_kernels(self.model.embedding):
+            return
+        if slots in self.graphs:
+            self.replay, self.logits = self.graphs[slots]
+            self.replay()                      # a step, since recording takes one, too: both draw as much
+        else:
+            self.replay = kernels.record_graph(self.step if self.top_p == 1 else self.forward, self.generator)
+            self.graphs[slots] = self.replay, self.logits
 
     def admit(self, prompts, slots, completions):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -549,18 +620,38 @@ class Sampler:
         """Keep the busy half of the slots when the other is idle: the last completions are then faster."""
         busy_first = (self.completion == IDLE).int().argsort(stable=True)
         kept = busy_first[:len(self.completion) // 2]
-        self.completion = self.completion[kept]
-        self.position = self.position[kept]
-        self.token = self.token[kept]
-        self.replay = None                             # gives the old graph's memory back
+        self.slots[:, :len(kept)] = self.slots[:, kept]
         self.cache.keep(kept)
-        self.record()
+        self.use(len(kept))
 
     def rollout(self):
-        """The completions, without the spare row, cut to the longest."""
+        """The completions, without the spare row, cut to the longest; copies."""
         longest = int(self.length[:-1].max())
         cut = [t[:-1, :longest] for t in (self.tokens, self.logprobs, self.entropy)]
-        return Rollout(*cut, self.length[:-1], self.finished[:-1])
+        return Rollout(*(t.clone() for t in (*cut, self.length[:-1], self.finished[:-1])))
+
+
+def tensors_of(thing):
+    """All tensors of a module, a weight, or of a collection in one."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, torch.nn.Module) or hasattr(thing, "dequantize"):
+        thing = vars(thing)
+    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def take_sampler(model, sampler_class, count, slots, max_len, *others):
+    """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
+    asked = sampler_class, count, slots, *others
+    sampler, model.sampler = model.sampler, None
+    if sampler and sampler.asked == asked and sampler.max_len >= max_len:
+        sampler.start()
+        return sampler
+    sampler = None                                     # before there is a second cache
+    sampler = sampler_class(model, count, slots, max_len, *others)
+    sampler.asked = asked
+    return sampler
 
 
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
@@ -575,14 +666,16 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
     with torch.no_grad():
-        sampler = sampler_class(model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
-                                generator)
+        sampler = take_sampler(model, sampler_class, count, slots, max_len, max_new_tokens, temperature,
+                               top_p, eos, generator)
         entered = 0                                                # prompts that have had their slots
         while True:
             idle = (sampler.completion == IDLE).nonzero()[:, 0]
             busy = len(sampler.completion) - len(idle)
             admitted = min(len(idle) // group_size, len(prompts) - entered)
             if not busy and not admitted:
+                if model.keep_sampler and sampler_class is Sampler:
+                    model.sampler = sampler
                 return sampler.rollout()
             many = len(sampler.completion) >= 2 * sampler.fewest
             if many and entered == len(prompts) and busy <= len(idle):

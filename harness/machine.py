@@ -62,43 +62,67 @@ def keep_decoded(model, engine, small=1e8):
         layer.weight = engine.PackedWeight(in_16_bits, *values)
 
 
-def fitted(settings, model, longest, engine):
-    """The settings with the slots and micro_tokens that memory holds, where no flag gave them.
+def keep_values(model, engine):
+    """Keep bfloat16 values beside the codes that a kernel multiplies, in an eighth of the free memory.
 
-    longest: tokens of a prompt and its completion; the KV cache takes 0.7 of the free memory if all
-    slots have as many. A resumed run keeps its own: on the first number the random numbers depend, on
-    the second the order of sums. On a GPU this also chooses the blocks whose activations are kept.
+    Training and rollouts of many slots use them (fp4_kernels.TiledWeight.for_rows): there a product
+    takes longer than reading 16 bits a weight, and decoding would only add to it.
     """
+    weights = [layer.weight for layer in model.quantized_layers()
+               if not isinstance(layer.weight, qerl.PackedWeight)]
+    size = 16 * sum(weight.words.numel() for weight in weights)        # bytes; a word has 8 weights
     free = free_memory(model.device)
-    token = sum(kv.nbytes for kv in engine.KVCache(model, 1, 1).layers)
-    slots = int(0.7 * free / (longest * token))
-    recomputed = getattr(model, "recompute_blocks", 0)                 # qerl.py recomputes none
-    values = activations(model.config, len(model.blocks), recomputed)
+    if not weights or 8 * size > free:
+        return
+    print(f"the 4-bit weights are kept in bfloat16, too, {size / 1e9:.1f} of {free / 1e9:.1f} GB free, for "
+          "training and for rollouts of more than 128 slots")
+    for weight in weights:
+        weight.values = engine.FORMATS["bf16"].pack(weight.dequantize(model.embedding.dtype))
+
+
+def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
+    """What `free` bytes hold -> (slots, micro_tokens, bytes for activations, whether the cache stays).
+
+    free: beside the weights and all that is trained; sequence: bytes of the longest completion's cache;
+    completions: of a step; recomputed: blocks; itemsize: bytes of an activation. Flags win. By default
+    all completions of a step are decoded at once, and 256 of an evaluation if a step has fewer; or as
+    many as 0.7 of the memory holds. If a step's cache takes at most a quarter, it stays during the
+    updates, so that a rollout's recorded graphs serve the next one, too.
+    """
+    slots = settings.slots or max(1, min(max(256, completions), int(0.7 * free / sequence)))
+    cache = sequence * min(slots, completions)
+    stays = 4 * cache <= free
+    values = activations(config, config.num_hidden_layers, recomputed)
     if settings.plain:
         # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are there,
         # some four times in float32.
-        values = 4 * (values + 8 * model.config.vocab_size)
-    micro_tokens = int(room_for_updates(model) / values)
-    settings = replace(
-        settings,
-        slots=settings.slots or max(1, min(256, slots)),
-        micro_tokens=settings.micro_tokens or max(512, min(16384, micro_tokens)),
-    )
-    print(f"--slots {settings.slots} --micro-tokens {settings.micro_tokens}, with {free / 1e9:.1f} GB free")
-    if recomputed and not settings.shard:
-        keep_activations(model, settings.micro_tokens)
-    return settings
+        values = 4 * (values + 8 * config.vocab_size)
+    logits = 3 * 2048 * config.vocab_size * itemsize                             # of 2,048 tokens
+    room = 0.8 * (free - logits) - stays * cache
+    micro_tokens = settings.micro_tokens or max(512, min(16384, int(room / itemsize / values)))
+    return slots, micro_tokens, room, stays
 
 
-def room_for_updates(model):
-    """How many activations there is room for in 0.8 of the free memory.
+def fitted(settings, model, longest, completions, engine):
+    """The settings with the slots and micro_tokens that memory holds, where no flag gave them: see plan.
 
-    The optimiser's two moments, the gradients and 2,048 tokens' logits have to fit, too.
+    longest: tokens of a prompt and its completion; completions: of a step, in this process. A resumed
+    run keeps its own: on the first number the random numbers depend, on the second the order of sums.
+    This also chooses the blocks whose activations are kept, and whether the sampler is.
     """
-    itemsize = model.embedding.dtype.itemsize
+    # The optimiser's two moments and the gradients are still to come.
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
-    free = free_memory(model.device) - trained - 3 * 2048 * model.config.vocab_size * itemsize
-    return 0.8 * free / itemsize
+    free = free_memory(model.device) - trained
+    sequence = longest * sum(kv.nbytes for kv in engine.KVCache(model, 1, 1).layers)
+    itemsize = model.embedding.dtype.itemsize
+    recomputed = getattr(model, "recompute_blocks", 0)                 # qerl.py recomputes none
+    slots, micro_tokens, room, stays = plan(
+        settings, model.config, free, sequence, completions, recomputed, itemsize)
+    print(f"--slots {slots} --micro-tokens {micro_tokens}, with {free / 1e9:.1f} GB free")
+    if recomputed and not settings.shard:
+        keep_activations(model, micro_tokens, room / itemsize)
+    model.keep_sampler = stays and not settings.shard
+    return replace(settings, slots=slots, micro_tokens=micro_tokens)
 
 
 def activations(config, blocks, recomputed):
@@ -113,9 +137,11 @@ def activations(config, blocks, recomputed):
     return kept + blocks * d + (10 * d + 5 * wide if recomputed else 0)
 
 
-def keep_activations(model, tokens):
-    """Recompute in backward only as many blocks as memory asks for, with `tokens` tokens a pass."""
-    room = room_for_updates(model)
+def keep_activations(model, tokens, room):
+    """Recompute in backward only as many blocks as memory asks for.
+
+    tokens: of a pass; room: for how many activations.
+    """
     blocks = len(model.blocks)
     recomputed = 0
     while recomputed < blocks and tokens * activations(model.config, blocks, recomputed) > room:
@@ -168,14 +194,14 @@ def estimate(config, settings, gpu, length, taught=1.0):
     completions = settings.prompts * settings.group
     cached = 4 * blocks * kv                                 # a token's keys and values
     sequence = cached * (PROMPT + settings.max_new_tokens)
-    slots = settings.slots or min(256, 0.7 * (memory - lasting) // sequence)
+    recomputed = 0 if settings.keep_activations else blocks
+    slots, micro_tokens, room, _ = plan(
+        settings, config, memory - lasting, sequence, completions, recomputed)
     slots = min(completions, max(settings.group, slots))
     # In a pass: a block's decoded weights and 2,048 tokens' logits; the activations of its tokens.
     in_pass = lasting + 2 * block + 4096 * config.vocab_size
     most = 2 * activations(config, blocks, 0)
-    least = most if settings.keep_activations else 2 * activations(config, blocks, blocks)
-    room = 0.8 * (memory - in_pass)
-    micro_tokens = settings.micro_tokens or max(512, min(16384, room / least))
+    least = 2 * activations(config, blocks, recomputed)
     tokens = completions * length + settings.prompts * PROMPT
     update = in_pass + least * min(micro_tokens, tokens / settings.updates)
     needed = max(lasting + slots * sequence, update)

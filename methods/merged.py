@@ -66,7 +66,7 @@ class MergingSampler(fast.Sampler):
                 layer.unmerged = layer.weight, layer.use_adapter
                 layer.weight = weight
                 layer.use_adapter = False
-                layer.decode_lora = None
+                layer.decode_lora = {}
 
     def restore(self):
         """Give all layers their own weights back, also after a rollout that was stopped."""

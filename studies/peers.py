@@ -51,8 +51,8 @@ def tuning_for(name, completions, tokens):
     return {"micro_batch": fitting[-1], "share": share}
 
 
-def equal_lengths(settings, sizes, tokens):
-    """The Settings with completions of so many tokens each, all decoded at once.
+def equal_lengths(settings, tokens):
+    """The Settings with completions of so many tokens each.
 
     Raises a UserError, one line, where a package of the peers is missing.
     """
@@ -60,8 +60,7 @@ def equal_lengths(settings, sizes, tokens):
     if missing:
         raise UserError(f"--peers: {', '.join(missing)} cannot be imported; "
                              "pip install 'trl[vllm,peft]' into this environment")
-    slots = max(prompts * group for prompts, group in sizes)
-    return replace(settings, max_new_tokens=tokens, slots=slots)
+    return replace(settings, max_new_tokens=tokens)
 
 
 def write_model(name, folder):

@@ -13,7 +13,7 @@ import torch
 import qerl
 from harness import fast
 from harness.batches import make_batch
-from harness.machine import Clock, keep_activations
+from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
 from methods.deep_grpo import CutSampler
 from studies.plots import grouped, plot_bars, plot_lines
@@ -35,8 +35,6 @@ def take_peak():
 def release_memory():
     """Give back what was used before, so that the next measurement starts from the same memory."""
     gc.collect()
-    if fast.kernels:
-        fast.kernels.attention_scratch.cache_clear()
     torch.cuda.empty_cache()
 
 
@@ -105,7 +103,7 @@ def prompt_tokens(device):
 
 def settings_for(device):
     """The Settings of the steps that are measured; completions are short on a CPU."""
-    usual = Settings(slots=256, micro_tokens=16384, updates=1, lr=1e-6, device=device)
+    usual = Settings(updates=1, lr=1e-6, device=device)
     return usual if device == "cuda" else replace(usual, max_new_tokens=12)
 
 
@@ -117,12 +115,15 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     """
     ranks = Ranks()
     model = random_model(name, weights, settings.lora_rank, settings.device)
-    keep_activations(model, settings.micro_tokens)     # blocks recompute only as memory asks for
+    keep_values(model, fast)
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
-        own = replace(settings, group=group)
+        model.recompute_in_backward()
+        completions = prompts // ranks.count * group
+        own = fitted(replace(settings, group=group), model,
+                     prompt_tokens(settings.device) + settings.max_new_tokens, completions, fast)
         torch.manual_seed(ranks.rank)              # the ranks have prompts and samples of their own
-        longest = torch.full((prompts // ranks.count * group,), settings.max_new_tokens)
+        longest = torch.full((completions,), settings.max_new_tokens)
         lengths = cut_lengths(longest, ranks) if cut else longest
         # The first step of a size compiles its kernels.
         steps = [take_step(model, optimizer, scaler, own, lengths) for _ in range(repeats + 1)]

@@ -112,6 +112,30 @@ def test_fewer_slots_at_the_end_change_nothing(model):
         assert_close(found[name], tensor, **NEAR)
 
 
+def test_a_kept_sampler_samples_anew(family):
+    """Other prompts, noise and LoRA than in the rollout before, which ended with fewer slots.
+
+    What recorded graphs read keeps its address; a longer prompt asks for another cache.
+    """
+    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
+    model = with_lora(family[0])
+    model.keep_sampler = True
+    options = dict(temperature=0, eos=range(8))
+    samplers = []
+    for step, longest in ((1, 30), (2, 20), (3, 40)):
+        asked = prompts[step:] + [[9] * longest] * step
+        with qerl.adaptive_quantization_noise(model, 0.1, seeded(step)):
+            expected = qerl.generate(model, asked, 24, **options)
+            found = fast.generate(model, asked, 24, **options)
+        for name, tensor in vars(expected).items():
+            assert_close(getattr(found, name), tensor, **NEAR)
+        samplers.append((model.sampler, model.sampler.read))
+        for p in qerl.trainable(model).values():
+            p.data *= 1.5
+    assert samplers[0] == samplers[1]
+    assert samplers[2][0] is not samplers[0][0]
+
+
 def test_packing_holds_each_prompt_once():
     """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
     packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))

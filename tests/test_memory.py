@@ -27,21 +27,26 @@ def test_weights_stay_decoded_in_half_of_the_free_memory(model, monkeypatch):
 
 
 def test_slots_and_pieces_are_what_memory_holds(family, monkeypatch):
-    """Pieces beside the logits and what is trained: two moments and a gradient, float32."""
+    """Beside what is trained, two moments and a gradient; pieces beside logits and a cache that stays."""
     model = with_lora(family[0])
-    three = 1.0001 * sum(kv.nbytes for kv in fast.KVCache(model, 3, 100).layers) / 0.7
+    token = sum(kv.nbytes for kv in fast.KVCache(model, 1, 1).layers)
     trained = 3 * sum(p.nbytes for p in qerl.trainable(model).values())
     logits = 3 * 2048 * model.config.vocab_size * 4
-    thousand = trained + logits + 1000.1 * 4 * machine.activations(model.config, 2, 0) / 0.8
-    for bytes_free, longest, slots, micro_tokens in (
-            (three, 100, 3, 512),
-            (three, 101, 2, 512),
-            (three, 1, 256, 512),
-            (thousand, 10 ** 6, 1, 1000),
-            (1e15, 10 ** 6, 256, 16384)):
+    activation = 4 * machine.activations(model.config, 2, 0)
+    three = trained + 300.01 * token / 0.7
+    thousand = trained + logits + 1000.1 * activation / 0.8
+    for bytes_free, longest, completions, slots, micro_tokens, stays in (
+            (three, 100, 512, 3, 512, False),
+            (three, 101, 512, 2, 512, False),
+            (three, 1, 512, 300, 512, False),
+            (three, 1, 8, 256, 512, True),
+            (thousand, 10 ** 6, 512, 1, 1000, False),
+            (thousand + 8 * token / 0.8, 1, 8, 256, 1000, True),
+            (1e15, 10 ** 6, 512, 512, 16384, True)):
         free(monkeypatch, bytes_free)
-        fitted = machine.fitted(train_gsm8k.Settings(), model, longest, fast)
+        fitted = machine.fitted(train_gsm8k.Settings(), model, longest, completions, fast)
         assert (fitted.slots, fitted.micro_tokens) == (slots, micro_tokens)
+        assert model.keep_sampler == stays
 
 
 def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
@@ -60,15 +65,14 @@ def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch
     assert fitted("summary.json", "--resume", "--steps", 3, "--slots", 5) == (5, 512)
 
 
-def test_blocks_keep_their_activations_where_memory_allows(model, monkeypatch):
+def test_blocks_keep_their_activations_where_memory_allows(model):
     """As few blocks as possible are recomputed; with a token more, one block more is."""
     model.blocks = torch.nn.ModuleList(list(model.blocks) * 20)
     for recomputed in (0, 3, 40):
         room = 1000 * machine.activations(model.config, 40, recomputed)
-        monkeypatch.setattr(machine, "room_for_updates", lambda model: room)
-        machine.keep_activations(model, 1000)
+        machine.keep_activations(model, 1000, room)
         assert model.recompute_blocks == recomputed
-        machine.keep_activations(model, 1001)
+        machine.keep_activations(model, 1001, room)
         assert model.recompute_blocks > recomputed or recomputed == 40
 
 
@@ -78,5 +82,7 @@ def test_free_memory_is_shared_by_processes_of_a_machine(tmp_path, monkeypatch):
     assert machine.free_memory(cpu) == machine.UNKNOWN              # there is no such file
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
     assert machine.free_memory(cpu) == 3000 * 1024
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for name, value in {"TORCHELASTIC_RUN_ID": "a run", "WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1",
+                        "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)                # as torchrun does
     assert machine.free_memory(cpu) == 1000 * 1024

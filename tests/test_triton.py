@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from harness import fast, loading
+from harness import fast, loading, machine
 from common import neighbour, run_python
 from methods import merged
 from harness.fast import kernels
@@ -355,6 +355,25 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name):
         assert_close(getattr(found, column), right, **NEAR)
 
 
+@runs_kernels
+def test_kernels_leave_many_rows_to_kept_values(tmp_path, monkeypatch, tiles):
+    """They take an eighth of the free memory at most."""
+    model = one_block(tmp_path, "wide")
+    layers = [layer for layer in model.quantized_layers() if layer.weight.interleaved]
+    assert layers
+    size = 2 * sum(layer.weight.dequantize(torch.float32).numel() for layer in layers)
+    for free, kept in ((8 * size - 1, False), (8 * size, True)):
+        monkeypatch.setattr(machine, "free_memory", lambda device: free)
+        machine.keep_values(model, fast)
+        assert all(layer.interleaved(129) != kept for layer in layers)
+    for layer in layers:
+        assert layer.interleaved(128)
+        layer.prepare_decoding(model.embedding.dtype)
+        x = torch.randn(129, layer.lora_A.shape[1]).to(model.embedding)
+        with torch.no_grad():
+            assert relative(layer.decode(x), layer(x)) < (0.02 if CUDA else 1e-5)
+
+
 @gpu
 @pytest.mark.parametrize("name,weights,top_p", [
     *(("qerl", weights, 1.0) for weights in fast.FORMATS),
@@ -372,6 +391,7 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     prompts = [[5 + i] * (1 + i % 7) for i in range(100)] * 2
     generator = torch.Generator("cuda")
     method = neighbour(name)
+    model.keep_sampler = True
     repeated = []
     for _ in range(2):
         rollout = method.generate(model, prompts, 40, 1, top_p=top_p, slots=128,
