@@ -33,7 +33,7 @@ from harness.command import check_settings, full_name, one_line, parse_flags, re
 from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
 from harness.data import with_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, policy_fingerprints, write_jsonl
+from harness.folders import atomic_write, fingerprint, policy_fingerprints, weight_pieces, write_jsonl
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
@@ -357,8 +357,10 @@ def load_all(settings, method, ranks):
         ranks.serve = SharedPasses(model, ranks.count).serve
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
-    model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
-    model.fingerprints["file of --reward"] = reward_fingerprint(settings.reward)
+    model.fingerprints = policy_fingerprints(stored, tokenizer.eos) | {
+        "file of --reward": reward_fingerprint(settings.reward),
+        "adapter": settings.adapter and fingerprint(weight_pieces(settings.adapter)),
+    }
     if settings.device != "cpu" and not settings.keep_activations and not settings.plain:
         model.recompute_in_backward()
     if settings.lora_rank == 0:

@@ -13,12 +13,9 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
 
 Other TeX is compared by math-verify: pip install math-verify.
 """
-import ast
 import functools
-import hashlib
 import logging
 import math
-import operator
 import re
 import runpy
 import signal
@@ -28,6 +25,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from harness.errors import UserError, require
+from harness.folders import fingerprint
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
 PATIENCE = 5                   # seconds of the process: no comparison of TeX that is meant takes longer
@@ -157,25 +155,17 @@ def one_number(text, question=""):
     return value if same else None
 
 
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-              ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
-
-
 def calculated(text):
     """The exact value of a calculation with + - * / and brackets, a Fraction; else None."""
-    def quoted(number):                        # so that it stays exact, and "05" is one
-        return "('" + re.sub("[, ]", "", number[0]) + "')"
+    def exact(number):
+        return f"Fraction('{re.sub('[, ]', '', number[0])}')"
 
-    def value(node):
-        if isinstance(node, ast.Constant):
-            return Fraction(node.value)
-        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        return OPERATIONS[type(node.op)](*map(value, parts))
-
-    if re.search(r"[^\d\s$.,+*/()eE-]", text):
+    text = text.replace("$", " ").strip()
+    # Python evaluates numbers and these signs alone: no name, no power.
+    if not re.fullmatch(r"(?:[0\s+()-]|[*/](?![*/]))*", re.sub(DECIMAL, "0", text)):
         return None
     try:
-        return value(ast.parse(re.sub(DECIMAL, quoted, text.replace("$", " ").strip()), mode="eval").body)
+        return Fraction(eval(re.sub(DECIMAL, exact, text), {"Fraction": Fraction}))
     except Exception:                          # it is no calculation, or divides by 0
         return None
 
@@ -323,7 +313,7 @@ def own_reward(name):
 def reward_fingerprint(scheme):
     """SHA-256 of the files that a --reward names, which a resumed run must share."""
     paths = [name.rpartition(":")[0] for _, name in terms(scheme)]
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths if path)).hexdigest()
+    return fingerprint(Path(path).read_bytes() for path in paths if path)
 
 
 def guarded(name, function, *arguments):
