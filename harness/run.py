@@ -1,9 +1,11 @@
 """What lasts of a run: its checkpoint, which --resume goes on from, log, samples, summary."""
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import safetensors.torch
 import torch
@@ -12,11 +14,11 @@ from tqdm import tqdm
 import qerl
 from harness.command import command_line, require_flag
 from harness.export import adapter_tensors, save_adapter
-from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, fingerprint, new_run
-from harness.folders import newest_run, open_folder
+from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
+from harness.folders import new_run, newest_run, open_folder
 from harness.machine import environment
 from harness.report import one_group, write_report
-from harness.errors import require
+from harness.errors import UserError, require
 
 
 # Settings that are a process's own: where a run lives, what is done with it.
@@ -35,11 +37,34 @@ def lasting(settings):
     return {name: value for name, value in asdict(settings).items() if name not in FREE}
 
 
-def open_run(settings):
-    """Choose, create and lock the run's folder -> (folder, lock)."""
-    name = os.path.basename(os.path.normpath(settings.model or "small"))
-    folder = settings.out or new_run(f"runs/{name}-{settings.weights}-{settings.algo}")
-    return folder, open_folder(folder, settings.resume)
+@contextlib.contextmanager
+def run_folder(settings, ranks):
+    """Create and lock the folder of a run, and give the settings with its name, for all ranks.
+
+    An error that is not the user's mistake gets the words `go_on`, if there is a checkpoint. A new
+    folder goes, if an error leaves nothing but the lock in it.
+    """
+    lock = None
+    if ranks.main and (settings.out or not settings.eval_only):
+        name = os.path.basename(os.path.normpath(settings.model or "small"))
+        out = settings.out or new_run(f"runs/{name}-{settings.weights}-{settings.algo}")
+        lock = open_folder(out, settings.resume)
+        settings = replace(settings, out=out)
+    try:
+        settings = ranks.settings_of_first(settings)
+        yield settings
+    except BaseException as e:
+        out = settings.out
+        left = os.listdir(out) if out and os.path.isdir(out) else []
+        if lock and left == [LOCK]:
+            lock.release()                  # Windows removes no open file
+            shutil.rmtree(out, ignore_errors=True)             # "." or a link stays
+        elif CHECKPOINT in left and not isinstance(e, (UserError, AssertionError)):
+            e.go_on = f"; go on with --resume --out {out}"
+        raise
+    finally:
+        if lock:
+            lock.release()
 
 
 PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
