@@ -36,8 +36,7 @@ from harness.folders import atomic_write, fingerprint, policy_fingerprints, weig
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
-from harness.run import Run, lasting, load_policy, read_checkpoint, require_finite_rollout
-from harness.run import require_same, resumed, run_folder
+from harness.run import Run, lasting, require_finite_rollout, restore_policy, resumed, run_folder
 from harness.small_policy import ByteText, warm_start
 from harness.errors import UserError, reason, require
 
@@ -637,11 +636,8 @@ def evaluate_only(settings, ranks):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
     if settings.resume:
-        saved = read_checkpoint(settings.out)
-        state = saved["state"]
-        require_same(saved["made_of"], model.fingerprints, settings.out)
-        print(f"evaluating {settings.out} after step {state['step']}")
-        load_policy(model, saved["model"], settings.out)
+        saved = restore_policy(model, settings.out, model.fingerprints)
+        print(f"evaluating {settings.out} after step {saved['state']['step']}")
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)

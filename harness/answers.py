@@ -208,7 +208,7 @@ class TooSlow(BaseException):
 
 
 def within(seconds, function):
-    """What a function returns; TooSlow after so many seconds of this process. In the main thread alone."""
+    """What a function returns; None after so many seconds of this process. In the main thread alone."""
     if not hasattr(signal, "setitimer"):               # Windows
         return function()
 
@@ -219,6 +219,8 @@ def within(seconds, function):
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         return function()
+    except TooSlow:
+        return None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
@@ -267,10 +269,7 @@ def is_equal(given, answer, question="", prose=False):
         return False
     compare = tex_comparison()
     text = given if prose else f"\\boxed{{{given}}}"
-    try:
-        return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
-    except TooSlow:
-        return None
+    return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ def with_prompts(questions, tokenizer, longest):
 
 
 def write_prompts(data, tokenizer, config, max_new_tokens, processes):
-    """The Data, each part with_prompts; refuses questions that the model or the processes cannot take."""
+    """The Data with_prompts; refuses questions that the model or the processes cannot take."""
     longest = config.max_position_embeddings - max_new_tokens
     data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
     questions = sum(data, [])

@@ -101,45 +101,42 @@ class Run:
             "kind of --device": model.device.type,     # of its generators; any GPU will do
         }
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
-        planned = None
-        if settings.resume:
-            saved = read_checkpoint(self.folder)
-            planned = saved["settings"]["steps"]
-            self.restore(**saved)
+        planned = self.restore() if settings.resume else None
         ranks.agree({"checkpoint's step": self.state["step"], **self.made_of})
         ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
 
-    def restore(self, settings, made_of, machine, state, model, best_adapter, optimizer, scaler,
-                generators, method_state):
-        """Go on from what `save` has stored."""
-        require_same(made_of, self.made_of, self.folder)
-        self.state = state
-        self.best_adapter = best_adapter
-        load_policy(self.model, model, self.folder)
+    def restore(self):
+        """Go on from what `save` has stored -> the steps that were planned then."""
+        saved = restore_policy(self.model, self.folder, self.made_of)
+        self.state = saved["state"]
+        self.best_adapter = saved["best_adapter"]
+        optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
-        self.scaler.load_state_dict(scaler)
-        for generator, stored in zip(self.generators, generators):
+        self.scaler.load_state_dict(saved["scaler"])
+        for generator, stored in zip(self.generators, saved["generators"]):
             generator.set_state(stored)
-        if method_state:
-            self.method.state = method_state
-        done = state["step"]
+        if saved["method_state"]:
+            self.method.state = saved["method_state"]
+        done = self.state["step"]
         steps = self.settings.steps
+        planned = saved["settings"]["steps"]
         require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
         print(f"resumed {self.folder} after step {done}")
-        if steps != settings["steps"]:
-            print(f"{settings['steps']} steps become {steps}: learning rate and noise are now those of a "
-                  f"run of {steps} steps, after its step {done}")
-        if machine != self.machine:
-            print(f"it was begun on {machine}, and is now on {self.machine}: results may differ in the last "
-                  "bits from those of a run without this change")
+        if steps != planned:
+            print(f"{planned} steps become {steps}: learning rate and noise are now those of a run of {steps} "
+                  f"steps, after its step {done}")
+        if saved["machine"] != self.machine:
+            print(f"it was begun on {saved['machine']}, and is now on {self.machine}: results may differ in "
+                  "the last bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
             self.save_adapters()
+        return planned
 
     def steps(self, clock):
         """Yield the numbers of the steps that are left, and show a bar; each step restarts the clock."""
@@ -301,11 +298,22 @@ def require_checkpoint(ok, folder):
                 "--out, and keep this folder's adapter")
 
 
-def load_policy(model, stored, folder):
-    """Put the trained tensors of a checkpoint into the model, which must have just these."""
-    ours = {name: p.shape for name, p in qerl.trainable(model).items()}
-    require_checkpoint({name: t.shape for name, t in stored.items()} == ours, folder)
-    model.load_state_dict(stored, strict=False)
+def restore_policy(model, folder, made_of):
+    """Put the trained tensors of a folder's checkpoint into the model -> the checkpoint.
+
+    made_of: {the model, the questions and so on: a fingerprint}, which must be the same as then.
+    """
+    saved = read_checkpoint(folder)
+    then = saved["made_of"]
+    for part, ours in made_of.items():
+        require(then.get(part) == ours,
+                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
+                "of that time, or start a new run")
+    stored, trained = ({name: t.shape for name, t in tensors.items()}
+                       for tensors in (saved["model"], qerl.trainable(model)))
+    require_checkpoint(stored == trained, folder)
+    model.load_state_dict(saved["model"], strict=False)
+    return saved
 
 
 def resumed(given):
@@ -321,14 +329,6 @@ def resumed(given):
                 f"--resume: {out} was started with {name} = {then[name]}, now it is {given[name]}; give the "
                 "same settings or another --out")
     return {"out": out, **then, **given}
-
-
-def require_same(then, now, folder):
-    """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
-    for part, ours in now.items():
-        require(then.get(part) == ours,
-                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
-                "of that time, or start a new run")
 
 
 # --------------------------------------------------------------------------------------------------
