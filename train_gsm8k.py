@@ -27,16 +27,17 @@ from statistics import fmean
 import torch
 
 import qerl
-from harness.answers import is_right, own_reward, reward_fingerprint, terms
+from harness.answers import is_right, own_reward, terms
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags, require_flag
 from harness.data import ChatText, by_set, load_questions, next_questions, with_prompts, write_prompts
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, fingerprint, policy_fingerprints, weight_pieces, write_jsonl
+from harness.folders import atomic_write, write_jsonl
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded
 from harness.ranks import Ranks
-from harness.run import Run, lasting, require_finite_rollout, restore_policy, resumed, run_folder
+from harness.run import Run, fingerprints, lasting, require_finite_rollout, restore_policy, resumed
+from harness.run import run_folder
 from harness.small_policy import ByteText, warm_start
 from harness.errors import UserError, reason, require
 
@@ -169,7 +170,7 @@ def train(settings, ranks=None):
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    run = Run(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method, data)
+    run = Run(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method)
     state = run.state                                  # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -340,8 +341,8 @@ def find_model(settings):
 def load_all(settings, method, ranks):
     """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted).
 
-    The order counts: --quantizer may ask the questions for its codes, a neighbour changes the model
-    that stands there, and what memory is free shows at the end.
+    The order counts: --quantizer fits codes to the questions, a neighbour changes the loaded model,
+    and the free memory is measured last.
     """
     engine = find_engine(settings)
     data = load_questions(settings)
@@ -350,11 +351,8 @@ def load_all(settings, method, ranks):
     model = load_model(settings, engine, stored, ranks)
     # What the adapter says it belongs to.
     model.name_or_path = (settings.model or folder) if stored == folder else stored
-    model.fingerprints = policy_fingerprints(stored, tokenizer.eos) | {
-        "file of --reward": reward_fingerprint(settings.reward),
-        "adapter": settings.adapter and fingerprint(weight_pieces(settings.adapter)),
-    }
     data = write_prompts(data, tokenizer, model.config, settings.max_new_tokens, ranks.count)
+    model.fingerprints = fingerprints(settings, stored, tokenizer.eos, data)
     find_reward(settings.reward)("", data.train[0])    # one that fails does so before the first step
     if hasattr(method, "prepare"):
         method.prepare(model, folder, data.train, tokenizer)
@@ -374,7 +372,7 @@ def stored_folder(settings, method, folder, questions, tokenizer):
 
 
 def load_model(settings, engine, stored, ranks):
-    """The model with frozen weights and what is trained: LoRA, or with --lora-rank 0 the weights."""
+    """The model with all that is trained: LoRA on frozen weights or, with --lora-rank 0, the weights."""
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     reader_class = engine.WeightReader
     if settings.shard:
@@ -636,7 +634,7 @@ def evaluate_only(settings, ranks):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
     if settings.resume:
-        saved = restore_policy(model, settings.out, model.fingerprints)
+        saved = restore_policy(model, settings.out)
         print(f"evaluating {settings.out} after step {saved['state']['step']}")
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:

@@ -12,10 +12,11 @@ import torch
 from tqdm import tqdm
 
 import qerl
+from harness.answers import reward_fingerprint
 from harness.command import command_line, require_flag
 from harness.export import adapter_tensors, save_adapter
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
-from harness.folders import new_run, newest_run, open_folder
+from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
 from harness.machine import environment
 from harness.report import one_group, write_report
 from harness.errors import UserError, require
@@ -39,10 +40,10 @@ def lasting(settings):
 
 @contextlib.contextmanager
 def run_folder(settings, ranks):
-    """Create and lock the folder of a run, and give the settings with its name, for all ranks.
+    """Create and lock the folder of a run, and give all ranks the settings of the first, with its name.
 
-    An error that is not the user's mistake gets the words `go_on`, if there is a checkpoint. A new
-    folder goes, if an error leaves nothing but the lock in it.
+    After an error: a folder in which nothing but the lock is goes. If there is a checkpoint, and the
+    error is not the user's mistake, its attribute `go_on` says how to go on.
     """
     lock = None
     if ranks.main and (settings.out or not settings.eval_only):
@@ -75,14 +76,13 @@ class Run:
     """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
 
     state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
-    far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256; machine is
-    what its last bits depend on.
+    far, seconds, accuracies. machine is what its last bits depend on.
     """
 
-    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, data):
+    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method):
         """Take charge of these and, with --resume, put them where the checkpoint had them.
 
-        settings: with what memory holds; generators: list of torch.Generator; data: a data.Data.
+        settings: with what memory holds; generators: list of torch.Generator.
         """
         self.settings = settings
         self.ranks = ranks
@@ -95,14 +95,9 @@ class Run:
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
         self.steps_without_signal = 0
-        asked = [(q["question"], q["answer"], q["prompt"]) for q in sum(data, [])]
-        self.made_of = model.fingerprints | {
-            "questions, answers or prompts": fingerprint([json.dumps(asked).encode()]),
-            "kind of --device": model.device.type,     # of its generators; any GPU will do
-        }
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
         planned = self.restore() if settings.resume else None
-        ranks.agree({"checkpoint's step": self.state["step"], **self.made_of})
+        ranks.agree({"checkpoint's step": self.state["step"], **model.fingerprints})
         ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         if planned != settings.steps:       # a new run, or one that becomes longer
@@ -110,7 +105,7 @@ class Run:
 
     def restore(self):
         """Go on from what `save` has stored -> the steps that were planned then."""
-        saved = restore_policy(self.model, self.folder, self.made_of)
+        saved = restore_policy(self.model, self.folder)
         self.state = saved["state"]
         self.best_adapter = saved["best_adapter"]
         optimizer = saved["optimizer"]
@@ -155,7 +150,7 @@ class Run:
         self.save_adapters()
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
-            "made_of": self.made_of,
+            "made_of": self.model.fingerprints,
             "machine": self.machine,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
@@ -298,14 +293,27 @@ def require_checkpoint(ok, folder):
                 "--out, and keep this folder's adapter")
 
 
-def restore_policy(model, folder, made_of):
-    """Put the trained tensors of a folder's checkpoint into the model -> the checkpoint.
+def fingerprints(settings, stored, eos, data):
+    """{what a run is made of: its SHA-256}, which must stay the same for --resume.
 
-    made_of: {the model, the questions and so on: a fingerprint}, which must be the same as then.
+    stored: the folder of the weights; eos: the token ids that end a completion; data: a data.Data.
     """
+    found = policy_fingerprints(stored, eos)
+    found["file of --reward"] = reward_fingerprint(settings.reward)
+    if settings.adapter:
+        found["adapter"] = fingerprint(weight_pieces(settings.adapter))
+    if not settings.eval_only:                 # which may ask other questions, anywhere
+        asked = [(q["question"], q["answer"], q["prompt"]) for q in sum(data, [])]
+        found["questions, answers or prompts"] = fingerprint([json.dumps(asked).encode()])
+        found["kind of --device"] = torch.device(settings.device).type         # of its generators
+    return found
+
+
+def restore_policy(model, folder):
+    """Put a checkpoint's trained tensors into the model, which has its fingerprints -> the checkpoint."""
     saved = read_checkpoint(folder)
     then = saved["made_of"]
-    for part, ours in made_of.items():
+    for part, ours in model.fingerprints.items():
         require(then.get(part) == ours,
                 f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
                 "of that time, or start a new run")
