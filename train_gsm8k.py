@@ -423,13 +423,13 @@ def score(questions, rollout, texts, scheme):
     A prompt or a method may begin the completions (with_prompts, methods.Method.sampling). What they
     go on from stands in question["begun"], and is scored with them.
     """
-    answers = answers_to(questions, texts)
-    right = [grade(*answer) for answer in answers]
-    earned = [find_reward(scheme)(*answer) for answer in answers]
-    scores = [*zip(earned, map(bool, right))]
+    earned = find_reward(scheme)
+    graded = [(earned(*answer), grade(*answer)) for answer in answers_to(questions, texts)]
+    scores = [(reward, bool(right)) for reward, right in graded]
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
-    return Samples(questions, rollout, texts, rewards, correct, right.count(None))
+    timeouts = sum(right is None for _, right in graded)
+    return Samples(questions, rollout, texts, rewards, correct, timeouts)
 
 
 def answers_to(questions, texts):
