@@ -30,7 +30,8 @@ import qerl
 from harness.answers import is_right, own_reward, terms
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags, require_flag
-from harness.data import ChatText, by_set, load_questions, next_questions, with_prompts, write_prompts
+from harness.data import ChatText, by_set, load_questions, next_questions, write_prompts
+from harness.data import with_prompts               # docs/course.md takes it from here
 from harness.export import adapter_settings, load_adapter, save_packed
 from harness.folders import atomic_write, write_jsonl
 from harness.loading import default_dtype, model_folder
@@ -39,7 +40,7 @@ from harness.ranks import Ranks
 from harness.run import Run, fingerprints, lasting, require_finite_rollout, restore_policy, resumed
 from harness.run import run_folder
 from harness.small_policy import ByteText, warm_start
-from harness.errors import UserError, reason, require
+from harness.errors import UserError, reason
 
 
 @dataclass(frozen=True)
@@ -372,7 +373,7 @@ def stored_folder(settings, method, folder, questions, tokenizer):
 
 
 def load_model(settings, engine, stored, ranks):
-    """The model with all that is trained: LoRA on frozen weights or, with --lora-rank 0, the weights."""
+    """The model with what is trained: LoRA on frozen weights or, with --lora-rank 0, the weights."""
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     reader_class = engine.WeightReader
     if settings.shard:

@@ -208,7 +208,7 @@ class TooSlow(BaseException):
 
 
 def within(seconds, function):
-    """What a function returns; None after so many seconds of this process. In the main thread alone."""
+    """What a function returns; None after so many seconds of this process. For the main thread."""
     if not hasattr(signal, "setitimer"):               # Windows
         return function()
 

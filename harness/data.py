@@ -358,7 +358,7 @@ def write_prompts(data, tokenizer, config, max_new_tokens, processes):
     check_tokens(questions, tokenizer.eos, config.vocab_size)
     fewest = min(len(data.held_out), len(data.validation) or processes)
     require(fewest >= processes,
-            f"held-out questions: {fewest}, fewer than the {processes} processes; raise --eval-questions "
-            "and --validation, give more of them, or start fewer processes")
+            f"held-out questions: {fewest}, fewer than the {processes} processes; raise "
+            "--eval-questions and --validation, give more of them, or start fewer processes")
     print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
     return data

@@ -126,7 +126,7 @@ def fingerprint(parts):
 
 
 def weight_pieces(folder, samples=256, size=4096):
-    """Of each file of a folder's weights its length and 256 pieces of 4 KiB: other weights have others."""
+    """Each weights file's length and 256 pieces of 4 KiB, in which other weights differ."""
     for path in sorted(Path(folder).glob("*.safetensors")):
         length = path.stat().st_size
         yield length

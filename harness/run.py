@@ -40,7 +40,7 @@ def lasting(settings):
 
 @contextlib.contextmanager
 def run_folder(settings, ranks):
-    """Create and lock the folder of a run, and give all ranks the settings of the first, with its name.
+    """Create and lock a run's folder, and give all ranks the settings of rank 0, with its name.
 
     After an error: a folder in which nothing but the lock is goes. If there is a checkpoint, and the
     error is not the user's mistake, its attribute `go_on` says how to go on.
@@ -123,11 +123,11 @@ class Run:
         require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
         print(f"resumed {self.folder} after step {done}")
         if steps != planned:
-            print(f"{planned} steps become {steps}: learning rate and noise are now those of a run of {steps} "
-                  f"steps, after its step {done}")
+            print(f"{planned} steps become {steps}: learning rate and noise are now those of a run "
+                  f"of {steps} steps, after its step {done}")
         if saved["machine"] != self.machine:
-            print(f"it was begun on {saved['machine']}, and is now on {self.machine}: results may differ in "
-                  "the last bits from those of a run without this change")
+            print(f"it was begun on {saved['machine']}, and is now on {self.machine}: results may "
+                  "differ in the last bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
             self.save_adapters()
@@ -310,13 +310,13 @@ def fingerprints(settings, stored, eos, data):
 
 
 def restore_policy(model, folder):
-    """Put a checkpoint's trained tensors into the model, which has its fingerprints -> the checkpoint."""
+    """Put a checkpoint's tensors into the model; its fingerprints must be ours -> the checkpoint."""
     saved = read_checkpoint(folder)
     then = saved["made_of"]
     for part, ours in model.fingerprints.items():
         require(then.get(part) == ours,
-                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
-                "of that time, or start a new run")
+                f"--resume: since {folder} was begun, the {part} changed; bring back the files or "
+                "the cache of that time, or start a new run")
     stored, trained = ({name: t.shape for name, t in tensors.items()}
                        for tensors in (saved["model"], qerl.trainable(model)))
     require_checkpoint(stored == trained, folder)
