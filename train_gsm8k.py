@@ -5,14 +5,15 @@
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
     python train_gsm8k.py --model FOLDER --data FOLDER    a Hugging Face folder, local jsonl files
     python train_gsm8k.py --resume --out FOLDER           go on where a run stopped, with its settings
-    python train_gsm8k.py --resume --out FOLDER --steps 600        and longer than it was to go
+    python train_gsm8k.py --resume --out FOLDER --steps 600        for more steps than planned
     torchrun --nproc_per_node=4 train_gsm8k.py ...        on four GPUs
 """
 # Read from top to bottom: the settings, the loop (`train`) and its `update`, then the loop's parts:
 # loading, sampling and scoring, the optimiser, evaluation. What a run needs and the story does not,
-# such as checkpoints and plots, is in the folder harness/. `method` in the loop is the module qerl; with
-# --method it is a neighbour in the folder methods/, which has some functions of its own and qerl's
-# others. Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
+# such as checkpoints and plots, is in the folder harness/. `method` in the loop is harness.fast, which
+# computes what qerl.py does, faster; with --plain it is the module qerl itself. With --method it is a
+# neighbour in the folder methods/, which has some functions of its own and the others of harness.fast.
+# Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
 # completion.
 import inspect
 import json
@@ -27,20 +28,20 @@ from statistics import fmean
 import torch
 
 import qerl
-from harness.answers import is_right, own_reward, reward_fingerprint, terms
+from harness.answers import is_right, own_reward, terms
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags, require_flag
-from harness.data import ChatText, Data, by_set, check_tokens, load_questions, next_questions
-from harness.data import with_prompts
+from harness.data import ChatText, by_set, load_questions, next_questions, write_prompts
+from harness.data import with_prompts               # docs/course.md takes it from here
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, policy_fingerprints, write_jsonl
+from harness.folders import atomic_write, write_jsonl
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, keep_values
 from harness.ranks import Ranks
-from harness.run import Run, lasting, load_policy, open_run, read_checkpoint
-from harness.run import require_finite_rollout, require_same, resumed
+from harness.run import Run, fingerprints, lasting, require_finite_rollout, restore_policy, resumed
+from harness.run import run_folder
 from harness.small_policy import ByteText, warm_start
-from harness.errors import UserError, reason, require
+from harness.errors import UserError, reason
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ class Settings:
     algo: str = "grpo"              # objective: qerl.OBJECTIVES
     method: str = "qerl"            # qerl, or a neighbour: FILE or FILE:VARIANT of the folder methods;
                                     # with --plain FILE.py, whose functions take the place of qerl.py's
-    reward: str = "answer"          # 1 if right; paper: 2, and 0.2 for format [code]; random: 0 or
-                                    # 1 whatever it says; FILE.py:FUNCTION: your own, of
-                                    # (completion, question), a dict of question, answer and right;
-                                    # or a sum, such as answer+0.1*FILE.py:FUNCTION
+    reward: str = "answer"          # 1 if right; paper: 2, and 0.2 for format [code; its format is a
+                                    # search, ours a full match]; random: 0 or 1 whatever it says;
+                                    # FILE.py:FUNCTION: your own, of (completion, question), a dict
+                                    # of question, answer and right; or a sum, such as
+                                    # answer+0.1*FILE.py:FUNCTION
     beta: float = 0.0               # weight of the KL to the reference [E; code: 0.04 with grpo]
     clip_low: float = 0.2           # the ratio is clipped at 1 minus this [T4]
     clip_high: float = 0.28         # the ratio is clipped at 1 plus this [T4, DAPO]
@@ -166,12 +168,12 @@ PRESETS = {
 def train(settings, ranks=None):
     """Run Algorithm 1 of the paper, and around it resume, evaluate, log and save."""
     ranks = ranks or Ranks()                           # as many processes as torchrun started, or one
-    method = find_method(settings)                     # the module qerl, or a neighbour
+    method = find_method(settings)                     # harness.fast, qerl or a neighbour
     model, tokenizer, data, settings = load_all(settings, method, ranks)
     optimizer, scaler = make_optimizer(model, settings)
     sampling_rng = torch.Generator(model.device).manual_seed(settings.seed)
     noise_rng = torch.Generator().manual_seed(settings.seed + 1)
-    run = Run(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method, data)
+    run = Run(settings, ranks, model, optimizer, scaler, [sampling_rng, noise_rng], method)
     state = run.state                                  # with --resume that of the checkpoint
     if not state["step"] and not settings.skip_eval_before:
         state.update(evaluate(model, tokenizer, data.held_out, settings, "before", ranks))
@@ -340,11 +342,41 @@ def find_model(settings):
 
 
 def load_all(settings, method, ranks):
-    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted)."""
+    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted).
+
+    The order counts: --quantizer fits codes to the questions, a neighbour changes the loaded model,
+    and the free memory is measured last.
+    """
     engine = find_engine(settings)
     data = load_questions(settings)
     folder, tokenizer = find_model(settings)
     stored = stored_folder(settings, method, folder, data.train, tokenizer)
+    model = load_model(settings, engine, stored, ranks)
+    # What the adapter says it belongs to.
+    model.name_or_path = (settings.model or folder) if stored == folder else stored
+    data = write_prompts(data, tokenizer, model.config, settings.max_new_tokens, ranks.count)
+    model.fingerprints = fingerprints(settings, stored, tokenizer.eos, data)
+    find_reward(settings.reward)("", data.train[0])    # one that fails does so before the first step
+    if hasattr(method, "prepare"):
+        method.prepare(model, folder, data.train, tokenizer)
+    longest = max(len(q["prompt"]) for q in sum(data, [])) + settings.max_new_tokens
+    completions = settings.prompts // ranks.count * settings.group
+    return model, tokenizer, data, fitted(settings, model, longest, completions, engine)
+
+
+def stored_folder(settings, method, folder, questions, tokenizer):
+    """The folder whose weights are loaded: the model's, or one with the codes of --quantizer."""
+    stored = folder
+    if settings.quantizer != "rtn":
+        from methods.parts.quantizers import quantized_folder
+        stored = quantized_folder(folder, settings.quantizer, questions, tokenizer, settings.device)
+    if hasattr(method, "stored_model"):
+        stored = method.stored_model(stored, folder, questions, tokenizer)
+    return stored
+
+
+def load_model(settings, engine, stored, ranks):
+    """The model with what is trained: LoRA on frozen weights or, with --lora-rank 0, the weights."""
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
     reader_class = engine.WeightReader
     if settings.shard:
@@ -356,10 +388,6 @@ def load_all(settings, method, ranks):
     if settings.shard:
         from harness.layers import SharedPasses
         ranks.serve = SharedPasses(model, ranks.count).serve
-    # What the adapter says it belongs to.
-    model.name_or_path = (settings.model or folder) if stored == folder else stored
-    model.fingerprints = policy_fingerprints(stored, tokenizer.eos)
-    model.fingerprints["file of --reward"] = reward_fingerprint(settings.reward)
     if settings.device != "cpu" and not settings.keep_activations and not settings.plain:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
@@ -370,30 +398,7 @@ def load_all(settings, method, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
-    longest = model.config.max_position_embeddings - settings.max_new_tokens
-    data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
-    questions = sum(data, [])
-    check_tokens(questions, tokenizer.eos, model.config.vocab_size)
-    find_reward(settings.reward)("", data.train[0])    # one that fails does so before the first step
-    print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
-    fewest = min(len(data.held_out), len(data.validation) or ranks.count)
-    require(fewest >= ranks.count,
-            f"held-out questions: {fewest}, fewer than the {ranks.count} processes; raise --eval-questions "
-            "and --validation, give more of them, or start fewer processes")
-    if method is not engine:
-        method.prepare(model, folder, data.train, tokenizer)     # before `fitted` asks what memory is free
-    longest = max(len(q["prompt"]) for q in questions) + settings.max_new_tokens
-    completions = settings.prompts // ranks.count * settings.group
-    return model, tokenizer, data, fitted(settings, model, longest, completions, engine)
-
-
-def stored_folder(settings, method, folder, questions, tokenizer):
-    """The folder whose weights are loaded: the model's, or one with the codes of --quantizer."""
-    stored = folder
-    if settings.quantizer != "rtn":
-        from methods.parts.quantizers import quantized_folder
-        stored = quantized_folder(folder, settings.quantizer, questions, tokenizer, settings.device)
-    return stored if method is find_engine(settings) else method.stored_model(stored, folder, questions, tokenizer)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -424,15 +429,12 @@ def score(questions, rollout, texts, scheme):
     go on from stands in question["begun"], and is scored with them.
     """
     earned = find_reward(scheme)
-    answers = answers_to(questions, texts)
-    right = []
-    scores = []
-    for text, question in answers:
-        right.append(is_right(text, question["right"], question.get("question", "")))
-        scores.append((earned(text, question), bool(right[-1])))       # the reward asks is_right again
+    graded = [(earned(*answer), grade(*answer)) for answer in answers_to(questions, texts)]
+    scores = [(reward, bool(right)) for reward, right in graded]
     scores = torch.tensor(scores, dtype=torch.float32, device=rollout.tokens.device)
     rewards, correct = scores.view(len(questions), -1, 2).unbind(-1)
-    return Samples(questions, rollout, texts, rewards, correct, right.count(None))
+    timeouts = sum(right is None for _, right in graded)
+    return Samples(questions, rollout, texts, rewards, correct, timeouts)
 
 
 def answers_to(questions, texts):
@@ -447,9 +449,14 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*"
                     r"<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
+def grade(completion, question, anywhere=False):
+    """answers.is_right: True, False, or None if it is too much work to tell."""
+    return is_right(completion, question["right"], question.get("question", ""), anywhere)
+
+
 def answer_reward(completion, question):
     """1 if the answer is right."""
-    return float(bool(is_right(completion, question["right"], question.get("question", ""))))
+    return float(bool(grade(completion, question)))
 
 
 def paper_reward(completion, question):
@@ -574,8 +581,7 @@ def evaluate(model, tokenizer, questions, settings, when, ranks):
     }
     for name, (samples, *drawn_how) in measures.items():
         texts = answer_all(model, tokenizer, questions, settings, ranks, samples, *drawn_how)
-        right = [bool(is_right(text, question["right"], question["question"], anywhere=True))
-                 for text, question in answers_to(questions, texts)]
+        right = [bool(grade(*answer, anywhere=True)) for answer in answers_to(questions, texts)]
         for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
             answer[name] = {"text": text, "correct": correct}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
@@ -633,11 +639,8 @@ def evaluate_only(settings, ranks):
     """Measure the model, or with --resume the run's policy; with --out write eval.json, too."""
     model, tokenizer, data, settings = load_all(settings, find_method(settings), ranks)
     if settings.resume:
-        saved = read_checkpoint(settings.out)
-        state = saved["state"]
-        require_same(saved["made_of"], model.fingerprints, settings.out)
-        print(f"evaluating {settings.out} after step {state['step']}")
-        load_policy(model, saved["model"], settings.out)
+        saved = restore_policy(model, settings.out)
+        print(f"evaluating {settings.out} after step {saved['state']['step']}")
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
@@ -649,7 +652,8 @@ def save_quantized(settings):
     folder, tokenizer = find_model(settings)
 
     def calibrated():
-        return stored_folder(settings, find_engine(settings), folder, load_questions(settings).train, tokenizer)
+        questions = load_questions(settings).train
+        return stored_folder(settings, find_engine(settings), folder, questions, tokenizer)
 
     rounding = settings.quantizer == "rtn"
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)
@@ -701,8 +705,7 @@ def method_defaults(name):
 
 
 def main():
-    with one_line() as run:                     # an error that the user can mend is one line
-        ranks = run.ranks
+    with one_line() as ranks:                   # an error that the user can mend is one line
         settings = arguments(processes=ranks.count)
         if settings.dry_run:
             print(forecast(settings, ranks.count))
@@ -710,17 +713,13 @@ def main():
         settings = replace(settings, device=ranks.start(settings.device))
         if settings.save_quantized:
             return save_quantized(settings)
-        if ranks.main and (settings.out or not settings.eval_only):
-            run.folder, run.lock = open_run(settings)
-            settings = replace(settings, out=run.folder)
-        settings = ranks.settings_of_first(settings)
-        run.folder = settings.out
-        if settings.eval_only:
-            evaluate_only(settings, ranks)
-        else:
-            if settings.device != "cpu" and settings.model and not settings.shard:
-                print(forecast(settings, ranks.count))
-            train(settings, ranks)
+        with run_folder(settings, ranks) as settings:
+            if settings.eval_only:
+                evaluate_only(settings, ranks)
+            else:
+                if settings.device != "cpu" and settings.model and not settings.shard:
+                    print(forecast(settings, ranks.count))
+                train(settings, ranks)
         ranks.stop()
 
 

@@ -13,12 +13,9 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
 
 Other TeX is compared by math-verify: pip install math-verify.
 """
-import ast
 import functools
-import hashlib
 import logging
 import math
-import operator
 import re
 import runpy
 import signal
@@ -28,6 +25,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from harness.errors import UserError, require
+from harness.folders import fingerprint
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
 PATIENCE = 5                   # seconds of the process: no comparison of TeX that is meant takes longer
@@ -111,7 +109,7 @@ def given_answer(completion):
     return answer if tag and box is None else box
 
 
-@functools.lru_cache(1)                        # train_gsm8k.score asks, and at once the reward
+@functools.lru_cache(1)                        # the reward asks, and at once train_gsm8k.score
 def is_right(completion, answer, question="", anywhere=False):
     """Does a completion answer this question with this number or TeX (a string)?
 
@@ -157,25 +155,17 @@ def one_number(text, question=""):
     return value if same else None
 
 
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-              ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
-
-
 def calculated(text):
     """The exact value of a calculation with + - * / and brackets, a Fraction; else None."""
-    def quoted(number):                        # so that it stays exact, and "05" is one
-        return "('" + re.sub("[, ]", "", number[0]) + "')"
+    def exact(number):
+        return f"Fraction('{re.sub('[, ]', '', number[0])}')"
 
-    def value(node):
-        if isinstance(node, ast.Constant):
-            return Fraction(node.value)
-        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        return OPERATIONS[type(node.op)](*map(value, parts))
-
-    if re.search(r"[^\d\s$.,+*/()eE-]", text):
+    text = text.replace("$", " ").strip()
+    # Python evaluates numbers and these signs alone: no name, no power.
+    if not re.fullmatch(r"(?:[0\s+()-]|[*/](?![*/]))*", re.sub(DECIMAL, "0", text)):
         return None
     try:
-        return value(ast.parse(re.sub(DECIMAL, quoted, text.replace("$", " ").strip()), mode="eval").body)
+        return Fraction(eval(re.sub(DECIMAL, exact, text), {"Fraction": Fraction}))
     except Exception:                          # it is no calculation, or divides by 0
         return None
 
@@ -218,7 +208,7 @@ class TooSlow(BaseException):
 
 
 def within(seconds, function):
-    """What a function returns; TooSlow after so many seconds of this process. In the main thread alone."""
+    """What a function returns; None after so many seconds of this process. For the main thread."""
     if not hasattr(signal, "setitimer"):               # Windows
         return function()
 
@@ -229,6 +219,8 @@ def within(seconds, function):
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         return function()
+    except TooSlow:
+        return None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
@@ -277,10 +269,7 @@ def is_equal(given, answer, question="", prose=False):
         return False
     compare = tex_comparison()
     text = given if prose else f"\\boxed{{{given}}}"
-    try:
-        return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
-    except TooSlow:
-        return None
+    return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,7 +312,7 @@ def own_reward(name):
 def reward_fingerprint(scheme):
     """SHA-256 of the files that a --reward names, which a resumed run must share."""
     paths = [name.rpartition(":")[0] for _, name in terms(scheme)]
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths if path)).hexdigest()
+    return fingerprint(Path(path).read_bytes() for path in paths if path)
 
 
 def guarded(name, function, *arguments):

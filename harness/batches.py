@@ -53,7 +53,7 @@ def with_tensors(record, change):
 def make_batch(samples, advantages, method, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    samples: train_gsm8k.Samples; advantages: float32 [P, G]; method: the module qerl or a neighbour. A
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; method: as in train_gsm8k. A
     minibatch has neighbouring rows, mostly whole groups. A group whose rewards are equal has
     advantages of 0: without a KL term its rows are left out of the minibatches, and the weights of
     the others stay. (If no group has a signal the first stays, so that there is something to log.)

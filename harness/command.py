@@ -6,17 +6,14 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import traceback
 from dataclasses import fields
-from types import SimpleNamespace
 
 import safetensors
 import torch
 
 import qerl
-from harness.folders import CHECKPOINT, LOCK
 from harness.ranks import Ranks
 from harness.errors import UserError, require
 
@@ -170,11 +167,10 @@ MEMORY = ("out of memory; lower --slots (rollout) or --micro-tokens (update); if
 def one_line():
     """Around a whole program: an error that the user can mend is one line, not a traceback.
 
-    Gives an object with the process's ranks, to be filled in: the folder in which a run lives and its
-    lock. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
+    Gives the process's Ranks. Exit status: 2; after Ctrl-C 130, after a closed pipe 141.
     """
-    run = SimpleNamespace(ranks=Ranks(), folder=None, lock=None)
-    if not run.ranks.main:                  # rank 0 alone prints to it
+    ranks = Ranks()
+    if not ranks.main:                      # rank 0 alone prints to it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif hasattr(sys.stdout, "reconfigure"):           # it may lack letters of a folder's name
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -182,42 +178,27 @@ def one_line():
         words = sys.argv[1:]
         require(not any(word == "" or word.endswith("=") for word in words),
                 f"{shlex.join(words)}: a value is empty; give one or leave the flag out")
-        yield run
+        yield ranks
         print(end="", flush=True)
     except BrokenPipeError:                 # no one reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        run.ranks.leave(141)
+        ranks.leave(141)
+    except KeyboardInterrupt as e:
+        end(ranks, e, "stopped", status=130)
     except (UserError, OSError, safetensors.SafetensorError) as e:
-        end(run, e)
+        end(ranks, e, e)
     except AssertionError as e:
         if traceback.extract_tb(e.__traceback__)[-1].filename != qerl.__file__:
             raise
-        end(run, UserError(e))
-    except KeyboardInterrupt:
-        end(run, "stopped", status=130)
+        end(ranks, e, e)
     except RuntimeError as e:               # torch.OutOfMemoryError is one; a CPU's is a plain one
         if not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        end(run, MEMORY)
-    finally:
-        if run.lock:
-            run.lock.release()
+        end(ranks, e, MEMORY)
 
 
-def end(run, why, status=2):
-    """End with an error's line and this status.
-
-    What is not the user's mistake can be gone on from, if there is a checkpoint; a new run's folder
-    goes, if nothing but its lock is in it.
-    """
-    folder = run.folder
-    left = os.listdir(folder) if folder and os.path.isdir(folder) else []
-    said = str(why)
-    if left == [LOCK] and run.lock:
-        run.lock.release()                  # Windows removes no open file
-        shutil.rmtree(folder, ignore_errors=True)             # "." or a link stays
-    elif CHECKPOINT in left and not isinstance(why, UserError):
-        why = f"{why}; go on with --resume --out {folder}"
-    if run.ranks.first_to_say(said):
-        print(f"error: {why}", file=sys.stderr)
-    run.ranks.leave(status)
+def end(ranks, error, why, status=2):
+    """End with an error's line and this status; error.go_on says how to go on (run.run_folder)."""
+    if ranks.first_to_say(str(why)):
+        print(f"error: {why}{getattr(error, 'go_on', '')}", file=sys.stderr)
+    ranks.leave(status)

@@ -348,3 +348,17 @@ def with_prompts(questions, tokenizer, longest):
     require(kept or not questions, f"no prompt fits into {longest} tokens; lower --max-new-tokens")
     say_what_is_left_out(questions, kept, f"prompts are longer than {longest} tokens")
     return kept
+
+
+def write_prompts(data, tokenizer, config, max_new_tokens, processes):
+    """The Data with_prompts; refuses questions that the model or the processes cannot take."""
+    longest = config.max_position_embeddings - max_new_tokens
+    data = Data(*(with_prompts(part, tokenizer, longest) for part in data))
+    questions = sum(data, [])
+    check_tokens(questions, tokenizer.eos, config.vocab_size)
+    fewest = min(len(data.held_out), len(data.validation) or processes)
+    require(fewest >= processes,
+            f"held-out questions: {fewest}, fewer than the {processes} processes; raise "
+            "--eval-questions and --validation, give more of them, or start fewer processes")
+    print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
+    return data

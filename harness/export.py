@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness import loading
-from harness.folders import atomic_write, generation_config, new_folder, weights_fingerprint
+from harness.folders import atomic_write, generation_config, new_folder
 from harness.errors import UserError, reason, require
 
 
@@ -120,7 +120,6 @@ def load_adapter(model, folder):
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
     model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
-    model.fingerprints["adapter"] = weights_fingerprint(folder)
     print(f"starting from {folder}, with which --beta compares")
 
 

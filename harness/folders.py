@@ -118,31 +118,28 @@ def cut_log(folder, last_step):
 # Folders of a model's weights
 
 def fingerprint(parts):
-    """SHA-256 of texts, numbers and bytes, one behind the other."""
+    """SHA-256 of bytes, and of other values as Python writes them, one behind the other."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
     return digest.hexdigest()
 
 
-def weights_fingerprint(folder, samples=256, size=4096):
-    """SHA-256 of pieces of a folder's weights, 256 of 4 KiB a file, which others do not share."""
-    def pieces():
-        for path in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")):
-            length = os.path.getsize(path)
-            yield length
-            with open(path, "rb") as f:
-                for place in range(0, length, max(size, length // samples)):
-                    f.seek(place)
-                    yield f.read(size)
-
-    return fingerprint(pieces())
+def weight_pieces(folder, samples=256, size=4096):
+    """Each weights file's length and 256 pieces of 4 KiB, in which other weights differ."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        length = path.stat().st_size
+        yield length
+        with open(path, "rb") as f:
+            for place in range(0, length, max(size, length // samples)):
+                f.seek(place)
+                yield f.read(size)
 
 
 def policy_fingerprints(folder, eos):
     """{what a policy is made of: its fingerprint}; eos: the token ids that end a completion."""
     config = Path(folder, "config.json").read_bytes()
-    return {"weights or 4-bit codes": weights_fingerprint(folder),
+    return {"weights or 4-bit codes": fingerprint(weight_pieces(folder)),
             "config.json or the EOS tokens": fingerprint([config, sorted(eos)])}
 
 

@@ -1,22 +1,25 @@
 """What lasts of a run: its checkpoint, which --resume goes on from, log, samples, summary."""
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import safetensors.torch
 import torch
 from tqdm import tqdm
 
 import qerl
+from harness.answers import reward_fingerprint
 from harness.command import command_line, require_flag
 from harness.export import adapter_tensors, save_adapter
-from harness.folders import CHECKPOINT, append_jsonl, atomic_write, cut_log, fingerprint, new_run
-from harness.folders import newest_run, open_folder
+from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
+from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
 from harness.machine import environment
 from harness.report import one_group, write_report
-from harness.errors import require
+from harness.errors import UserError, require
 
 
 # Settings that are a process's own: where a run lives, what is done with it.
@@ -35,11 +38,34 @@ def lasting(settings):
     return {name: value for name, value in asdict(settings).items() if name not in FREE}
 
 
-def open_run(settings):
-    """Choose, create and lock the run's folder -> (folder, lock)."""
-    name = os.path.basename(os.path.normpath(settings.model or "small"))
-    folder = settings.out or new_run(f"runs/{name}-{settings.weights}-{settings.algo}")
-    return folder, open_folder(folder, settings.resume)
+@contextlib.contextmanager
+def run_folder(settings, ranks):
+    """Create and lock a run's folder, and give all ranks the settings of rank 0, with its name.
+
+    After an error: a folder in which nothing but the lock is goes. If there is a checkpoint, and the
+    error is not the user's mistake, its attribute `go_on` says how to go on.
+    """
+    lock = None
+    if ranks.main and (settings.out or not settings.eval_only):
+        name = os.path.basename(os.path.normpath(settings.model or "small"))
+        out = settings.out or new_run(f"runs/{name}-{settings.weights}-{settings.algo}")
+        lock = open_folder(out, settings.resume)
+        settings = replace(settings, out=out)
+    try:
+        settings = ranks.settings_of_first(settings)
+        yield settings
+    except BaseException as e:
+        out = settings.out
+        left = os.listdir(out) if out and os.path.isdir(out) else []
+        if lock and left == [LOCK]:
+            lock.release()                  # Windows removes no open file
+            shutil.rmtree(out, ignore_errors=True)             # "." or a link stays
+        elif CHECKPOINT in left and not isinstance(e, (UserError, AssertionError)):
+            e.go_on = f"; go on with --resume --out {out}"
+        raise
+    finally:
+        if lock:
+            lock.release()
 
 
 PROGRESS = ("reward {reward:.2f}, accuracy {accuracy:.2f}, entropy {entropy:.3f}, sigma {sigma:.1e}, "
@@ -50,14 +76,13 @@ class Run:
     """Writes what lasts of a run in the folder settings.out, and reads it back with --resume.
 
     state is what else a checkpoint holds besides tensors: the steps done, the questions drawn so
-    far, seconds, accuracies. made_of is what a resumed run must share, mostly a SHA-256; machine is
-    what its last bits depend on.
+    far, seconds, accuracies. machine is what its last bits depend on.
     """
 
-    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method, data):
+    def __init__(self, settings, ranks, model, optimizer, scaler, generators, method):
         """Take charge of these and, with --resume, put them where the checkpoint had them.
 
-        settings: with what memory holds; generators: list of torch.Generator; data: a data.Data.
+        settings: with what memory holds; generators: list of torch.Generator.
         """
         self.settings = settings
         self.ranks = ranks
@@ -70,51 +95,43 @@ class Run:
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
         self.steps_without_signal = 0
-        asked = [(q["question"], q["answer"], q["prompt"]) for q in sum(data, [])]
-        self.made_of = model.fingerprints | {
-            "questions, answers or prompts": fingerprint([json.dumps(asked).encode()]),
-            "kind of --device": model.device.type,     # of its generators; any GPU will do
-        }
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
-        planned = None
-        if settings.resume:
-            saved = read_checkpoint(self.folder)
-            planned = saved["settings"]["steps"]
-            self.restore(**saved)
-        ranks.agree({"checkpoint's step": self.state["step"], **self.made_of})
+        planned = self.restore() if settings.resume else None
+        ranks.agree({"checkpoint's step": self.state["step"], **model.fingerprints})
         ranks.differ(generators[0], settings.seed, self.state["step"])
         self.started = time.perf_counter() - self.state["seconds"]
         if planned != settings.steps:       # a new run, or one that becomes longer
             self.save()                     # so that --resume knows these settings from now on
 
-    def restore(self, settings, made_of, machine, state, model, best_adapter, optimizer, scaler,
-                generators, method_state):
-        """Go on from what `save` has stored."""
-        require_same(made_of, self.made_of, self.folder)
-        self.state = state
-        self.best_adapter = best_adapter
-        load_policy(self.model, model, self.folder)
+    def restore(self):
+        """Go on from what `save` has stored -> the steps that were planned then."""
+        saved = restore_policy(self.model, self.folder)
+        self.state = saved["state"]
+        self.best_adapter = saved["best_adapter"]
+        optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
-        self.scaler.load_state_dict(scaler)
-        for generator, stored in zip(self.generators, generators):
+        self.scaler.load_state_dict(saved["scaler"])
+        for generator, stored in zip(self.generators, saved["generators"]):
             generator.set_state(stored)
-        if method_state:
-            self.method.state = method_state
-        done = state["step"]
+        if saved["method_state"]:
+            self.method.state = saved["method_state"]
+        done = self.state["step"]
         steps = self.settings.steps
+        planned = saved["settings"]["steps"]
         require_flag(done <= steps, "steps", steps, f"{self.folder} has done {done}; give more")
         print(f"resumed {self.folder} after step {done}")
-        if steps != settings["steps"]:
-            print(f"{settings['steps']} steps become {steps}: learning rate and noise are now those of a "
-                  f"run of {steps} steps, after its step {done}")
-        if machine != self.machine:
-            print(f"it was begun on {machine}, and is now on {self.machine}: results may differ in the last "
-                  "bits from those of a run without this change")
+        if steps != planned:
+            print(f"{planned} steps become {steps}: learning rate and noise are now those of a run "
+                  f"of {steps} steps, after its step {done}")
+        if saved["machine"] != self.machine:
+            print(f"it was begun on {saved['machine']}, and is now on {self.machine}: results may "
+                  "differ in the last bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
             self.save_adapters()
+        return planned
 
     def steps(self, clock):
         """Yield the numbers of the steps that are left, and show a bar; each step restarts the clock."""
@@ -133,7 +150,7 @@ class Run:
         self.save_adapters()
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
-            "made_of": self.made_of,
+            "made_of": self.model.fingerprints,
             "machine": self.machine,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
@@ -276,11 +293,35 @@ def require_checkpoint(ok, folder):
                 "--out, and keep this folder's adapter")
 
 
-def load_policy(model, stored, folder):
-    """Put the trained tensors of a checkpoint into the model, which must have just these."""
-    ours = {name: p.shape for name, p in qerl.trainable(model).items()}
-    require_checkpoint({name: t.shape for name, t in stored.items()} == ours, folder)
-    model.load_state_dict(stored, strict=False)
+def fingerprints(settings, stored, eos, data):
+    """{what a run is made of: its SHA-256}, which must stay the same for --resume.
+
+    stored: the folder of the weights; eos: the token ids that end a completion; data: a data.Data.
+    """
+    found = policy_fingerprints(stored, eos)
+    found["file of --reward"] = reward_fingerprint(settings.reward)
+    if settings.adapter:
+        found["adapter"] = fingerprint(weight_pieces(settings.adapter))
+    if not settings.eval_only:                 # which may ask other questions, anywhere
+        asked = [(q["question"], q["answer"], q["prompt"]) for q in sum(data, [])]
+        found["questions, answers or prompts"] = fingerprint([json.dumps(asked).encode()])
+        found["kind of --device"] = torch.device(settings.device).type         # of its generators
+    return found
+
+
+def restore_policy(model, folder):
+    """Put a checkpoint's tensors into the model; its fingerprints must be ours -> the checkpoint."""
+    saved = read_checkpoint(folder)
+    then = saved["made_of"]
+    for part, ours in model.fingerprints.items():
+        require(then.get(part) == ours,
+                f"--resume: since {folder} was begun, the {part} changed; bring back the files or "
+                "the cache of that time, or start a new run")
+    stored, trained = ({name: t.shape for name, t in tensors.items()}
+                       for tensors in (saved["model"], qerl.trainable(model)))
+    require_checkpoint(stored == trained, folder)
+    model.load_state_dict(saved["model"], strict=False)
+    return saved
 
 
 def resumed(given):
@@ -296,14 +337,6 @@ def resumed(given):
                 f"--resume: {out} was started with {name} = {then[name]}, now it is {given[name]}; give the "
                 "same settings or another --out")
     return {"out": out, **then, **given}
-
-
-def require_same(then, now, folder):
-    """Refuse to go on with another model, other questions and so on than the run in `folder` had."""
-    for part, ours in now.items():
-        require(then.get(part) == ours,
-                f"--resume: since {folder} was begun, the {part} changed; bring back the files or the cache "
-                "of that time, or start a new run")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The neighbours of QeRL: each file has one paper, as the functions of qerl.py that it replaces.
 
-The loop of train_gsm8k.py calls the functions of `method`. For QeRL `method` is the module qerl. For
+The loop of train_gsm8k.py calls the functions of `method`. For QeRL `method` is harness.fast. For
 `--method FILE` or `--method FILE:VARIANT` it is an object of the class `Neighbour` in that file, and
-what this class does not define is qerl's. `python -m methods` (__main__.py) compares a step of each.
+what this class does not define is harness.fast's. `python -m methods` (__main__.py) compares a step of each.
 """
 import importlib
 import pkgutil
