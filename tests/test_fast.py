@@ -21,7 +21,7 @@ def test_plain_and_fast_compute_the_same(family, weights):
     repeated = [prompt for prompt in prompts for _ in range(2)]
     found = []
     for engine in (qerl, fast):
-        model = with_lora(family[0], engine, weights=weights, train_norms=True)
+        model = with_lora(family[0], engine, weights=weights, train_norms=True, lora_alpha=6)
         with qerl.adaptive_quantization_noise(model, 0.02, seeded(2)):
             # Thirty completions and as many slots: both draw the same random numbers.
             drawn = engine.generate(model, prompts, 16, 2, 0.7, 0.9, range(20), generator=seeded(1))
@@ -78,10 +78,9 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
 
 
 def test_qerls_functions_run_on_a_fast_model(model):
-    rollout = sample_two_each(fast, model)
-    assert_close(scored(qerl, model, rollout), rollout.logprobs, **NEAR)
-    greedy = [engine.generate(model, [[5, 6, 7], [8]], 9, temperature=0).tokens for engine in (qerl, fast)]
-    assert greedy[0].equal(greedy[1])
+    for samples, scores in ((fast, qerl), (qerl, fast)):
+        rollout = sample_two_each(samples, model)
+        assert_close(scored(scores, model, rollout), rollout.logprobs, **NEAR)
 
 
 def test_fewer_slots_at_the_end_change_nothing(model):
