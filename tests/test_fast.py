@@ -84,31 +84,16 @@ def test_qerls_functions_run_on_a_fast_model(model):
 
 
 def test_fewer_slots_at_the_end_change_nothing(model):
-    """33 slots against 4. 16 completions end first, 17 need over half."""
-    seen = []
-
-    class Uneven(fast.Sampler):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.limit[:16] = 2
-            self.limit[16] = 9
-
-        def rollout(self):
-            seen.append(len(self.completion))
-            return super().rollout()
-
+    """33 slots against 4. Once half of them are idle and no prompt waits, 16 go on."""
     prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
-
-    def rollout(slots):
-        return vars(fast.generate(
-            model, prompts, 24, temperature=0, slots=slots, sampler_class=Uneven))
-
-    expected = rollout(slots=4)
-    found = rollout(slots=33)
-    assert seen == [4, 16]
-    assert found["length"].tolist() == [2] * 16 + [9] + [24] * 16
-    for name, tensor in expected.items():
-        assert_close(found[name], tensor, **NEAR)
+    options = dict(max_new_tokens=24, temperature=0, eos=range(120))
+    expected = fast.generate(model, prompts, slots=4, **options)
+    shrink = mock.Mock(side_effect=fast.Sampler.shrink)
+    with mock.patch.object(fast.Sampler, "shrink", lambda sampler: shrink(sampler)):
+        found = fast.generate(model, prompts, slots=33, **options)
+    shrink.assert_called_once()
+    for name, tensor in vars(expected).items():
+        assert_close(getattr(found, name), tensor, **NEAR)
 
 
 def test_packing_holds_each_prompt_once():
