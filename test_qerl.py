@@ -21,7 +21,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:        # of several processes each takes
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -29,6 +28,7 @@ from torch.testing import assert_close
 
 import qerl
 from harness import fast
+from harness.export import save_adapter
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -251,30 +251,25 @@ def test_nf4_equals_bitsandbytes(kind):
 # --------------------------------------------------------------------------------------------------
 # 2. Quantised linear with LoRA
 
-def stacked_layer(weights, dense, bias=None, engine=fast, **lora):
+def stacked_layer(weights, dense):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
-    format = engine.FORMATS[weights]
-    sizes = [len(weight) for weight in dense]
-    weight = engine.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
-    names = list("abc"[:len(sizes)])
-    return engine.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
+    format = fast.FORMATS[weights]
+    sizes = list(map(len, dense))
+    weight = fast.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
+    return fast.QuantLinear(list("abc"[:len(sizes)]), sizes, dense[0].shape[1], weight, None)
 
 
-def test_linear_and_its_gradients():
-    """Eq. 2 of two stacked layers."""
-    dense = [torch.randn(48, 128), torch.randn(16, 128)]
-    bias = torch.randn(64)
-    layer = stacked_layer("nvfp4", dense, bias, qerl, lora_rank=4, lora_alpha=8)
-    x = torch.randn(3, 5, 128, requires_grad=True)
-    A, B = layer.lora_A, layer.lora_B
-    B.data.normal_()
-    delta = torch.cat([B[:48] @ A[:4], B[48:] @ A[4:]])
-    y = layer(x)
-    expected = F.linear(x, layer.weight.dequantize(torch.float32) + 8 / 4 * delta, bias)
-    assert_close(y, expected, **NEAR)
-    upstream = torch.randn_like(y)
-    found, right = (torch.autograd.grad(out, [x, A, B], upstream) for out in (y, expected))
-    assert_close(found, right, rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("name,train_norms", [("qwen2", False), ("qwen3", True)])
+def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms):
+    """Eq. 2, of stacked layers and of others."""
+    from peft import PeftModel
+    folder, theirs = make_folder(tmp_path / "base", name)
+    ours = with_lora(folder, qerl, weights="bf16", train_norms=train_norms, lora_alpha=6)
+    save_adapter(ours, str(tmp_path / "adapter"), folder)
+    with torch.no_grad():
+        assert relative(ours(TOKENS), theirs(TOKENS).logits) > 1e-2
+        peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
+        assert relative(ours(TOKENS), peft(TOKENS).logits) < 1e-4
 
 
 # --------------------------------------------------------------------------------------------------
