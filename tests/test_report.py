@@ -45,10 +45,8 @@ def report_of(folder):
 def test_report_shows_a_run(tmp_path):
     made_up_run(tmp_path)
     page = report_of(tmp_path)
-    for shown in ("pass@1 50.0% \u2192 70.0%", "50.0% \u2192 75.0%</dd>", "61 s"):
-        assert shown in page
+    assert "pass@1 50.0% \u2192 70.0%" in page
     assert re.findall(r"<h3>Step (\d+)</h3>", page) == list("1235679")
-    assert re.findall(r"<details open>\s*<summary><h3>Step (\d+)", page) == list("159")
     assert page.count('data-s="4.98" data-p="8.21" data-r="1.649"') == 7 * 2 * 10
     assert all(f">{sign}</span>" in page for sign in SIGNS)
     assert page.index("2.2</span>") < page.index("0.2</span>")         # the best answer first
