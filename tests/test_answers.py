@@ -34,64 +34,39 @@ QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walk
             "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
             "In China 3元, 8个苹果. How many more minutes?")
 
-# What is not 5, though a 5 is its last digit, whatever the question says.
-NOT_FIVE = [
-    # another number
-    "1e5", "0x5", "5\u00bd", "5\u00b2", "1,5", "5.5.5", "\\sqrt{5}", "\\frac15", "1 005", "5!", "|5|", "5(200)",
-    "5 ,000", "5/0", "5/2/2", "5 x 10^3",
-    # words that change it
-    "5 pi", "5 divided by two", "5 point five", "5 or six", "5 half apples", "negative 5", "5 \\text{ hundred}",
-    "5百万元",
-    # a sign
-    "- 5", "\u22125", "-{5}", "\\pm 5",
-    # an unknown, a relation, words that the question does not have, or too many of them
-    "5n", "5 xy", "x - 5", "x_5", "f(5)", ">5", "2x = 5", "\\cancel{5}", "5 walks", "5 apples in a day",
-    # an equation that is none
-    "2+2=5", "6 = 5", "2(3) = 5", "1/0 = 5", "((5 = 5", "7 + = 5",
-    # denied
-    "x is not 5", "\\neg 5", "not 3, it is 5",
-    # several
-    "3:5", "3-5", "3\n5", "x = 3 or x = 5", "5 (or 6)", "5 hours 30 minutes",
-    # none
-    "", "\\text{cm}^5",
-]
 
-FIVE = [
-    # another number
-    "1e5", "0x5", "5\u00bd", "5\u00b2", "2^5", "1,5", "5.5.5", "\\sqrt{5}", "\\frac15", "1 005", "5!", "|5|",
-    "5(200)", "5 ,000", "5/0", "5/2/2", "5 x 10^3",
-    # words that change it
-    "5 million", "5 thirds", "5 pi", "5 doubled", "5 divided by two", "5 point five", "5 or six", "5 half apples",
-    "negative 5", "neither is 5", "5 \\text{ hundred}", "5百万元",
-    # a sign
-    "- 5", "\u22125", "-{5}", "x = - 5", "\\pm 5",
-    # an unknown, a relation, words that the question does not have, or too many of them
-    "5n", "5 xy", "x - 5", "x_5", "f(5)", ">5", "2x = 5", "\\cancel{5}", "5 oranges", "5 walks",
-    "5 apples in a day", "apples 5",
-    # an equation that is none
-    "2+2=5", "1/2 = 5", "6 = 5", "2(3) = 5", "1/0 = 5", "((5 = 5", "7 + = 5",
-    # denied
-    "x is not 5", "\\neg 5", "not 3, it is 5",
-    # several
-    "3:5", "3-5", "3, 5", "3\n5", "x = 3 or x = 5", "5 (or 6)", "5 hours 30 minutes",
-    # none
-    "", "\\text{cm}^5",
-]
+def entries(table):
+    """The texts of a table, which line ends and wide gaps part."""
+    return re.split(r"\n *|  +", table.strip())
 
-FIVE = [
-    "5.00", "5e0", "5\\%", "05", "{5}", "\\(5\\)", "**5**", "\n5\n", "[5]", "\\large 5", "10/2", "\\dfrac{10}{2}",
-    "0.5 \\times 10^1",
-    # money, signs
-    "US$5", "\u20b95", "Rs. 5", "USD 5", "5 €", "5^\\circ", "5°C",
-    # a calculation or an unknown before it
-    "(10-5) = 5", "x = 2 \\times 3 - 1 = 5", "\\frac{20}{4} = 5", "\\$2 + \\$3 = \\$5",
-]
+
+# What is not 5, though a 5 is its last digit, whatever the question says. By lines: another number; words
+# that change it; a sign; an unknown or a relation; words that the question does not have or that are too
+# many; an equation that is none; a denial; several numbers; no number.
+NOT_FIVE = ["", "3\n5", *entries(r"""
+    1e5   0x5   5½   5²   1,5   5.5.5   \sqrt{5}   \frac15   1 005   5!   |5|   5(200)   5 ,000   5/0   5/2/2
+    5 pi   5 divided by two   5 point five   5 or six   5 half apples   negative 5   5 \text{ hundred}   5百万元
+    - 5   −5   -{5}   \pm 5
+    5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
+    5 walks   5 apples in a day
+    2+2=5   6 = 5   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
+    x is not 5   \neg 5   not 3, it is 5
+    3:5   3-5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
+    \text{cm}^5
+""")]
+
+# By lines: a number; money and signs; a calculation or an unknown before it.
+FIVE = ["\n5\n", *entries(r"""
+    5.00   5e0   5\%   05   {5}   \(5\)   **5**   [5]   \large 5   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    US$5   ₹5   Rs. 5   USD 5   5 €   5^\circ   5°C
+    (10-5) = 5   x = 2 \times 3 - 1 = 5   \frac{20}{4} = 5   \$2 + \$3 = \$5
+""")]
 
 # Only with this question.
-FIVE_UNITS = [
-    "\\text{5 apples}", "5 Apple", "5\\text{ cm}^3", "5 cm²", "5 (pears)", "5 miles/hour", "5 min", "5 more minutes",
-    "5 o'clock", "$5 a day", "5 square feet", "5 dollars", "5 percent", "5 red apples", "2 + 3 = 5 apples.", "5元",
-]
+FIVE_UNITS = entries(r"""
+    \text{5 apples}   5 Apple   5\text{ cm}^3   5 cm²   5 (pears)   5 miles/hour   5 min   5 more minutes
+    5 o'clock   $5 a day   5 square feet   5 dollars   5 percent   5 red apples   2 + 3 = 5 apples.   5元
+""")
 
 
 @pytest.mark.parametrize("text,five", (
@@ -128,11 +103,15 @@ def test_the_number_of_an_answer(text, number):
 # GSM8K's like: right answers whose units stand in the question, and what makes them wrong.
 NUMBERS = strategies.integers(2, 10 ** 6)
 PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
-RIGHT = ["{}.0", "+{}", "${}", "({})", "\\text{{{}}}", "{} animals", "{}\\text{{ years}}", "{} large sheep",
-         "{} dollars", "{} litre", "x = {}", "0 + {} = {}"]
-WORDS = ["million", "dozen", "halves", "tripled", "pigs", "minus", "not", "K", "and"]
-WRONG = ["{} WORD", "WORD {}", "{} + 1", "{}/7", "1 {}", "{}, 3", "-{}", "no: {}", "{}^2", "1 + {} = {}", "{}{}",
-         "{} is wrong", "{} cows WORD"]
+RIGHT = entries(r"""
+    {}.0   +{}   ${}   ({})   \text{{{}}}   {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
+    x = {}   0 + {} = {}
+""")
+WORDS = "million dozen halves tripled pigs minus not K and".split()
+WRONG = entries("""
+    {} WORD   WORD {}   {} cows WORD   {} + 1   {}/7   1 {}   {}, 3   -{}   no: {}   {}^2   1 + {} = {}   {}{}
+    {} is wrong
+""")
 
 
 @given(NUMBERS, strategies.sampled_from(RIGHT), strategies.sampled_from(WRONG),
@@ -447,8 +426,8 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Text <-> tokens
 
-def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=None, ends_texts=False):
-    """A ChatText of the model `qwen` with another tokenizer."""
+def chat_text(qwen, folder, template=None, special=(), ends_texts=False):
+    """A ChatText, whose system asks for a box, of the model `qwen` with another tokenizer."""
     shutil.copytree(qwen, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
@@ -457,7 +436,7 @@ def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=No
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
     tokenizer.save_pretrained(folder)
-    return ChatText(str(folder), system)
+    return ChatText(str(folder), "Box it: \\boxed{}.")
 
 
 SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -469,7 +448,7 @@ SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     ("{% if tools %}{{ messages[0].content }}{% endif %}{{ messages[-1].content }}", True),
 ])
 def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template, inside):
-    text = chat_text(qwen, tmp_path / "model", template=template)
+    text = chat_text(qwen, tmp_path / "model", template)
     prompt = text.shown(text.prompt("2+3?"))
     assert prompt.count("Box it: \\boxed{}.") == 1 and "2+3?" in prompt
     assert ("leaves the system's message out" in capsys.readouterr().out) == inside
@@ -477,15 +456,11 @@ def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template,
 
 @pytest.mark.parametrize("token", ["</answer>", "\\boxed{"])
 def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, token):
-    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"])
-    ids = text.tokenizer.encode(f"a{token}b<|pad|>c", add_special_tokens=False)
-    assert text.decode(ids + [text.end]) == f"a{token}bc"
-
-
-def test_a_prompt_without_a_template_does_not_end_the_text(qwen, tmp_path):
-    text = chat_text(qwen, tmp_path / "model", ends_texts=True)
-    assert text.tokenizer.encode("a")[-1] in text.eos
-    assert text.prompt("2+3?")[-1] not in text.eos
+    """A prompt without a template does not end the text, though its tokenizer ends each."""
+    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"], ends_texts=True)
+    ids = text.tokenizer.encode(f"a{token}b<|pad|>c")
+    assert ids[-1] in text.eos
+    assert text.decode(ids) == f"a{token}bc"
     assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
 
 
