@@ -1,6 +1,4 @@
 """Answers, rewards and questions."""
-import json
-import math
 import re
 import shutil
 import time
@@ -286,47 +284,37 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
     assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
 
-DAPO = """\
-Solve the following math problem step by step. The last line should be Answer: $Answer.
-
-Five ducks.
-
-And so on?
-
-Remember to put your answer on its own line after "Answer:"."""
+DAPO = (r'{"prompt": "Solve the following math problem step by step. The last line is Answer: $Answer.\n\n'
+        r'Five ducks.\n\nAnd so on?\n\nRemember to put your answer on its own line.", "solution": "34"}')
 
 
-@pytest.mark.parametrize("row,question,answer", [
-    # DAPO-Math, MATH, AIME
-    ({"prompt": DAPO, "solution": "34", "reward_model": {"ground_truth": "34"}},
-     "Five ducks.\n\nAnd so on?", "34"),
-    ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
-    ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34"),
-    ({"problem": "Root?", "solution": "$3 \\sqrt{2}$"}, "Root?", "$3 \\sqrt{2}$"),
-    # Where both are there, "####" has the answer.
-    ({"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}, "3?", "not \\boxed{2}\n#### 7")])
-def test_questions_and_answers_are_found_in_the_columns_that_have_them(
-        tmp_path, row, question, answer):
-    write_jsonl(tmp_path / "rows.jsonl", [row, row])               # twice there, taken once
-    expected = {"question": question, "answer": answer, "source": f"{tmp_path}/rows.jsonl"}
-    assert math_questions(f"{tmp_path}/rows.jsonl") == [expected]
+# Lines of files: DAPO-Math, MATH, AIME, others. Where both are there, "####" has the answer.
+@pytest.mark.parametrize("line,question,answer", [
+    (DAPO, "Five ducks.\n\nAnd so on?", "34"),
+    (r'{"problem": "Twice?", "solution": "so $\\boxed 2$."}', "Twice?", "2"),
+    ('{"Problem": "1?", "Answer": 34, "Solution": "so it is"}', "1?", "34"),
+    (r'{"problem": "Root?", "solution": "$3 \\sqrt{2}$"}', "Root?", "$3 \\sqrt{2}$"),
+    (r'{"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}', "3?", "not \\boxed{2}\n#### 7")])
+def test_questions_and_answers_are_found_in_the_columns_that_have_them(tmp_path, line, question, answer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")          # twice there, taken once
+    assert math_questions(str(path)) == [{"question": question, "answer": answer, "source": str(path)}]
 
 
-@pytest.mark.parametrize("row", [
-    {"question": "a", "answer": "#### 5 #### 6"},
-    {"question": "half \ud800", "answer": "#### 5"},
-    {"question": [{"role": "user"}], "answer": "#### 5"},
-    {"question": "a", "answer": math.nan},
-    {"question": "a", "answer": True},
-    {"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."},
-    # A completion with an empty box would be right.
-    {"problem": "a", "answer": "so \\boxed{ }"},
-    "no object",
-])
-def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
+@pytest.mark.parametrize("line", r"""
+{"question": "a", "answer": "#### 5 #### 6"}
+{"question": "half \ud800", "answer": "#### 5"}
+{"question": [{"role": "user"}], "answer": "#### 5"}
+{"question": "a", "answer": NaN}
+{"question": "a", "answer": true}
+{"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."}
+{"problem": "a", "answer": "with an empty box a completion would be right: \\boxed{ }"}
+"no object"
+""".strip().splitlines())
+def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, line):
     """An empty line at the end is none."""
-    lines = [json.dumps({"question": "fine", "answer": "#### 5"}), json.dumps(row), "", ""]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    fine = '{"question": "fine", "answer": "#### 5"}'
+    (tmp_path / "train.jsonl").write_text(f"{fine}\n{line}\n\n", encoding="utf-8")
     with pytest.raises(UserError, match="train.jsonl:2: "):
         read_questions(tmp_path, "*")
 
