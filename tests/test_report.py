@@ -19,19 +19,12 @@ def made_up_run(folder, text="42"):
         "rollout_logprobs": [-3.0] * 10, "training_logprobs": [-2.5] * 10}
     group = [completion | {"reward": 0.2, "correct": False, "advantage": -0.9},
              completion | {"reward": 2.2, "correct": True, "advantage": 0.9}]
-
-    def answers(*verdicts):
-        return [asked | {"greedy": {"text": text, "correct": right}} for right in verdicts]
-
     steps = range(1, 10)
-    logs = {
-        "metrics": [{"step": step, **dict.fromkeys(METRICS, 0.5)} for step in steps],
-        "samples": [{"step": step, **asked, "completions": group} for step in steps],
-        "answers_before": answers(False, False, True, True),
-        "answers_after": answers(True, True, False, True),
-    }
-    for name, lines in logs.items():
-        write_jsonl(folder / f"{name}.jsonl", lines)
+    write_jsonl(folder / "metrics.jsonl", [{"step": step, **dict.fromkeys(METRICS, 0.5)} for step in steps])
+    write_jsonl(folder / "samples.jsonl", [{"step": step, **asked, "completions": group} for step in steps])
+    for when, verdicts in (("before", [False, False, True, True]), ("after", [True, True, False, True])):
+        answers = [asked | {"greedy": {"text": text, "correct": right}} for right in verdicts]
+        write_jsonl(folder / f"answers_{when}.jsonl", answers)
     summary = {"accuracy_before": 0.5, "accuracy_after": 0.7, "greedy_before": 0.5,
                "greedy_after": 0.75, "seconds": 61.2, "settings": {"model": text, "data": text}}
     (folder / "summary.json").write_text(json.dumps(summary))
