@@ -27,7 +27,6 @@ def test_cut_rows_by_hand():
     """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
     prompts = [[1] * 50] * 8
     for lengths, budget, pieces in (
-            ([10] * 8, 130, [8]),
             ([10] * 8, 129, [7, 1]),
             ([10] * 8, 30, [1] * 8),
             ([50] + [1] * 7, 150, [6, 2])):                         # six rows of 100
