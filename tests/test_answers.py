@@ -332,14 +332,11 @@ def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
 
 def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
     """3 and 3.0 are the same answer, 1 and 10 are not."""
-    lines = [("a", "1"), ("b", "1"), ("a ", "2"), ("b", "10"), ("c", "3"), ("c", "3.0")]
-    rows = [{"question": question, "answer": f"#### {n}"} for question, n in lines]
+    rows = [{"question": question, "answer": f"#### {n}"}
+            for question, n in [("b", "1"), ("b ", "10"), ("c", "3"), ("c", "3.0")]]
     write_jsonl(tmp_path / "train.jsonl", rows)
     assert [q["question"] for q in read_questions(tmp_path, "*")] == ["c"]
     assert "stand there with different answers" in capsys.readouterr().out
-    write_jsonl(tmp_path / "train.jsonl", rows[:4])
-    with pytest.raises(UserError, match="holds no question with one answer"):
-        read_questions(tmp_path, "*")
 
 
 def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
