@@ -38,12 +38,14 @@ def entries(table):
     return re.split(r"\n *|  +", table.strip())
 
 
-# What is not 5, though a 5 is its last digit, whatever the question says. By lines: another number; words
-# that change it; a sign; an unknown or a relation; words that the question does not have or that are too
-# many; an equation that is none; a denial; several numbers; no number.
+# What is not 5, though a 5 is its last digit, whatever the question says. Line by line: another number,
+# twice; words that change it, twice; a sign; an unknown or a relation; words that the question does not
+# have or that are too many; an equation that is none; a denial; several numbers; no number.
 NOT_FIVE = ["", "3\n5", *entries(r"""
-    1e5   0x5   5½   5²   1,5   5.5.5   \sqrt{5}   \frac15   1 005   5!   |5|   5(200)   5 ,000   5/0   5/2/2
-    5 pi   5 divided by two   5 point five   5 or six   5 half apples   negative 5   5 \text{ hundred}   5百万元
+    1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
+    \sqrt{5}   \frac15   5!   |5|   5(200)   5/0   5/2/2
+    5 pi   5 divided by two   5 point five   5 or six   negative 5
+    5 half apples   5 \text{ hundred}   5百万元
     - 5   −5   -{5}   \pm 5
     5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
     5 walks   5 apples in a day
@@ -53,17 +55,19 @@ NOT_FIVE = ["", "3\n5", *entries(r"""
     \text{cm}^5
 """)]
 
-# By lines: a number; money and signs; a calculation or an unknown before it.
+# Line by line: a number; typesetting; money and signs; a calculation or an unknown before it.
 FIVE = ["\n5\n", *entries(r"""
-    5.00   5e0   5\%   05   {5}   \(5\)   **5**   [5]   \large 5   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    5\%   {5}   \(5\)   **5**   [5]   \large 5
     US$5   ₹5   Rs. 5   USD 5   5 €   5^\circ   5°C
     (10-5) = 5   x = 2 \times 3 - 1 = 5   \frac{20}{4} = 5   \$2 + \$3 = \$5
 """)]
 
 # Only with this question.
 FIVE_UNITS = entries(r"""
-    \text{5 apples}   5 Apple   5\text{ cm}^3   5 cm²   5 (pears)   5 miles/hour   5 min   5 more minutes
-    5 o'clock   $5 a day   5 square feet   5 dollars   5 percent   5 red apples   2 + 3 = 5 apples.   5元
+    \text{5 apples}   5 Apple   5 red apples   2 + 3 = 5 apples.   5 (pears)
+    5\text{ cm}^3   5 cm²   5 square feet   5 miles/hour   5 min   5 more minutes   5 o'clock
+    $5 a day   5 dollars   5 percent   5元
 """)
 
 
@@ -94,7 +98,8 @@ def test_only_one_clear_number_counts(text, five):
 }.items())
 def test_the_number_of_an_answer(text, number):
     """The same behind "####" and in TeX."""
-    assert is_right(f"\\boxed{{{text}}}", right_answer({"question": "", "answer": f"#### {float(number)}"}))
+    right = right_answer({"question": "", "answer": f"#### {float(number)}"})
+    assert is_right(f"\\boxed{{{text}}}", right)
     assert is_right(f"\\boxed{{{float(number)}}}", text)
 
 
@@ -102,13 +107,13 @@ def test_the_number_of_an_answer(text, number):
 NUMBERS = strategies.integers(2, 10 ** 6)
 PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
 RIGHT = entries(r"""
-    {}.0   +{}   ${}   ({})   \text{{{}}}   {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
-    x = {}   0 + {} = {}
+    {}.0   +{}   ${}   ({})   \text{{{}}}   x = {}   0 + {} = {}
+    {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
 """)
 WORDS = "million dozen halves tripled pigs minus not K and".split()
 WRONG = entries("""
-    {} WORD   WORD {}   {} cows WORD   {} + 1   {}/7   1 {}   {}, 3   -{}   no: {}   {}^2   1 + {} = {}   {}{}
-    {} is wrong
+    {} WORD   WORD {}   {} cows WORD   {} is wrong   no: {}
+    {} + 1   {}/7   1 {}   {}, 3   -{}   {}^2   1 + {} = {}   {}{}
 """)
 
 
@@ -284,8 +289,9 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
     assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
 
-DAPO = (r'{"prompt": "Solve the following math problem step by step. The last line is Answer: $Answer.\n\n'
-        r'Five ducks.\n\nAnd so on?\n\nRemember to put your answer on its own line.", "solution": "34"}')
+DAPO = (r'{"prompt": "Solve the following math problem step by step. The last line is Answer: $Answer.'
+        r'\n\nFive ducks.\n\nAnd so on?\n\nRemember to put your answer on its own line.", '
+        '"solution": "34"}')
 
 
 # Lines of files: DAPO-Math, MATH, AIME, others. Where both are there, "####" has the answer.
@@ -295,10 +301,12 @@ DAPO = (r'{"prompt": "Solve the following math problem step by step. The last li
     ('{"Problem": "1?", "Answer": 34, "Solution": "so it is"}', "1?", "34"),
     (r'{"problem": "Root?", "solution": "$3 \\sqrt{2}$"}', "Root?", "$3 \\sqrt{2}$"),
     (r'{"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}', "3?", "not \\boxed{2}\n#### 7")])
-def test_questions_and_answers_are_found_in_the_columns_that_have_them(tmp_path, line, question, answer):
+def test_questions_and_answers_are_found_in_the_columns_that_have_them(
+        tmp_path, line, question, answer):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{line}\n{line}\n", encoding="utf-8")          # twice there, taken once
-    assert math_questions(str(path)) == [{"question": question, "answer": answer, "source": str(path)}]
+    expected = {"question": question, "answer": answer, "source": str(path)}
+    assert math_questions(str(path)) == [expected]
 
 
 @pytest.mark.parametrize("line", r"""
@@ -449,7 +457,8 @@ def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, toke
     assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
 
 
-@pytest.mark.parametrize("written", ["\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
+@pytest.mark.parametrize("written", [
+    "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
 def test_the_small_policys_text_is_its_bytes(written):
     text = ByteText()
     assert text.prompt(written) == [*written.encode(), 10]
