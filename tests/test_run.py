@@ -132,19 +132,19 @@ def minibatch_loss(model, rows, settings):
 
     By functions of qerl.py that test_qerl.py holds to TRL.
     """
-    def padded(values):
-        return pad_sequence(list(values), batch_first=True)
+    def padded(name):
+        return pad_sequence([getattr(row, name) for row in rows], batch_first=True)
 
     length = torch.tensor([len(row.tokens) for row in rows])
     ended = torch.tensor([row.finished for row in rows])
     counted = qerl.length_mask(length, length.max()) & (ended[:, None] | (settings.algo != "dapo"))
-    logprobs = padded(logprobs_of(model, row, settings.temperature) for row in rows)
-    old = padded(row.training_logprobs for row in rows)
+    weights = qerl.token_weights(counted, settings.algo, settings.max_new_tokens)
+    logprobs = pad_sequence([logprobs_of(model, row, settings.temperature) for row in rows], True)
+    old = padded("training_logprobs")
     advantages = torch.stack([row.advantage for row in rows])
     loss, kl = qerl.policy_loss(
-        logprobs, old, advantages, qerl.token_weights(counted, settings.algo, settings.max_new_tokens),
-        settings.clip_low, settings.clip_high, padded(row.reference for row in rows), settings.beta,
-        padded(row.rollout_logprobs for row in rows), settings.tis, settings.algo)
+        logprobs, old, advantages, weights, settings.clip_low, settings.clip_high, padded("reference"),
+        settings.beta, padded("rollout_logprobs"), settings.tis, settings.algo)
     change = ((logprobs - old).exp() - 1) * advantages.sign()[:, None]
     limit = torch.where(advantages > 0, settings.clip_high, settings.clip_low)
     return loss, kl.item(), advantages[(change > limit[:, None]).any(1)]
