@@ -3,7 +3,7 @@ import json
 import re
 
 from harness import report
-from harness.folders import write_jsonl
+from harness.folders import append_jsonl, write_jsonl
 
 METRICS = ("sigma", "reward", "accuracy", "entropy", "length", "gradient_norm")
 # What no font shows stands among them: a line's end, a zero byte, spaces, a token without a text.
@@ -19,11 +19,12 @@ def made_up_run(folder, text="42"):
         "rollout_logprobs": [-3.0] * 10, "training_logprobs": [-2.5] * 10}
     group = [completion | {"reward": 0.2, "correct": False, "advantage": -0.9},
              completion | {"reward": 2.2, "correct": True, "advantage": 0.9}]
-    steps = range(1, 10)
-    write_jsonl(folder / "metrics.jsonl", [{"step": step, **dict.fromkeys(METRICS, 0.5)} for step in steps])
-    write_jsonl(folder / "samples.jsonl", [{"step": step, **asked, "completions": group} for step in steps])
-    for when, verdicts in (("before", [False, False, True, True]), ("after", [True, True, False, True])):
-        answers = [asked | {"greedy": {"text": text, "correct": right}} for right in verdicts]
+    for step in range(1, 10):
+        append_jsonl(folder / "metrics.jsonl", {"step": step, **dict.fromkeys(METRICS, 0.5)})
+        append_jsonl(folder / "samples.jsonl", {"step": step, **asked, "completions": group})
+    verdicts = {"before": [False, False, True, True], "after": [True, True, False, True]}
+    for when in verdicts:
+        answers = [asked | {"greedy": {"text": text, "correct": right}} for right in verdicts[when]]
         write_jsonl(folder / f"answers_{when}.jsonl", answers)
     summary = {"accuracy_before": 0.5, "accuracy_after": 0.7, "greedy_before": 0.5,
                "greedy_after": 0.75, "seconds": 61.2, "settings": {"model": text, "data": text}}
