@@ -137,8 +137,8 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
     (f"{UP}_global_scale", lambda t: t * 1e-30, "global scale is above 1e-9"),
     # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
-    (UP.replace("weight", "bias"), lambda _: torch.ones(128), "is not one that config.json asks for"),
-    ("lm_head.weight", lambda _: torch.ones(128), "is not one that config.json asks for"),
+    *((name, lambda _: torch.ones(128), "is not one that config.json asks for")
+      for name in (UP.replace("weight", "bias"), "lm_head.weight")),
 ])
 def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, message):
     def damage(tensors):
