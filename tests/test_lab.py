@@ -187,7 +187,7 @@ def run_check(*args):
 
 
 def test_a_right_solution_has_all_points(tmp_path):
-    """It is qerl.py's, which other tests hold to the libraries; so the recorded results are right."""
+    """It is qerl.py, which other tests hold to the libraries: so the recorded results are right."""
     status, result = run_check("--file", write(tmp_path / "solution.py", SOLUTION))
     assert (status, result["points"], result["of"]) == (0, 100, 100), result
 
