@@ -120,9 +120,17 @@ def test_an_eight_bit_layer_multiplies_rounded_operands(qwen, format):
     """Stacked layers with bias and LoRA, which is merged before it is rounded."""
     layer = with_lora(qwen, weights="bf16").blocks[0].attention.qkv
     x = torch.randn(15, 128) * torch.rand(15, 1)
-    merged = layer(torch.eye(128)) - layer.bias
-    expected = rounded(x, format) @ rounded(merged.T, format).T + layer.bias
+    weight = (layer(torch.eye(128)) - layer.bias).T
+    expected = rounded(x, format) @ rounded(weight, format).T + layer.bias
     assert relative(eight_bit.EightBitLinear(layer, format)(x), expected) < 1e-3
+
+
+def test_int8_product_is_exact():
+    """Beyond float32's integers, too."""
+    x, weight = torch.randint(1, 128, (2, 16, 8192)).to(torch.int8)
+    one = torch.ones(1, 1)
+    product = eight_bit.multiply((x, one), (weight, one))
+    assert product.equal(torch._int_mm(x, weight.T).float())
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -257,8 +265,7 @@ def test_pivots_are_drawn_by_success_and_depth():
     line = deep_grpo.fit_success(3000 * (success + failure))
     r, utility = deep_grpo.pivot_utility(3, line)
     assert r.tolist() == [0.25, 0.5, 0.75]
-    expected = torch.tensor([0.75, 0.5, 0.25]) * r ** 2
-    assert_close(utility, expected, atol=3e-3, rtol=0)
+    assert_close(utility, torch.tensor([0.75, 0.5, 0.25]) * r ** 2, atol=3e-3, rtol=0)
     assert deep_grpo.fit_success(50 * success) == (0, 0)         # too little to fit
 
 
