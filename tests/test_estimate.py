@@ -44,7 +44,8 @@ def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
     assert len(runs) >= 10
     steps = read_csv(RESULTS / "learning/steps.csv.gz").groupby("run")
     for name, stored in runs.items():
-        settings = Settings(**{key: value for key, value in stored.items() if hasattr(Settings, key)})
+        known = {key: value for key, value in stored.items() if hasattr(Settings, key)}
+        settings = Settings(**known)
         size = settings.model.split("-")[2]                           # Qwen2.5-Coder-0.5B-Instruct
         own = steps.get_group(name)
         taught = 1 - own.groups_left_out.mean()

@@ -136,7 +136,8 @@ def late(completion, question):
 
 @needs_fork
 @pytest.mark.parametrize("count", [1, 2])
-def test_float16_waits_for_the_minibatch_and_the_process_that_teach(several, tmp_path, monkeypatch, count):
+def test_float16_waits_for_the_minibatch_and_the_process_that_teach(
+        several, tmp_path, monkeypatch, count):
     """The first minibatch teaches nothing, and in the first of two processes no other does."""
     (tmp_path / "own.py").write_text(TEACHES_LATE)
     monkeypatch.setenv("TEACHER", str(count - 1))
@@ -273,7 +274,8 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
     with pytest.raises(UserError, match="held-out questions: 3, fewer than the 4 processes"):
         train_gsm8k.load_all(settings, fast, as_rank(2, lambda items: items))
-    assert train_gsm8k.arguments(["--model", "a/b", "--device", "cpu", "--shard"], 4).quantizer == "rtn"
+    cut = train_gsm8k.arguments(["--model", "a/b", "--device", "cpu", "--shard"], 4)
+    assert cut.quantizer == "rtn"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,7 +289,8 @@ def test_bench_scaling_measures_processes(tmp_path, capsys):
     rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:
-        assert 0.6 * row["step"] < row["rollout"] + row["reward"] + row["update"] <= 1.001 * row["step"]
+        parts = row["rollout"] + row["reward"] + row["update"]
+        assert 0.6 * row["step"] < parts <= 1.001 * row["step"]
     assert out.with_suffix(".png").exists()
     assert "| tiny, nvfp4 | 2 | 32 |" in capsys.readouterr().out
     # Two processes that make twice as many completions in the same time; nothing to compare with.

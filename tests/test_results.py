@@ -29,7 +29,8 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path):
 
 def test_runs_are_added_to_the_results(tmp_path):
     """With six digits; what was there before stays. Small policies' start seeds give them a name."""
-    files = [shutil.copy(f"{HERE}/results/{name}", tmp_path) for name in ("runs.csv", "steps.csv.gz")]
+    files = [
+        shutil.copy(f"{HERE}/results/{name}", tmp_path) for name in ("runs.csv", "steps.csv.gz")]
     before = list(map(results.read_csv, files))
     for seed in (0, 1):
         run = tmp_path / f"runs/sigma-4-lr0.1-seed{seed}"

@@ -119,7 +119,8 @@ def test_effects_are_those_of_the_arms_and_starts_add_to_the_error():
     assert found.error["4 bits and noise"] == pytest.approx(residual * (1 / 4 + 1 / 4) ** 0.5)
     added, _ = decide.effects(experiment(), "gain", {False: 0.3, True: 0.4})
     variance = added.error ** 2 - found.error ** 2
-    assert variance[["4 bits", "4 bits, under noise", "noise"]].tolist() == pytest.approx([0.7, 0.7, 0])
+    three = ["4 bits", "4 bits, under noise", "noise"]
+    assert variance[three].tolist() == pytest.approx([0.7, 0.7, 0])
     assert added.df["4 bits"] > found.df["4 bits"] == 11
 
 
