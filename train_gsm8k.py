@@ -325,11 +325,14 @@ def with_functions_of(path):
         found = runpy.run_path(path)
     except (Exception, SystemExit) as e:
         raise UserError(f"--method {path}: cannot be run ({reason(e)}); mend the file")
+    taken = []
     for name, function in found.items():
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
         written = code and code.co_filename == path and "NotImplementedError" not in code.co_names
         if written and hasattr(qerl, name):
             setattr(qerl, name, function)
+            taken.append(name)
+    print(f"of {path}: {', '.join(taken) or 'no function is written yet'}; qerl.py's others")
     return qerl
 
 

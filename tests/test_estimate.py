@@ -1,13 +1,14 @@
 """What a run is said to take before anything is loaded, beside what was measured."""
 from pathlib import Path
-from statistics import fmean, median
 
 import pytest
 import torch
 
 import train_gsm8k
 from common import read_json, run_main
-from harness.machine import GPUS, estimate, forecast
+from harness import machine
+from harness.machine import GPUS, estimate
+from harness.ranks import Ranks
 from studies.random_models import config_of
 from studies.results import read_csv
 from test_qerl import HERE
@@ -41,52 +42,48 @@ def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
 
     A run that does not say how many slots it had was given 256.
     """
-    steps = read_csv(RESULTS / "learning/steps.csv.gz").to_dict("records")
-
-    def column(run, name):
-        return [step[name] for step in steps if step["run"] == run]
-
     runs = {name: run["settings"] for name, run in read_json(RESULTS / "learning/runs.json").items()
             if run["date"] >= "2026-11-26" and run["settings"]["device"].startswith("cuda")}
     assert len(runs) >= 10
-    for run, stored in runs.items():
-        known = {name: value for name, value in stored.items() if hasattr(Settings, name)}
+    steps = read_csv(RESULTS / "learning/steps.csv.gz").groupby("run")
+    for name, stored in runs.items():
+        known = {key: value for key, value in stored.items() if hasattr(Settings, key)}
         settings = Settings(**known | {"slots": known.get("slots") or 256})
         size = settings.model.split("-")[2]                           # Qwen2.5-Coder-0.5B-Instruct
-        length = fmean(column(run, "length"))
-        taught = 1 - fmean(column(run, "groups_left_out"))
-        _, seconds = estimate(config_of(f"Qwen2.5-{size}"), settings, GPUS["H200"], length, taught)
-        assert seconds == pytest.approx(median(column(run, "seconds_step")), rel=0.25), run
+        own = steps.get_group(name)
+        taught = 1 - own.groups_left_out.mean()
+        _, seconds = estimate(
+            config_of(f"Qwen2.5-{size}"), settings, GPUS["H200"], own.length.mean(), taught)
+        assert seconds == pytest.approx(own.seconds_step.median(), rel=0.25), name
 
 
 def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
     """A dry run needs no more than the config. A KL term trains on all groups.
 
-    On a GPU any run says it before it loads: of the memory that is free there, and of this process's
-    share of the questions.
+    On a GPU any run says it: of the memory that is free there, and of this process's share.
     """
     folder = str(tmp_path / "7B")
     config_of("Qwen2.5-7B").save_pretrained(folder)
-    monkeypatch.setattr(train_gsm8k, "train", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def on_this_machine(**facts):
+        for name, value in facts.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
     def said(*flags):
         run_main("--model", folder, *flags)
-        return capsys.readouterr().out
+        return capsys.readouterr().out.strip()
 
+    on_this_machine(is_available=False)
     readme = Path(HERE, "README.md").read_text(encoding="utf-8")
     of_7b = said("--dry-run", "--device", "cpu").replace(folder, "Qwen/Qwen2.5-7B-Instruct")
-    assert of_7b.strip() in " ".join(readme.split())
+    assert of_7b in " ".join(readme.split())
     small = said("--dry-run", "--device", "cpu", "--gpu", "RTX 4090", "--beta", 0.1)
     assert "of 24 GB" in small and "on an RTX 4090" in small and "100% of the groups" in small
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr("harness.machine.free_memory", lambda device: 99e9)
-    with pytest.raises(TypeError):                     # of train, which is None
-        said("--device", "cuda", "--out", tmp_path / "run")
-    here = capsys.readouterr().out
+    on_this_machine(is_available=True, device_count=1, get_device_capability=(9, 0),
+                    get_device_name="NVIDIA H200")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 99e9)
+    monkeypatch.setattr(Ranks, "start", lambda ranks, device: device)
+    monkeypatch.setattr(train_gsm8k, "train", lambda *_: None)
+    here = said("--device", "cuda", "--out", tmp_path / "run")
     assert "of 99 GB" in here and "on an H200" in here
-    assert here == forecast(Settings(model=folder, prompts=128), 2) + "\n"
+    assert here == machine.forecast(Settings(model=folder, prompts=128), 2)

@@ -1,5 +1,4 @@
 """results/: its tables and pictures come from the packed files beside them."""
-import json
 import shutil
 from pathlib import Path
 
@@ -30,26 +29,26 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path):
 
 def test_runs_are_added_to_the_results(tmp_path):
     """With six digits; what was there before stays. Small policies' start seeds give them a name."""
-    for name in ("runs.csv", "steps.csv.gz"):
-        shutil.copy(f"{HERE}/results/{name}", tmp_path)
-    before = {name: results.read_csv(tmp_path / name) for name in ("runs.csv", "steps.csv.gz")}
+    files = [
+        shutil.copy(f"{HERE}/results/{name}", tmp_path) for name in ("runs.csv", "steps.csv.gz")]
+    before = list(map(results.read_csv, files))
     for seed in (0, 1):
         run = tmp_path / f"runs/sigma-4-lr0.1-seed{seed}"
         run.mkdir(parents=True)
         settings = {"model": None, "lr": 0.1, "seed": seed, "start_seed": seed}
-        (run / "summary.json").write_text(json.dumps({
-            "settings": settings, "steps": 2, "accuracy_after": 1 / 3, "accuracy_before": 0.25,
-            "seconds": 9.0, "hardware": "none"}))
-        write_jsonl(run / "metrics.jsonl", [
-            {"step": step, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": 0.0,
-             "peak_memory_gb": 0.5, "seconds": {"step": 1.0}} for step in (1, 2)])
+        write_jsonl(run / "summary.json", [{
+            "settings": settings, "steps": 1, "accuracy_after": 1 / 3, "seconds": 9.0,
+            "hardware": "none"}])
+        write_jsonl(run / "metrics.jsonl", [{
+            "step": 1, "accuracy": 1 / 3, "entropy": 2e-11 / 3, "mismatch_kl": 0.0,
+            "peak_memory_gb": 0.5, "seconds": {"step": 1.0}}])
     results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
     with pytest.raises(UserError, match="add claims/new: has sigma-4-lr0.1-seed0 already"):
         results.add_runs(tmp_path, tmp_path / "runs", "claims/new")
-    for name, old in before.items():
-        assert results.read_csv(tmp_path / name)[:len(old)].equals(old)
-    row = results.read_csv(tmp_path / "runs.csv").iloc[-1]
-    assert (row.model, row.arm, row.seed, row.accuracy_after) == (
+    after = list(map(results.read_csv, files))
+    for old, new in zip(before, after):
+        assert new[:-2].equals(old)
+    run, step = (frame.iloc[-1] for frame in after)
+    assert (run.model, run.arm, run.seed, run.accuracy_after) == (
         "small-own-starts", "sigma / 4", 1, 0.333333)
-    step = results.read_csv(tmp_path / "steps.csv.gz").iloc[-1]
-    assert (step.run, step.step, step.entropy) == ("sigma-4-lr0.1-seed1", 2, 6.66667e-12)
+    assert (step.run, step.entropy) == ("sigma-4-lr0.1-seed1", 6.66667e-12)

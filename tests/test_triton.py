@@ -135,9 +135,8 @@ def test_kernels_compile_for(monkeypatch, target):
 @runs_kernels
 @pytest.mark.parametrize("dtype,largest", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 @pytest.mark.parametrize("name,rows,columns", [
-    ("nvfp4", 1, 80),
-    ("nvfp4", 70, 256),
-    ("mxfp4", 21, 96),
+    ("nvfp4", 70, 80),
+    ("mxfp4", 1, 96),
 ])
 def test_kernel_plain_product(dtype, largest, name, rows, columns):
     """Of sizes that are no multiples of the tile's."""
@@ -154,9 +153,8 @@ def test_kernel_plain_product(dtype, largest, name, rows, columns):
 # Quantising
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", [16, 32])
-def test_kernel_encode(dtype, block):
+@pytest.mark.parametrize("block,dtype", [(16, torch.float32), (32, torch.bfloat16)])
+def test_kernel_encode(block, dtype):
     """Byte for byte as PyTorch, at ties too, for an odd number of rows."""
     weight = torch.randint(-29, 30, (35, 96)) / 4                      # half of them ties
     scale = 2.0 ** torch.randint(-3, 3, (35, 96 // block))
@@ -180,10 +178,6 @@ def tiled_weight(name, out, columns):
     return weight.format.tile(*there(packed, scale, global_scale)), dense
 
 
-def is_close(y, expected):
-    return relative(y.cpu().double(), expected) < 5e-3
-
-
 def assert_linear(name, rows, columns, piece=128, rank=8):
     """TiledWeight.multiply by three stacked layers of `piece` rows is Eq. 2 in float64.
 
@@ -201,14 +195,14 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     B = torch.randn(out, rank) * 8
     product = x.double() @ dense.T
     delta = torch.block_diag(*B.split(piece)) @ A
-    added = 2 * x.double() @ delta.double().T
-    lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
+    added = 2 * x.double() @ delta.double().T + bias + residual
     in_tiles, *others = there(kernels.interleave(x).contiguous(), bias, residual)
-    assert is_close(tiled.multiply(in_tiles), product)
-    y = tiled.multiply(in_tiles, *others, lora)
-    assert is_close(y, product + added + bias + residual)
-    *_, counters = kernels.scratch(y.device)
-    assert not counters.any()
+    lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
+    for y, expected in (
+            (tiled.multiply(in_tiles), product),
+            (tiled.multiply(in_tiles, *others, lora), product + added)):
+        assert relative(y.cpu().double(), expected) < 5e-3
+    assert not kernels.scratch(y.device)[-1].any()
 
 
 @runs_kernels
@@ -261,16 +255,13 @@ def test_kernel_linear_without_wgmma(monkeypatch, name, rows):
 
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 17, 64, 129, 1024])
-@pytest.mark.parametrize("out,columns,bounds", [
-    (37888, 3584, (18944, 37888)),
-    (4608, 3584, (3584, 4096)),
-])
-def test_kernel_linear_plans_fit(rows, out, columns, bounds):
+def test_kernel_linear_plans_fit(rows):
     """Of Qwen2.5-7B's layers on 132 SMs: whole tiles, and all programs run at once."""
+    layers = (37888, 3584, (18944, 37888)), (4608, 3584, (3584, 4096))
     choices = kernels.CONFIGS, kernels.CONFIGS_WITHOUT_WGMMA, kernels.CONFIGS_IN_100_KB
-    for rank, configs in itertools.product((0, 16, 128), choices):
-        config = kernels.config_for(rows, out, columns, bounds, rank, configs)
-        programs, _ = kernels.plan_linear(rows, out, columns, bounds, rank, 3 * rank, 132, configs)
+    for layer, rank, configs in itertools.product(layers, (0, 16, 128), choices):
+        config = kernels.config_for(rows, *layer, rank, configs)
+        programs, _ = kernels.plan_linear(rows, *layer, rank, 3 * rank, 132, configs)
         assert programs <= config.programs * 132
 
 
@@ -389,17 +380,15 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(merged, "MERGED_ABOVE", 64)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(100)] * 2
-    generator = torch.Generator("cuda")
     method = neighbour(name)
     model.keep_sampler = True
-    repeated = []
-    for _ in range(2):
-        rollout = method.generate(model, prompts, 40, 1, top_p=top_p, slots=128,
-                                  generator=generator.manual_seed(0))
-        repeated.append(rollout.logprobs)
+    generator = torch.Generator("cuda")
+    first, again = (
+        method.generate(model, prompts, 40, 1, top_p=top_p, slots=128, generator=generator.manual_seed(0))
+        for _ in range(2))
     with torch.no_grad():
-        logprobs = fast.token_logprobs(model, prompts, rollout.tokens, rollout.length)
-    errors = (logprobs - rollout.logprobs).abs()
-    assert errors[rollout.mask].mean() < 0.03
+        logprobs = fast.token_logprobs(model, prompts, first.tokens, first.length)
+    errors = (logprobs - first.logprobs).abs()
+    assert errors[first.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
-    assert name != "qerl" or all(map(rollout.logprobs.equal, repeated))
+    assert name != "qerl" or first.logprobs.equal(again.logprobs)
