@@ -68,6 +68,8 @@ DAPO_LOOP = dict(
     gradient_clip=1.1, lora_alpha=6.0,
     schedule="linear", seed=14,
 )
+# No completion is as long as it may be: the divisor is the limit and not the longest.
+DR_GRPO_LOOP = dict(algo="dr-grpo", max_new_tokens=40, gradient_clip=0.1)
 
 
 def flat_policy(policy):
@@ -207,7 +209,7 @@ def assert_evaluated(calls, quiz, out, when):
     # Two steps of warm-up, then half a cosine to zero; and without warm-up.
     (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
     (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
-    (dict(algo="dr-grpo", max_new_tokens=40, gradient_clip=0.1), [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
+    (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
 ])
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
