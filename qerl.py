@@ -940,6 +940,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     NVFP4 as compressed-tensors writes it is read as it is, or dequantised for other weights.
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    assert dtype.is_floating_point, f"load_model: {dtype} is no floating-point dtype"
     if not os.path.isdir(path):
         path = huggingface_hub.snapshot_download(path, allow_patterns=MODEL_FILES)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)

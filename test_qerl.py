@@ -412,6 +412,16 @@ def test_generate_names_an_argument_out_of_range(model, name, value):
         fast.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
+@pytest.mark.parametrize("message,call", {
+    "temperature 0": lambda model: qerl.token_logprobs(model, [[1]], TOKENS[:1], torch.tensor([2]), 0),
+    "step 4 is none of the 4": lambda model: qerl.noise_sigma(4, 4),
+    "torch.int8 is no floating-point": lambda model: qerl.load_model("no-folder", dtype=torch.int8),
+}.items())
+def test_nonsense_is_refused(model, message, call):
+    with pytest.raises(AssertionError, match=message):
+        call(model)
+
+
 # --------------------------------------------------------------------------------------------------
 # 6. Objectives
 
