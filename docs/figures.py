@@ -7,7 +7,6 @@ import os
 import sys
 
 import torch
-from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -19,8 +18,6 @@ import qerl
 BLOCK = [0.9, -0.31, 0.05, 0.62, -1.2, 0.4, 0.0, 0.17,
          0.75, -0.08, 0.29, 1.05, -0.55, 0.33, -0.21, 0.12]
 ONE = torch.ones(1, 1)
-
-rcParams["font.size"] = 14                             # to be read from the last row
 
 
 def seeded(seed):
@@ -44,7 +41,7 @@ def rounding(figure):
     axis.vlines(qerl.E2M1, -1, 16, color="lightgray", zorder=0)
     for row, (weight, code) in enumerate(zip(BLOCK, codes.tolist())):
         place = weight * global_scale / scale
-        axis.plot(place, row, "o", color="tab:blue")
+        axis.plot(place, row, ".", color="tab:blue")
         axis.annotate("", (qerl.E2M1[code], row), (place, row),
                       arrowprops={"arrowstyle": "->", "color": "tab:red"})
         axis.text(6.6, row, f"{code:04b}", va="center", family="monospace")
@@ -68,9 +65,9 @@ def formats(figure):
     for i, format in enumerate(["nvfp4", "mxfp4", "nf4"]):
         errors = [rounding_error(format, w).norm() / w.norm() for w in weights.values()]
         bars = axis.bar([place + i / 4 for place in range(4)], errors, 0.23, label=format)
-        axis.bar_label(bars, fmt="%.3f", fontsize=12)
+        axis.bar_label(bars, fmt="%.3f", fontsize="small")
     axis.set_xticks([place + 1 / 4 for place in range(4)], weights)
-    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.18), yticks=[0, 0.05, 0.1, 0.15])
+    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.18))
     axis.legend(ncols=3, loc="upper left")
 
 
@@ -78,8 +75,8 @@ def staircase(figure):
     """σ by step."""
     axis = figure.subplots()
     axis.plot([qerl.noise_sigma(step, 300) for step in range(300)], linewidth=3)
-    axis.set(xlabel="step of 300", ylabel="σ", title="ten stages, the first without noise")
-    axis.grid(axis="y")
+    axis.set(xlabel="step of 300", ylabel="σ")
+    axis.grid()
 
 
 def columns(figure):
@@ -122,8 +119,8 @@ def loop(figure):
         "advantage [P, G]": (2.0, 0.0),
         "loss and gradient\nŴ in 4 bits, LoRA,\nno noise": (1.0, 0.0),
         "AdamW\nA and B of LoRA": (0.0, 0.0),
-    }, [(0, 1, ""), (1, 2, "         G completions\n         each"), (2, 3, ""), (3, 4, ""), (1, 4, "tokens              "),
-        (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
+    }, [(0, 1, ""), (1, 2, "         G completions\n         each"), (2, 3, ""), (3, 4, ""),
+        (1, 4, "tokens              "), (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
 
 
 def policies(figure):
@@ -144,7 +141,7 @@ def clip(figure):
         axis.plot(ratios, A * ratios, ":", label="ρ A")
         axis.plot(ratios, gain, linewidth=3, label="min(ρ A, clip(ρ) A)")
         axis.set(xlabel="ρ = π_θ / π_old", ylabel="gain", title=f"advantage {A}",
-                 xticks=[0.8, 1, 1.28], xticklabels=["0.8", "1", "1.28"])
+                 xticks=[0.8, 1.28])
         axis.grid(axis="x")
         axis.legend()
 
@@ -165,9 +162,9 @@ def k3(figure):
 def main(folder=f"{HERE}/figures"):
     os.makedirs(folder, exist_ok=True)
     for draw in (rounding, formats, staircase, columns, loop, policies, clip, k3):
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        figure = Figure(figsize=(6.4, 3), layout="constrained")    # small, so that its type is large
         draw(figure)
-        figure.savefig(f"{folder}/{draw.__name__}.png", dpi=110)
+        figure.savefig(f"{folder}/{draw.__name__}.png", dpi=200)
 
 
 if __name__ == "__main__":
