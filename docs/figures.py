@@ -41,14 +41,14 @@ def rounding(figure):
     axis.vlines(qerl.E2M1, -1, 16, color="lightgray", zorder=0)
     for row, (weight, code) in enumerate(zip(BLOCK, codes.tolist())):
         place = weight * global_scale / scale
-        axis.plot(place, row, "o", color="tab:blue")
+        axis.plot(place, row, ".", color="tab:blue")
         axis.annotate("", (qerl.E2M1[code], row), (place, row),
                       arrowprops={"arrowstyle": "->", "color": "tab:red"})
-        axis.text(6.8, row, f"{code:04b}", va="center", family="monospace")
-    axis.set_xticks(qerl.E2M1.unique(), [f"{value:g}" for value in qerl.E2M1.unique()])
-    axis.set(yticks=range(16), yticklabels=BLOCK, xlim=(-6.8, 7.8), ylabel="weight",
+        axis.text(6.6, row, f"{code:04b}", va="center", family="monospace")
+    axis.set_xticks([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
+    axis.set(yticks=range(16), yticklabels=BLOCK, xlim=(-6.6, 8), ylabel="weight",
              xlabel=f"weight / unit; unit = block scale {scale:g} / global scale {global_scale:g}",
-             title="16 weights of a block (dots), the values of their codes (arrows), the 4 bits")
+             title="weights (dots), values of their codes (arrows), the 4 bits")
 
 
 def formats(figure):
@@ -59,26 +59,24 @@ def formats(figure):
         "Gaussian": gaussian,
         "uniform": 2 * rare - 1,
         "Laplace": gaussian.sign() * rare.log(),
-        "Gaussian, 1 of 256\nten times larger": gaussian * torch.where(rare < 1 / 256, 10, 1),
+        "Gaussian with\noutliers": gaussian * torch.where(rare < 1 / 256, 10, 1),      # 1 of 256
     }
     axis = figure.subplots()
     for i, format in enumerate(["nvfp4", "mxfp4", "nf4"]):
         errors = [rounding_error(format, w).norm() / w.norm() for w in weights.values()]
         bars = axis.bar([place + i / 4 for place in range(4)], errors, 0.23, label=format)
-        axis.bar_label(bars, fmt="%.3f")
+        axis.bar_label(bars, fmt="%.3f", fontsize="small")
     axis.set_xticks([place + 1 / 4 for place in range(4)], weights)
-    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.16), title="rounding error by distribution")
+    axis.set(ylabel="‖Ŵ - W‖ / ‖W‖", ylim=(0, 0.18))
     axis.legend(ncols=3, loc="upper left")
 
 
 def staircase(figure):
     """σ by step."""
     axis = figure.subplots()
-    for schedule in qerl.SCHEDULES:
-        sigma = [qerl.noise_sigma(step, 300, schedule=schedule) for step in range(300)]
-        axis.plot(sigma, label=schedule, linewidth=3 if schedule == "exponential" else 1)
-    axis.set(xlabel="step of 300", ylabel="σ", title="ten stages, the first without noise")
-    axis.legend()
+    axis.plot([qerl.noise_sigma(step, 300) for step in range(300)], linewidth=3)
+    axis.set(xlabel="step of 300", ylabel="σ")
+    axis.grid()
 
 
 def columns(figure):
@@ -87,14 +85,14 @@ def columns(figure):
     norm = qerl.RMSNorm("a norm", torch.ones(64), 1e-6)
     with qerl.adaptive_quantization_noise(norm, 0.1, seeded(1)):
         noise = weight * (norm.noisy_weight - 1)
-    axes = figure.subplots(2)
-    changes = {"noise in the norm, σ = 0.1: one number for each column": noise,
+    axes = figure.subplots(2, sharex=True)
+    changes = {"noise in the norm, σ = 0.1: each column times one factor": noise,
                "rounding to NVFP4: an error for each weight": rounding_error("nvfp4", weight)}
     for axis, (title, change) in zip(axes, changes.items()):
         picture = axis.imshow(change, cmap="RdBu", vmin=-0.3, vmax=0.3, aspect="auto")
-        axis.set(title=title, ylabel="output")
-    axis.set_xlabel("input channel")
-    figure.colorbar(picture, ax=axes, label="change of the weight")
+        axis.set(title=title, yticks=[])
+    axis.set_xlabel("input channel (column of W)")
+    figure.colorbar(picture, ax=axes, label="change of the weight", ticks=[-0.3, 0, 0.3])
 
 
 def diagram(figure, boxes, arrows):
@@ -121,17 +119,17 @@ def loop(figure):
         "advantage [P, G]": (2.0, 0.0),
         "loss and gradient\nŴ in 4 bits, LoRA,\nno noise": (1.0, 0.0),
         "AdamW\nA and B of LoRA": (0.0, 0.0),
-    }, [(0, 1, ""), (1, 2, "G texts each"), (2, 3, ""), (3, 4, ""), (1, 4, "tokens              "),
-        (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
+    }, [(0, 1, ""), (1, 2, "         G completions\n         each"), (2, 3, ""), (3, 4, ""),
+        (1, 4, "tokens              "), (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
 
 
 def policies(figure):
     """The four policies of the loss."""
     diagram(figure, {
-        "π_rollout\nsampled the tokens,\nwith noise": (0.0, 1.0),
-        "π_old\nbefore the updates,\nwithout noise": (1.0, 1.0),
+        "π_rollout\nsampled,\nwith noise": (0.0, 1.0),
+        "π_old\nbefore the\nupdates,\nno noise": (1.0, 1.0),
         "π_θ\nis trained": (2.0, 1.0),
-        "π_ref\nwith LoRA as it began": (2.0, 0.0),
+        "π_ref\nLoRA switched off": (2.0, 0.0),
     }, [(0, 1, "mismatch"), (1, 2, "ρ = π_θ / π_old"), (3, 2, "β KL             ")])
 
 
@@ -143,7 +141,7 @@ def clip(figure):
         axis.plot(ratios, A * ratios, ":", label="ρ A")
         axis.plot(ratios, gain, linewidth=3, label="min(ρ A, clip(ρ) A)")
         axis.set(xlabel="ρ = π_θ / π_old", ylabel="gain", title=f"advantage {A}",
-                 xticks=[0.4, 0.8, 1, 1.28, 1.8])
+                 xticks=[0.8, 1.28])
         axis.grid(axis="x")
         axis.legend()
 
@@ -164,9 +162,9 @@ def k3(figure):
 def main(folder=f"{HERE}/figures"):
     os.makedirs(folder, exist_ok=True)
     for draw in (rounding, formats, staircase, columns, loop, policies, clip, k3):
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        figure = Figure(figsize=(6.4, 3), layout="constrained")    # small, so that its type is large
         draw(figure)
-        figure.savefig(f"{folder}/{draw.__name__}.png", dpi=110)
+        figure.savefig(f"{folder}/{draw.__name__}.png", dpi=200)
 
 
 if __name__ == "__main__":
