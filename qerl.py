@@ -448,7 +448,7 @@ class Transformer(nn.Module):
         )
         self.norm = reader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.reference = {name: p.detach().clone() for name, p in trainable(self).items()
-                          if "lora" not in name}       # see adapters_off
+                          if "lora" not in name}       # see reference_policy
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
         self.register_buffer("frequencies", frequencies.to(self.device))
 
@@ -641,7 +641,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 # without noise. `mismatch` measures how far the two are apart; `truncated_importance` can correct it.
 
 @contextlib.contextmanager
-def adapters_off(model):
+def reference_policy(model):
     """Inside, the model is Eq. 3's π_ref: what is trained has the values that it began with.
 
     They are in model.reference, {name: tensor}. LoRA that began as zero is not there, and is switched
@@ -668,12 +668,12 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
-def own_length(mask, limit=None):
+def completion_length(mask, limit=None):
     """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
     return mask.sum(1, keepdim=True).clamp_min(1)
 
 
-def deviation(rewards):
+def group_std(rewards):
     """The standard deviation of each group, with the divisor G - 1, plus 1e-4 as in TRL."""
     return rewards.std(1, keepdim=True) + 1e-4
 
@@ -685,13 +685,13 @@ class Objective:
     The loss of a token is divided by length_divisor of its completion and by batch_divisor, which
     harness/batches.py sums over processes.
     """
-    length_divisor: Callable = own_length   # mask float32 [N, C], most tokens -> [N, 1] or a number
+    length_divisor: Callable = completion_length   # mask float32 [N, C], most tokens -> [N, 1] or 1
     batch_divisor: Callable = len   # mask -> a number; by default that of the completions
-    divisor: Callable = deviation   # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r)
+    divisor: Callable = group_std   # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r)
     log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
-    drop_truncated: bool = False    # a completion that was cut off gives no gradient
+    mask_truncated: bool = False    # a completion that was cut off gives no gradient
     defaults: dict = field(default_factory=dict)           # of the training's settings
 
 
@@ -700,11 +700,12 @@ OBJECTIVES = {
     "grpo": Objective(),
     # arXiv 2503.14476: the mean over all tokens
     "dapo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
-                      redraw=True, drop_truncated=True),
+                      redraw=True, mask_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
     "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
-    "gspo": Objective(log_ratio=lambda x, mask: (x * mask).sum(1, keepdim=True) / own_length(mask),
+    "gspo": Objective(log_ratio=lambda x, mask:
+                      (x * mask).sum(1, keepdim=True) / completion_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
     "cispo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,

@@ -349,7 +349,7 @@ def test_reference_policy_is_the_model_without_adapters(qwen):
     plain = qerl.load_model(qwen)(TOKENS)
     assert qerl.load_model(qwen, lora_rank=4)(TOKENS).equal(plain)         # where training starts
     tuned = with_lora(qwen, qerl, train_norms=True)
-    with qerl.adapters_off(tuned):
+    with qerl.reference_policy(tuned):
         assert tuned(TOKENS).equal(plain)
     assert not torch.allclose(tuned(TOKENS), plain)
 

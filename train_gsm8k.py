@@ -223,7 +223,7 @@ def train(settings, ranks=None):
         with clock("logprobs"), torch.no_grad():
             write_logprobs(batch.old_logprobs, batch, batch.trained_rows(first=1))
             if settings.beta:
-                with method.adapters_off(model):
+                with method.reference_policy(model):
                     write_logprobs(batch.ref_logprobs, batch, batch.trained_rows())
 
         # Update: an optimiser step for each minibatch.
