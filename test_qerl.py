@@ -1,7 +1,7 @@
-"""What qerl.py has to do, section by section, and harness/fast.py with it: against oracles that no
-one here wrote.
+"""What qerl.py has to do, section by section, against oracles that no one here wrote.
 
 They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figures are by hand.
+tests/test_fast.py holds harness/fast.py to qerl.py.
 
     python -m pytest -n auto                          all tests; those marked `gpu` need a GPU
     python -m pytest test_qerl.py                     these alone
@@ -21,7 +21,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:        # of several processes each takes
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -29,6 +28,7 @@ from torch.testing import assert_close
 
 import qerl
 from harness import fast
+from harness.export import save_adapter
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUDA = torch.cuda.is_available()
@@ -125,12 +125,6 @@ def made_qwen(tmp_path_factory):
 def qwen(made_qwen):
     """Its folder."""
     return made_qwen[0]
-
-
-@pytest.fixture(params=[qerl, fast], ids=["plain", "fast"])
-def engine(request):
-    """qerl.py, and what computes the same in its place."""
-    return request.param
 
 
 def with_lora(folder, engine=fast, **options):
@@ -257,31 +251,25 @@ def test_nf4_equals_bitsandbytes(kind):
 # --------------------------------------------------------------------------------------------------
 # 2. Quantised linear with LoRA
 
-def stacked_layer(weights, dense, bias=None, engine=fast, **lora):
+def stacked_layer(weights, dense):
     """A QuantLinear of dense layers over one input, each quantised by itself."""
-    format = engine.FORMATS[weights]
-    sizes = [len(weight) for weight in dense]
-    weight = engine.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
-    names = list("abc"[:len(sizes)])
-    return engine.QuantLinear(names, sizes, dense[0].shape[1], weight, bias, **lora)
+    format = fast.FORMATS[weights]
+    sizes = list(map(len, dense))
+    weight = fast.PackedWeight(format, *qerl.stack_parts(map(format.quantize, dense)))
+    return fast.QuantLinear(list("abc"[:len(sizes)]), sizes, dense[0].shape[1], weight, None)
 
 
-@pytest.mark.parametrize("first,second", [(48, 16), (160, 96)])
-def test_linear_and_its_gradients(engine, first, second):
-    """Eq. 2 of two stacked layers, together narrower and wider than their input."""
-    dense = [torch.randn(first, 128), torch.randn(second, 128)]
-    bias = torch.randn(first + second)
-    layer = stacked_layer("nvfp4", dense, bias, engine, lora_rank=4, lora_alpha=8)
-    x = torch.randn(3, 5, 128, requires_grad=True)
-    A, B = layer.lora_A, layer.lora_B
-    B.data.normal_()
-    delta = torch.cat([B[:first] @ A[:4], B[first:] @ A[4:]])
-    y = layer(x)
-    expected = F.linear(x, layer.weight.dequantize(torch.float32) + 8 / 4 * delta, bias)
-    assert_close(y, expected, **NEAR)
-    upstream = torch.randn_like(y)
-    found, right = (torch.autograd.grad(out, [x, A, B], upstream) for out in (y, expected))
-    assert_close(found, right, rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("name,train_norms", [("qwen2", False), ("qwen3", True)])
+def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms):
+    """Eq. 2, of stacked layers and of others."""
+    from peft import PeftModel
+    folder, theirs = make_folder(tmp_path / "base", name)
+    ours = with_lora(folder, qerl, weights="bf16", train_norms=train_norms, lora_alpha=6)
+    save_adapter(ours, str(tmp_path / "adapter"), folder)
+    with torch.no_grad():
+        assert relative(ours(TOKENS), theirs(TOKENS).logits) > 1e-2
+        peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
+        assert relative(ours(TOKENS), peft(TOKENS).logits) < 1e-4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,7 +334,7 @@ def test_noise_schedules(schedule, expected):
 
 @pytest.mark.parametrize("weights", qerl.FORMATS)
 @torch.no_grad()
-def test_logits_equal_transformers_with_the_decoded_weights(family, weights, engine):
+def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
     folder, theirs = family
     format = qerl.FORMATS[weights]
     decoded = copy.deepcopy(theirs)
@@ -354,14 +342,13 @@ def test_logits_equal_transformers_with_the_decoded_weights(family, weights, eng
         if name.endswith("_proj.weight"):
             weight.copy_(format.dequantize(*format.quantize(weight), torch.float32))
     tokens = torch.arange(450).view(3, 150) % 262
-    assert relative(engine.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
+    assert relative(qerl.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
 
 
-def test_reference_policy_is_the_model_without_adapters(qwen, engine):
-    plain = engine.load_model(qwen)(TOKENS)
-    fresh = engine.load_model(qwen, lora_rank=4)
-    assert fresh(TOKENS).equal(plain)                  # where training starts
-    tuned = with_lora(qwen, engine, train_norms=True)
+def test_reference_policy_is_the_model_without_adapters(qwen):
+    plain = qerl.load_model(qwen)(TOKENS)
+    assert qerl.load_model(qwen, lora_rank=4)(TOKENS).equal(plain)         # where training starts
+    tuned = with_lora(qwen, qerl, train_norms=True)
     with qerl.adapters_off(tuned):
         assert tuned(TOKENS).equal(plain)
     assert not torch.allclose(tuned(TOKENS), plain)
@@ -370,12 +357,11 @@ def test_reference_policy_is_the_model_without_adapters(qwen, engine):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 
-@pytest.mark.parametrize("options", [dict(temperature=0, slots=3), dict(top_p=1e-6)])
-def test_greedy_completions_equal_transformers(family, engine, options):
-    """Two of each prompt; with 3 slots a prompt waits until two of them are idle."""
+def test_greedy_completions_equal_transformers(family):
+    """Two of each prompt, a prompt at a time."""
     folder, theirs = family
-    model = engine.load_model(folder, weights="bf16")
-    rollout = engine.generate(model, PROMPTS, 12, group_size=2, **options)
+    model = qerl.load_model(folder, weights="bf16")
+    rollout = qerl.generate(model, PROMPTS, 12, group_size=2, temperature=0, slots=3)
     assert not rollout.finished.any()
     for prompt, completion in zip(TWICE, rollout.tokens.tolist()):
         expected = theirs.generate(
@@ -383,8 +369,8 @@ def test_greedy_completions_equal_transformers(family, engine, options):
         assert prompt + completion == expected[0].tolist()
 
 
-def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen, engine):
-    rollout = sample_two_each(engine, with_lora(qwen, engine))
+def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen):
+    rollout = sample_two_each(qerl, with_lora(qwen, qerl))
     assert rollout.finished.any()
     ends = rollout.tokens < 20                         # as is padding
     assert ends.any(1).equal(rollout.finished)
@@ -392,10 +378,10 @@ def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen, engine):
 
 
 @pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
-def test_samples_follow_the_distribution(engine, temperature, top_p):
+def test_samples_follow_the_distribution(temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
-    token, logprob, _ = engine.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
+    token, logprob, _ = qerl.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
     probs = (logits / temperature).softmax(-1)
     likely = qerl.nucleus(probs, top_p)[0]
     assert_close(token.bincount(minlength=5) / 40000, likely / likely.sum(), rtol=0, atol=0.01)
@@ -404,31 +390,26 @@ def test_samples_follow_the_distribution(engine, temperature, top_p):
 
 @pytest.mark.parametrize("top_p,kept", {
     0.5: [0, 0, 0.5, 0],
-    0.51: [0.3, 0, 0.5, 0],
     0.81: [0.3, 0, 0.5, 0.15],
 }.items())
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     """Also if it has more tokens than are sorted at first."""
     probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
     assert_close(qerl.nucleus(probs, top_p), torch.tensor([kept]))
-    for count in (1, 2, 4, 1024):
+    for count in (1, 4):
         assert_close(fast.nucleus(probs, top_p, count), torch.tensor([kept]))
 
 
-@pytest.mark.parametrize("name,value", [
-    ("top_p", 0.0),
-    ("top_p", math.nan),
-    ("temperature", -0.1),
-    ("temperature", 1e-45),
-    ("temperature", math.nan),
-    ("group_size", 0),
-    ("max_new_tokens", 0),
-    ("prompts", []),
-    ("prompts", [[1], []]),
-])
-def test_generate_names_an_argument_out_of_range(model, engine, name, value):
+@pytest.mark.parametrize("name,value", {
+    "top_p": 0.0,
+    "temperature": 1e-45,
+    "group_size": 0,
+    "max_new_tokens": 0,
+    "prompts": [[1], []],
+}.items())
+def test_generate_names_an_argument_out_of_range(model, name, value):
     with pytest.raises(AssertionError, match=f"generate: .*{name}"):
-        engine.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
+        fast.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -543,35 +524,20 @@ def test_mismatch_and_its_correction_by_hand():
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of completions
 
-def one_by_one(model, rollout):
-    """What token_logprobs gives, a completion at a time, and the entropy at each of its tokens."""
-    logprobs, entropy = [], []
+def test_training_logprobs_equal_the_samplers(qwen):
+    """And a completion at a time gives the same, with its gradient and the entropy at each token."""
+    model = with_lora(qwen, qerl)
+    rollout = sample_two_each(qerl, model)
+    logprobs = scored(qerl, model, rollout)
+    assert_close(logprobs, rollout.logprobs, **NEAR)
+    expected, entropy = [], []
     for prompt, tokens, n in zip(TWICE, rollout.tokens, rollout.length):
         logits = model(torch.cat([torch.tensor(prompt), tokens[:n]])[None])[0] / 0.7
         # The logits at a token are of the next one.
         policy = torch.distributions.Categorical(logits=logits[len(prompt) - 1:-1])
-        logprobs.append(policy.log_prob(tokens[:n]))
+        expected.append(policy.log_prob(tokens[:n]))
         entropy.append(policy.entropy())
-    return pad_sequence(logprobs, True), pad_sequence(entropy, True)
-
-
-def test_training_logprobs_equal_the_samplers(qwen, engine):
-    """And their gradients those of a completion at a time. Noise in the sampler shows."""
-    model = with_lora(qwen, engine)
-    rollout = sample_two_each(engine, model)
-    logprobs = scored(engine, model, rollout)
-    assert_close(logprobs, rollout.logprobs, **NEAR)
-    kl, ratio = qerl.mismatch(logprobs, rollout.logprobs, rollout.mask)
-    assert abs(kl) < 1e-6
-    assert 1 <= ratio < 1.001
-    expected, entropy = one_by_one(model, rollout)
-    assert_close(rollout.entropy * rollout.mask, entropy, **NEAR)
+    expected, entropy = (pad_sequence(rows, True) for rows in (expected, entropy))
+    assert_close(rollout.entropy, entropy, **NEAR)
     found, right = (gradient_of(model, x.square().sum()) for x in (logprobs, expected))
     assert relative(found, right) < 1e-4
-    with qerl.adaptive_quantization_noise(model, 0.05, seeded(0)):
-        rollout = sample_two_each(engine, model)
-    kl, ratio = qerl.mismatch(scored(engine, model, rollout), rollout.logprobs, rollout.mask)
-    assert kl > 1e-4
-    assert ratio > 1.05
-
-

@@ -2,9 +2,6 @@
 # First, because test_qerl sets the number of threads before PyTorch starts.
 from test_qerl import family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
 
-import itertools
-import random
-
 import matplotlib.axis
 import matplotlib.figure
 import pytest
@@ -41,12 +38,7 @@ def quiz(tmp_path_factory):
         chat_template="{{ messages[-1]['content'].split()[-1] }}",
     )
     tokenizer.save_pretrained(folder)
-    rng = random.Random(0)
-    questions = []
-    for letters, count in ((1, 2), (2, 4), (3, 5), (4, 5)):
-        words = ["".join(word) for word in itertools.product("abc", repeat=letters)]
-        questions += rng.sample(words, count)
-    rng.shuffle(questions)
+    questions = "bb ccb baaa bcaa bba ba b bca cbab ccc cb abcc c ccac aa baa".split()
     problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
     write_jsonl(folder / "train.jsonl", problems[:10])
     write_jsonl(folder / "test.jsonl", problems[10:])

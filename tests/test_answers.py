@@ -1,6 +1,4 @@
 """Answers, rewards and questions."""
-import json
-import math
 import re
 import shutil
 import time
@@ -34,46 +32,43 @@ QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walk
             "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
             "In China 3元, 8个苹果. How many more minutes?")
 
-# What is not 5, though a 5 is its last digit, whatever the question says.
-NOT_FIVE = [
-    # another number
-    "1e5", "0x5", "{1}/{5}", "5\u00bd", "5\u00b2", "2^5", "1,5", "5.5.5", "\\sqrt{5}", "\\frac15",
-    "1 005", "5!", "|5|", "5(200)", "5 ,000", "5/0", "5/2/2", "5 x 10^3", "\\frac{5}{2}",
-    # words that change it
-    "5 million", "5 bn", "5 thirds", "5 lakh", "5 pi", "5 doubled", "5 divided by two", "5 point five",
-    "5 to ten", "5 times", "5 or six", "5 half", "5 twice", "5 minus", "5 less", "5 half apples",
-    "5 but actually six", "negative 5", "twice: 5", "neither is 5", "the negative of x is 5",
-    "5 \\text{ hundred}", "5万", "5百万元",
-    # a sign
-    "- 5", "\u22125", "-{5}", "-(5)", "$-5", "x = - 5", "\\pm 5",
-    # an unknown, a relation, words that the question does not have, or too many of them
-    "5n", "5j", "5 xy", "5+n", "x - 5", "x_5", "\\infty 5", "f(5)", ">5", "2x = 5", "\\cancel{5}",
-    "2 \\times 5", "5 oranges", "5 walks", "5 apples in a day", "apples 5",
-    # an equation that is none
-    "4 = 5", "2+2=5", "1/2 = 5", "6 = 5", "2(3) = 5", "1/0 = 5", "((5 = 5", "7 + = 5",
-    # denied
-    "NOT 5", "x is not 5", "isn't 5", "\\text{not }5", "\\neg 5", "not 3, it is 5",
-    # several
-    "3:5", "3-5", "3, 5", "3\n5", "3 and 5", "x = 3 or x = 5", "5 (or 6)", "5 hours 30 minutes",
-    # none
-    "", "\\text{cm}^5", "\\mathrm{ft}^{5}",
-]
 
-FIVE = [
-    "5.00", "5e0", "$5.00", "\\$5", "5\\%", "05", "+5", "5.", "{5}", "\\(5\\)", "**5**", "\n5\n", "[5]",
-    "\\large 5", "10/2", "\\dfrac{10}{2}", "0.5 \\times 10^1",
-    # money, signs
-    "US$5", "€5", "\u20b95", "Rs. 5", "USD 5", "5 €", "5^\\circ", "5°C",
-    # a calculation or an unknown before it
-    "(10-5) = 5", "x = 2 \\times 3 - 1 = 5", "\\frac{20}{4} = 5", "\\$2 + \\$3 = \\$5", "n=5",
-]
+def entries(table):
+    """The texts of a table, which line ends and wide gaps part."""
+    return re.split(r"\n *|  +", table.strip())
+
+
+# What is not 5, though a 5 is its last digit, whatever the question says. Line by line: another number,
+# twice; words that change it, twice; a sign; an unknown or a relation; words that the question does not
+# have or that are too many; an equation that is none; a denial; several numbers; no number.
+NOT_FIVE = ["", "3\n5", *entries(r"""
+    1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
+    \sqrt{5}   \frac15   5!   |5|   5(200)   5/0   5/2/2
+    5 pi   5 divided by two   5 point five   5 or six   negative 5
+    5 half apples   5 \text{ hundred}   5百万元
+    - 5   −5   -{5}   \pm 5
+    5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
+    5 walks   5 apples in a day
+    2+2=5   6 = 5   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
+    x is not 5   \neg 5   not 3, it is 5
+    3:5   3-5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
+    \text{cm}^5
+""")]
+
+# Line by line: a number; typesetting; money and signs; a calculation or an unknown before it.
+FIVE = ["\n5\n", *entries(r"""
+    5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    5\%   {5}   \(5\)   **5**   [5]   \large 5
+    US$5   ₹5   Rs. 5   USD 5   5 €   5^\circ   5°C
+    (10-5) = 5   x = 2 \times 3 - 1 = 5   \frac{20}{4} = 5   \$2 + \$3 = \$5
+""")]
 
 # Only with this question.
-FIVE_UNITS = [
-    "5 apples", "\\text{5 apples}", "5 Apple", "5\\text{m}", "5\\text{ cm}^3", "5 cm²", "5 m^2", "5 (pears)",
-    "5 miles per hour", "5 miles/hour", "5 min", "5 more minutes", "5 o'clock", "$5 a day", "5 square feet",
-    "5 dollars", "5 percent", "5 red apples", "2 + 3 = 5 apples.", "5元", "5个苹果",
-]
+FIVE_UNITS = entries(r"""
+    \text{5 apples}   5 Apple   5 red apples   2 + 3 = 5 apples.   5 (pears)
+    5\text{ cm}^3   5 cm²   5 square feet   5 miles/hour   5 min   5 more minutes   5 o'clock
+    $5 a day   5 dollars   5 percent   5元
+""")
 
 
 @pytest.mark.parametrize("text,five", (
@@ -94,31 +89,32 @@ def test_only_one_clear_number_counts(text, five):
     "1,250.00": 1250,
     "1{,}250": 1250,
     "1\\,250": 1250,
-    "1 250": 1250,
     "1e5": 100000,
     "10^{3}": 1000,
     "1.5 \\cdot 10^{-2}": Fraction("0.015"),
     "-\\tfrac{1}{2}": Fraction("-0.5"),
     "x=- 5": -5,
     "\\text{-}5": -5,
-    "1,00": None,
 }.items())
 def test_the_number_of_an_answer(text, number):
     """The same behind "####" and in TeX."""
-    assert one_number(text) == number
-    if number is not None:
-        assert is_right(f"\\boxed{{{text}}}", right_answer({"question": "", "answer": f"#### {float(number)}"}))
-        assert is_right(f"\\boxed{{{float(number)}}}", text)
+    right = right_answer({"question": "", "answer": f"#### {float(number)}"})
+    assert is_right(f"\\boxed{{{text}}}", right)
+    assert is_right(f"\\boxed{{{float(number)}}}", text)
 
 
 # GSM8K's like: right answers whose units stand in the question, and what makes them wrong.
 NUMBERS = strategies.integers(2, 10 ** 6)
 PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
-RIGHT = ["{}", " {} ", "{}.", "{}.0", "+{}", "${}", "\\${}", "({})", "\\text{{{}}}", "{} cows", "{} animals",
-         "{}\\text{{ years}}", "{} large sheep", "{} dollars", "{} litre", "x = {}", "0 + {} = {}"]
-WORDS = ["million", "dozen", "halves", "squared", "tripled", "pigs", "minus", "not", "K", "times", "and"]
-WRONG = ["{} WORD", "WORD {}", "{} + 1", "{} - 1", "{}/7", "1 {}", "{}, 3", "-{}", "not {}", "no: {}", "{}^2",
-         "{} cows and 2 animals", "1 + {} = {}", "{} is wrong", "{}{}", "{} cows WORD", "\\sqrt{{{}}}"]
+RIGHT = entries(r"""
+    {}.0   +{}   ${}   ({})   \text{{{}}}   x = {}   0 + {} = {}
+    {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
+""")
+WORDS = "million dozen halves tripled pigs minus not K and".split()
+WRONG = entries("""
+    {} WORD   WORD {}   {} cows WORD   {} is wrong   no: {}
+    {} + 1   {}/7   1 {}   {}, 3   -{}   {}^2   1 + {} = {}   {}{}
+""")
 
 
 @given(NUMBERS, strategies.sampled_from(RIGHT), strategies.sampled_from(WRONG),
@@ -131,9 +127,7 @@ def test_boxes_made_from_right_ones(number, right, wrong, word):
 
 @pytest.mark.parametrize("text,number", {
     "-$7.00": -7,
-    "\u22123": -3,
     "it is 5 + 3 = 8 apples.": 8,
-    "3 x 6 = 18 dollars every day.": 18,
     "Total-5": 5,
     "wait...18": 18,
     "so 5 and **18**.": 18,
@@ -141,15 +135,12 @@ def test_boxes_made_from_right_ones(number, right, wrong, word):
     "$90/hour": 90,
     "答案是18。": 18,
     "it has 3 000": 3000,
-    "\\frac{1}{2}": Fraction(1, 2),
     "it is - 5": -5,
     "3,4": None,
     "so 7 - 2": None,
     "worth 5 million": None,
-    "5 thirds": None,
     "the 5th": None,
     "x2": None,
-    "some \\mathrm{ft}^{2}": None,
     "none": None,
 }.items())
 def test_the_last_number_of_a_text(text, number):
@@ -160,7 +151,6 @@ def test_the_last_number_of_a_text(text, number):
     "\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2": "\\frac{3^{\\frac{1}{2}}}{2}",
     "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
     "\\boxed{\\boxed{5}}": "\\boxed{5}",
-    "\\boxed{}": "",
     "} boxed{5}": None,
     "\\boxed{5}, no, \\boxed{7": "5",
     "so $\\boxed 2$.": "2",
@@ -173,7 +163,7 @@ def test_what_stands_in_the_last_box_or_tag_is_the_answer(text, answer):
     assert given_answer(text) == answer
 
 
-@pytest.mark.parametrize("text", ["5 or 6", "5, 6", "5-6", "30:6", "5 \\text{ out of } 6", ""])
+@pytest.mark.parametrize("text", ["5 or 6", "5-6", ""])
 def test_in_evaluation_a_box_or_tag_decides(text):
     """The last number counts only where there is neither."""
     for completion in (f"so 6, \\boxed{{{text}}} 6", f"<answer>{text}</answer> 6",
@@ -183,15 +173,12 @@ def test_in_evaluation_a_box_or_tag_decides(text):
 
 
 @pytest.mark.parametrize("right,answer,equal", [
-    ("\\frac{3}{4}", "0.75", True),
     ("p - q", "-q+p", True),
     ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)", True),
     ("\\text{Evelyn}", "Evelyn", True),
-    ("5", "3, 5", False),
-    ("5", "5" * 2000, False),
-    ("2x", "2", False),
+    ("2x", "3, 2x", False),
+    ("2x", "2" * 2000, False),
     ("(5,\\infty)", "5", False),
-    ("18", "18 M", False),
     ("\\sqrt{5}", "\\sqrt{5}\\text{ hundred}", False),
     # what math-verify does not tell apart
     ("12_8", "12_9", False),
@@ -205,7 +192,7 @@ def test_mathematics_is_compared_and_not_its_spelling(right, answer, equal):
 
 
 @pytest.mark.parametrize("text", [
-    "x^{1000000}", "9^{9^{9}}", "x^{9^9}", "1000!", "(999)!", "\\sqrt{12345678901234567}", "x^9^9",
+    "x^{1000000}", "9^{9^{9}}", "x^9^9", "(999)!", "\\sqrt{12345678901234567}",
     "x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2"])
 def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
     """Whatever the machine has to do besides; the same text is right."""
@@ -245,8 +232,7 @@ def test_no_text_raises_anything(text):
 
 
 @pytest.mark.parametrize("unit", [
-    "<answer>", "</answer>", "\\boxed{", "\\boxed 5", "5", "1,", "1 000 ", "1/ ", " ", "5=", "is ",
-    "- ", "<think>", "</think><answer>", "per a"])
+    "<answer>", "\\boxed{", "\\boxed 5", "5", "1,", "1 000 ", " ", "5=", "- ", "<think>", "per a"])
 @pytest.mark.parametrize("frame", ["{}", "<think></think><answer>{}0</answer>", "1{}0"])
 def test_long_texts_are_graded_in_no_time(unit, frame):
     """100,000 characters take some 20 ms of a CPU; what grows with the square took seconds."""
@@ -303,60 +289,46 @@ def test_made_up_problems_are_gsm8k_shaped_and_disjoint():
     assert right.items() - {(p["question"], p["answer"]) for p in careless}
 
 
-DAPO = """\
-Solve the following math problem step by step. The last line should be Answer: $Answer.
-
-Five ducks.
-
-And so on?
-
-Remember to put your answer on its own line after "Answer:"."""
+DAPO = (r'{"prompt": "Solve the following math problem step by step. The last line is Answer: $Answer.'
+        r'\n\nFive ducks.\n\nAnd so on?\n\nRemember to put your answer on its own line.", '
+        '"solution": "34"}')
 
 
-@pytest.mark.parametrize("row,question,answer", [
-    # DAPO-Math, MATH twice, AIME
-    ({"prompt": DAPO, "solution": "34", "reward_model": {"ground_truth": "34"}},
-     "Five ducks.\n\nAnd so on?", "34"),
-    ({"problem": "Twice?", "answer": "2x", "solution": "So \\boxed{2 x}."}, "Twice?", "2x"),
-    ({"problem": "Twice?", "solution": "so $\\boxed 2$."}, "Twice?", "2"),
-    ({"Problem": "1?", "Answer": 34, "Solution": "so it is"}, "1?", "34"),
-    ({"problem": "Root?", "solution": "$3 \\sqrt{2}$"}, "Root?", "$3 \\sqrt{2}$"),
-    ({"problem": "5 pens?", "answer": "20 pens"}, "5 pens?", "20 pens"),
-    # Where both are there, "####" has the answer.
-    ({"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}, "3?", "not \\boxed{2}\n#### 7")])
+# Lines of files: DAPO-Math, MATH, AIME, others. Where both are there, "####" has the answer.
+@pytest.mark.parametrize("line,question,answer", [
+    (DAPO, "Five ducks.\n\nAnd so on?", "34"),
+    (r'{"problem": "Twice?", "solution": "so $\\boxed 2$."}', "Twice?", "2"),
+    ('{"Problem": "1?", "Answer": 34, "Solution": "so it is"}', "1?", "34"),
+    (r'{"problem": "Root?", "solution": "$3 \\sqrt{2}$"}', "Root?", "$3 \\sqrt{2}$"),
+    (r'{"problem": "3?", "solution": "not \\boxed{2}\n#### 7"}', "3?", "not \\boxed{2}\n#### 7")])
 def test_questions_and_answers_are_found_in_the_columns_that_have_them(
-        tmp_path, row, question, answer):
-    write_jsonl(tmp_path / "rows.jsonl", [row, row])               # twice there, taken once
-    expected = {"question": question, "answer": answer, "source": f"{tmp_path}/rows.jsonl"}
-    assert math_questions(f"{tmp_path}/rows.jsonl") == [expected]
+        tmp_path, line, question, answer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")          # twice there, taken once
+    expected = {"question": question, "answer": answer, "source": str(path)}
+    assert math_questions(str(path)) == [expected]
 
 
-@pytest.mark.parametrize("row", [
-    {"question": "a", "answer": "#### 2-3"},
-    {"question": "a", "answer": "#### 5 #### 6"},
-    {"question": " ", "answer": "#### 5"},
-    {"question": "half \ud800", "answer": "#### 5"},
-    {"question": [{"role": "user"}], "answer": "#### 5"},
-    {"question": "a", "answer": math.nan},
-    {"question": "a", "answer": True},
-    {"problem": "a", "solution": "so it is 5"},
-    {"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."},
-    {"problem": "a", "final_answer": "From 3 of them he has 12 $\\frac{1}{2}$ left."},
-    # A completion with an empty box would be right.
-    {"problem": "a", "answer": "so \\boxed{ }"},
-    "no object",
-])
-def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, row):
+@pytest.mark.parametrize("line", r"""
+{"question": "a", "answer": "#### 5 #### 6"}
+{"question": "half \ud800", "answer": "#### 5"}
+{"question": [{"role": "user"}], "answer": "#### 5"}
+{"question": "a", "answer": NaN}
+{"question": "a", "answer": true}
+{"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."}
+{"problem": "a", "answer": "with an empty box a completion would be right: \\boxed{ }"}
+"no object"
+""".strip().splitlines())
+def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, line):
     """An empty line at the end is none."""
-    lines = [json.dumps({"question": "fine", "answer": "#### 5"}), json.dumps(row), "", ""]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    fine = '{"question": "fine", "answer": "#### 5"}'
+    (tmp_path / "train.jsonl").write_text(f"{fine}\n{line}\n\n", encoding="utf-8")
     with pytest.raises(UserError, match="train.jsonl:2: "):
         read_questions(tmp_path, "*")
 
 
 @pytest.mark.parametrize("question,demand", [
     ("He has 2.5 eggs. How many are left?", ' Think and output the final answer after "####".'),
-    ("He has 2.5 eggs. How many are left?", "\nAnswer behind ####!"),
     ("He has 3 eggs. How many are left, with the answer after ####?", ""),
 ])
 def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
@@ -368,14 +340,11 @@ def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
 
 def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
     """3 and 3.0 are the same answer, 1 and 10 are not."""
-    lines = [("a", "1"), ("b", "1"), ("a ", "2"), ("b", "10"), ("c", "3"), ("c", "3.0")]
-    rows = [{"question": question, "answer": f"#### {n}"} for question, n in lines]
+    rows = [{"question": question, "answer": f"#### {n}"}
+            for question, n in [("b", "1"), ("b ", "10"), ("c", "3"), ("c", "3.0")]]
     write_jsonl(tmp_path / "train.jsonl", rows)
     assert [q["question"] for q in read_questions(tmp_path, "*")] == ["c"]
     assert "stand there with different answers" in capsys.readouterr().out
-    write_jsonl(tmp_path / "train.jsonl", rows[:4])
-    with pytest.raises(UserError, match="holds no question with one answer"):
-        read_questions(tmp_path, "*")
 
 
 def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
@@ -388,8 +357,7 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
 @pytest.mark.parametrize("content,asked", [
     ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
     ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
-    ("null", None), ("[null]", None), ("[[5]]", None), ("5", None), ("{", None), ("[" * 9999, None),
-    ("\ufeff", None),
+    ("null", None), ("[[5]]", None), ("{", None), ("[" * 9999, None), ("\ufeff", None),
 ])
 def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
     path = tmp_path / "a.json"
@@ -408,10 +376,9 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
         asked.append((path, name, split))
         return [{"question": "a", "answer": "5"}]
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("aime25", "somebody/else", "openai/gsm8k:main", "openai/gsm8k:main:test"):
+    for name in ("aime25", "openai/gsm8k:main"):
         assert len(math_questions(name)) == 1
-    assert asked == [("math-ai/aime25", None, "test"), ("somebody/else", None, "train"),
-                     ("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert asked == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train")]
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
@@ -424,10 +391,8 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
     sets = load_questions(settings)
     assert ["".join(q["question"] for q in questions) for questions in sets] == ["ab", "", "cdf"]
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
-    for evaluate_on, message in ((["train.jsonl"], "has 0 training questions that are not held out"),
-                                 (None, "has no held-out questions; name some by --eval")):
-        with pytest.raises(UserError, match=message):
-            load_questions(replace(settings, eval=evaluate_on))
+    with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
+        load_questions(replace(settings, eval=None))
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):
@@ -454,8 +419,8 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Text <-> tokens
 
-def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=None, ends_texts=False):
-    """A ChatText of the model `qwen` with another tokenizer."""
+def chat_text(qwen, folder, template=None, special=(), ends_texts=False):
+    """A ChatText, whose system asks for a box, of the model `qwen` with another tokenizer."""
     shutil.copytree(qwen, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
@@ -464,7 +429,7 @@ def chat_text(qwen, folder, system="Box it: \\boxed{}.", special=(), template=No
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)])
     tokenizer.save_pretrained(folder)
-    return ChatText(str(folder), system)
+    return ChatText(str(folder), "Box it: \\boxed{}.")
 
 
 SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -476,27 +441,24 @@ SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     ("{% if tools %}{{ messages[0].content }}{% endif %}{{ messages[-1].content }}", True),
 ])
 def test_the_instruction_stands_in_each_prompt(qwen, tmp_path, capsys, template, inside):
-    text = chat_text(qwen, tmp_path / "model", template=template)
+    text = chat_text(qwen, tmp_path / "model", template)
     prompt = text.shown(text.prompt("2+3?"))
     assert prompt.count("Box it: \\boxed{}.") == 1 and "2+3?" in prompt
     assert ("leaves the system's message out" in capsys.readouterr().out) == inside
 
 
-@pytest.mark.parametrize("token", ["<think>", "</answer>", "\\boxed", "\\boxed{"])
+@pytest.mark.parametrize("token", ["</answer>", "\\boxed{"])
 def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, token):
-    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"])
-    ids = text.tokenizer.encode(f"a{token}b<|pad|>c", add_special_tokens=False)
-    assert text.decode(ids + [text.end]) == f"a{token}bc"
-
-
-def test_a_prompt_without_a_template_does_not_end_the_text(qwen, tmp_path):
-    text = chat_text(qwen, tmp_path / "model", ends_texts=True)
-    assert text.tokenizer.encode("a")[-1] in text.eos
-    assert text.prompt("2+3?")[-1] not in text.eos
+    """A prompt without a template does not end the text, though its tokenizer ends each."""
+    text = chat_text(qwen, tmp_path / "model", special=[token, "<|pad|>"], ends_texts=True)
+    ids = text.tokenizer.encode(f"a{token}b<|pad|>c")
+    assert ids[-1] in text.eos
+    assert text.decode(ids) == f"a{token}bc"
     assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
 
 
-@pytest.mark.parametrize("written", ["plain", "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
+@pytest.mark.parametrize("written", [
+    "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
 def test_the_small_policys_text_is_its_bytes(written):
     text = ByteText()
     assert text.prompt(written) == [*written.encode(), 10]
@@ -505,15 +467,14 @@ def test_the_small_policys_text_is_its_bytes(written):
     assert text.worked_answer(work, "5") == [256, *work.encode(), 257, 258, *b"5", 259, 260]
 
 
-@pytest.mark.parametrize("folder", ["plain", "c++", "a*b", "1.5*c+d e"])
-def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch, folder):
-    (tmp_path / folder).mkdir()
-    helper = f"helper_{abs(hash(folder))}"
-    (tmp_path / folder / f"{helper}.py").write_text("size = len\n")
-    (tmp_path / folder / "own.py").write_text(
-        f"from {helper} import size\ndef f(text, question):\n    return size(text)\n")
+def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch):
+    folder = tmp_path / "1.5*c+d e"
+    folder.mkdir()
+    (folder / "size_of_text.py").write_text("size = len\n")
+    own = folder / "own.py"
+    own.write_text("from size_of_text import size\ndef f(text, question):\n    return size(text)\n")
     monkeypatch.chdir(tmp_path)
-    for path in (f"./{folder}/own.py:f", f"{tmp_path}/{folder}/own.py:f"):
+    for path in ("./1.5*c+d e/own.py:f", f"{own}:f"):
         scheme = f"answer + 0.5*{path}+-1e-1 * {path} "
         assert terms(scheme) == [(1, "answer"), (0.5, path), (-0.1, path)]
         assert train_gsm8k.find_reward(scheme)("\\boxed{5}", {"right": 5}) == pytest.approx(1 + 0.4 * 9)

