@@ -109,10 +109,10 @@ def after_the_block(function, error):
 
 
 def shares(function, probabilities, **given):
-    """Of the tokens among 8000 draws, to one digit."""
-    logits = torch.tensor(probabilities).log().expand(8000, -1)
+    """Of three tokens among 8000 draws, half from each of two rows, to one digit."""
+    logits = torch.tensor(probabilities).log().repeat(4000, 1)
     tokens = function(logits, generator=torch.Generator().manual_seed(0), **given)[0]
-    counts = tokens.bincount(minlength=len(probabilities))
+    counts = tokens.bincount(minlength=3)
     return (counts / 8000).round(decimals=1).tolist()
 
 
@@ -207,7 +207,7 @@ def grade(name, file):
         return 0, [f"{file.name} cannot be loaded: {described(error, file)}"]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not code or "NotImplementedError" in code.co_names:   # train_gsm8k.py has the same rule
-        return 0, ["not written yet: the file has no `def` of it, or NotImplementedError is still in it"]
+        return 0, ["not written yet: the file has no `def` of it, or still NotImplementedError"]
     points, lines = zip(*(run_case(function, case, file) for case in CASES[name]))
     return sum(points), sum(lines, [])
 
