@@ -3,8 +3,10 @@ import importlib.util
 import inspect
 import json
 import re
+import runpy
 import shlex
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -45,26 +47,25 @@ MISTAKES = {
         bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
         codes = (torch.bucketize(x.abs(), bounds, right=True) + 8 * (x < 0)).to(torch.uint8)
         return codes[:, ::2] | codes[:, 1::2] << 4, *qerl.quantize_nvfp4(weight)[1:]
-        """, 4 + 2 + 2, "ties are rounded up"),
-    "nibbles swapped": ("quantize_nvfp4", """
-        packed, scale, global_scale = qerl.quantize_nvfp4(weight)
-        return packed >> 4 | packed << 4, scale, global_scale
-        """, 2, "even index is in the lower four bits"),
+        """, 7, "you round ties up"),
+    "all small scales raised": ("quantize_nvfp4", """
+        _, scale, global_scale = qerl.quantize_nvfp4(weight)
+        scale = scale.float().clamp(min=0.125)
+        packed = qerl.encode_e2m1(weight, scale / global_scale)
+        return packed, scale.to(torch.float8_e4m3fn), global_scale
+        """, 14, "you raise every block scale below 0.125"),
     "scale not rounded": ("quantize_nvfp4", """
         packed, scale, global_scale = qerl.quantize_nvfp4(weight)
         unrounded = weight.unflatten(1, (-1, 16)).abs().amax(-1).clamp_min(1e-9) / 6
         return qerl.encode_e2m1(weight, unrounded), scale, global_scale
-        """, 12, "as it is stored, after rounding"),
-    "high nibble first": ("dequantize_blocks", """
-        return qerl.dequantize_blocks(packed >> 4 | packed << 4, table, scale, dtype)
-        """, 0, "the lower four bits of a byte are the even index"),
-    "noise also in training": ("adaptive_quantization_noise", """
-        for norm in model.modules():
-            if isinstance(norm, qerl.RMSNorm):
-                z = torch.randn(norm.weight.shape, generator=generator)
-                norm.noisy_weight = norm.weight.detach() + sigma * z
-        yield
-        """, 7, "so that the training has it, too"),
+        """, 11, "before its rounding"),
+    "scales of the first row": ("dequantize_blocks", """
+        return qerl.dequantize_blocks(packed, table, scale[:1].expand_as(scale), dtype)
+        """, 3, "you use the scales of the first row"),
+    "no gradient of LoRA's part": ("lora_linear", """
+        y = weight.multiply(x) + scale * (x.detach() @ A.T) @ B.T
+        return y if bias is None else y + bias
+        """, 7, "you stop the gradient of LoRA's part"),
     "no finally": ("adaptive_quantization_noise", """
         with qerl.adaptive_quantization_noise(model, sigma, generator):
             pass
@@ -75,65 +76,56 @@ MISTAKES = {
         yield
         for norm in norms:
             norm.noisy_weight = None
-        """, 10, "use try and finally"),
-    "one draw for all norms": ("adaptive_quantization_noise", """
-        norms = [norm for norm in model.modules() if isinstance(norm, qerl.RMSNorm)]
-        z = torch.randn(norms[0].weight.shape, generator=generator)
-        try:
-            for norm in norms:
-                norm.noisy_weight = norm.weight.detach() + sigma * z
-            yield
-        finally:
-            for norm in norms:
-                norm.noisy_weight = None
-        """, 7, "a draw of its own"),
+        """, 10, "it should be in try and finally"),
     "the model's own norms alone": ("adaptive_quantization_noise", """
         with qerl.adaptive_quantization_noise(model[0], sigma, generator):
             yield
-        """, 7, "model.modules() has all"),
-    "noise multiplied": ("adaptive_quantization_noise", """
+        """, 7, "model.modules() should give all"),
+    "uniform noise": ("adaptive_quantization_noise", """
         with qerl.adaptive_quantization_noise(model, sigma, generator):
             for norm in model.modules():
                 if isinstance(norm, qerl.RMSNorm):
-                    w = norm.weight.detach()
-                    norm.noisy_weight = w * (1 + norm.noisy_weight - w)
+                    z = torch.rand(norm.weight.shape, generator=generator) - 0.5
+                    norm.noisy_weight = norm.weight.detach() + 12 ** 0.5 * sigma * z
             yield
-        """, 7, "not multiplied"),
-    "K counts all stages": ("noise_sigma", """
-        stage = step * stages // steps
-        if stage == 0 or start == 0:
-            return 0.0
-        return start * (end / start) ** ((stage - 1) / (stages - 1))
-        """, 4, "divide by K - 1"),
-    "top_p leaves out the last": ("sample", """
+        """, 7, "you draw from a uniform distribution"),
+    "error swallowed": ("adaptive_quantization_noise", """
+        with qerl.adaptive_quantization_noise(model, sigma, generator):
+            with contextlib.suppress(Exception):
+                yield
+        """, 10, "you swallow the error"),
+    "no yield": ("adaptive_quantization_noise", "pass", 0, "you have no `yield`"),
+    "start and end not used": ("noise_sigma", """
+        return qerl.noise_sigma(step, steps, stages, schedule=schedule)
+        """, 6, "they should be the arguments start and end"),
+    "not mapped back": ("sample", """
+        token, logprob, entropy = qerl.sample(logits, temperature, top_p, generator)
+        place = logits.argsort(descending=True).argsort().gather(-1, token[:, None])[:, 0]
+        return (token if temperature == 0 else place), logprob, entropy
+        """, 3, "you give the place in the sorted row"),
+    "cut before the temperature": ("sample", """
+        cut = qerl.nucleus(logits.softmax(-1), top_p) == 0
+        token, _, _ = qerl.sample(logits.masked_fill(cut, -1e9), temperature, 1.0, generator)
+        return token, *qerl.sample(logits, temperature, top_p, generator)[1:]
+        """, 11, "you cut before the temperature"),
+    "one set for all rows": ("sample", """
         p = (logits.float() / (temperature or 1.0)).softmax(-1)
         entropy = -(p * p.log()).sum(-1)
-        ordered, index = p.sort(descending=True)
-        later = ordered.cumsum(-1) > top_p + 1e-6
-        later[:, 0] = False
-        kept = torch.zeros_like(p).scatter(-1, index, ordered.masked_fill(later, 0))
-        if temperature == 0:
-            kept = torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).float()
-        token = torch.multinomial(kept, 1, generator=generator)
+        kept = p * (qerl.nucleus(p[:1], top_p) > 0)
+        token = p.argmax(-1, keepdim=True) if temperature == 0 else torch.multinomial(
+            kept, 1, generator=generator)
         return token[:, 0], p.gather(-1, token)[:, 0].log(), entropy
-        """, 9, "belongs to the set"),
-    "temperature forgotten": ("sample", """
-        token, _, _ = qerl.sample(logits, temperature, top_p, generator)
-        logprobs = logits.log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
-        """, 10, "softmax(logits / temperature)"),
+        """, 8, "you cut every row as the first"),
+    "generator not used": ("sample", """
+        return qerl.sample(logits, temperature, top_p)
+        """, 11, "you do not draw from `generator`"),
     "biased deviation": ("group_advantages", """
         centred = rewards - rewards.mean(1, keepdim=True)
         return centred / (rewards.std(1, keepdim=True, correction=0) + 1e-4)
-        """, 2, "has the divisor G - 1"),
-    "no epsilon": ("group_advantages", """
-        return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-        """, 0, "1e-4 is added"),
-    "mean over the wrong axis": ("group_advantages", """
-        spread = rewards.std(0, keepdim=True) if len(rewards) > 1 else 1
-        return (rewards - rewards.mean(0, keepdim=True)) / (spread + 1e-4)
-        """, 2, "are of a row"),
+        """, 0, "with the divisor G;"),
+    "rounding left": ("group_advantages", """
+        return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        """, 7, "you leave what the rounding of the mean gives"),
     "shifted by one": ("token_logprobs", """
         result = torch.zeros(completions.shape)
         for i, prompt in enumerate(prompts):
@@ -142,11 +134,12 @@ MISTAKES = {
             for j in range(length[i]):
                 result[i, j] = table[len(prompt) + j, completions[i, j]]
         return result
-        """, 2, "predict the next token"),
-    "padding counted": ("token_logprobs", """
-        return qerl.token_logprobs(
-            model, prompts, completions, torch.full_like(length, completions.shape[1]), temperature)
-        """, 6, "padding is counted"),
+        """, 2, "predict the NEXT token"),
+    "padding by its id": ("token_logprobs", """
+        whole = torch.full_like(length, completions.shape[1])
+        logprobs = qerl.token_logprobs(model, prompts, completions, whole, temperature)
+        return logprobs * (completions != 0)
+        """, 6, "you count padding"),
     "clip on the wrong side": ("policy_loss", """
         ratio = (logprobs - old_logprobs).exp()
         advantage = advantages.view(len(logprobs), -1)
@@ -155,12 +148,19 @@ MISTAKES = {
         x = torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs - logprobs
         kl = x.exp() - x - 1
         return ((beta * kl - gain) * weights).sum(), (kl * weights).sum().detach()
-        """, 10, "the clip is on the wrong side"),
-    "K3 with the sign turned": ("policy_loss", """
-        turned = None if ref_logprobs is None else 2 * logprobs - ref_logprobs
-        return qerl.policy_loss(logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
-                                turned, beta)
-        """, 9, "the sign in K3 is turned"),
+        """, 6, "you clip on the wrong side"),
+    "old log-probabilities and bounds not used": ("policy_loss", """
+        return qerl.policy_loss(logprobs, 0 * logprobs.detach(), advantages, weights, 0.2, 0.28,
+                                ref_logprobs, beta, None, tis, objective)
+        """, 12, "you ignore old_logprobs"),
+    "K3 without weights or gradient": ("policy_loss", """
+        loss, kl = qerl.policy_loss(logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
+                                    None, 0.0, None, tis, objective)
+        if ref_logprobs is not None:
+            x = (ref_logprobs - logprobs).detach()
+            kl = (x.exp() - x - 1).sum()
+        return loss + beta * kl, kl
+        """, 11, "you leave out the weights of K3"),
 }
 
 
@@ -192,10 +192,13 @@ def test_a_right_solution_has_all_points(tmp_path):
     assert (status, result["points"], result["of"]) == (0, 100, 100), result
 
 
+NOT_WRITTEN = "not written yet: the file has no `def` of it, or still NotImplementedError"
+
+
 def test_the_empty_file_has_none():
     status, result = run_check()
     assert (status, result["points"], result["of"]) == (1, 0, 100)
-    assert {tuple(one["help"]) for one in result["functions"].values()} == {("not written yet",)}
+    assert {tuple(one["help"]) for one in result["functions"].values()} == {(NOT_WRITTEN,)}
 
 
 BROKEN = SOLUTION + """
@@ -224,6 +227,24 @@ def test_a_function_that_hangs_exits_or_raises_costs_its_own_points_alone(tmp_pa
     assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][2]
 
 
+def test_a_wrong_dtype_costs_half_and_a_comment_nothing(tmp_path):
+    text = instead("dequantize_blocks", """
+        # raise NotImplementedError
+        return qerl.dequantize_blocks(packed, table, scale, torch.float64)
+        """)
+    assert check.grade("dequantize_blocks", write(tmp_path / "student.py", text))[0] == 4
+
+
+@pytest.mark.parametrize("end, line", [
+    ("del sample", NOT_WRITTEN),
+    ("import functools\nsample = functools.partial(sample, top_p=1)", NOT_WRITTEN),
+    ("def sample(*args, **options): raise ValueError('two\\nlines')",
+     "  found ValueError in line 10 of student.py: two")])
+def test_what_is_no_function_and_what_raises_is_said_in_a_line(end, line, tmp_path):
+    _, lines = check.grade("sample", write(tmp_path / "student.py", f"{SOLUTION}\n{end}\n"))
+    assert line in lines, lines
+
+
 def test_a_file_that_does_not_load_is_said_in_a_line(tmp_path):
     file = write(tmp_path / "broken.py", "def sample(:\n")
     result = run_python(LAB / "check.py", "sample", "--file", file)
@@ -239,7 +260,7 @@ def test_what_cannot_be_checked_is_refused(args):
 
 def test_the_functions_are_called_as_those_of_qerl():
     """So that the training can use them."""
-    student = check.load(LAB / "student.py")
+    student = types.SimpleNamespace(**runpy.run_path(str(LAB / "student.py")))
     for name in set(check.CASES) - {"lora_linear"}:
         theirs, ours = (list(inspect.signature(getattr(module, name)).parameters.values())
                         for module in (qerl, student))

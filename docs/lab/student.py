@@ -36,10 +36,11 @@ def quantize_nvfp4(weight):
     1. global_scale = 448 * 6 / (largest magnitude of the whole weight), and 1 if all are zero: the
        largest block scale becomes 448, the largest number of E4M3.
     2. block_scale = global_scale * ((largest magnitude of the block) / 6), at most 448, rounded by
-       .to(torch.float8_e4m3fn). Where it has become 0 it is set to 0.125.
+       .to(torch.float8_e4m3fn). Where it has become 0 it is set to 0.125 (work on .float() of it:
+       float8 has few operations).
     3. x = weight / (the rounded block_scale / global_scale), in float32.
-    4. The code of x is that of the nearest magnitude; beyond 6 it is 6. A tie goes to the even code:
-       0.75 lies between 0.5 (code 1) and 1 (code 2) and becomes 1.
+    4. The code of x is that of the nearest magnitude; beyond 6 it is code 7. A tie goes to the even
+       code: 0.75 lies between 0.5 (code 1) and 1 (code 2), so it becomes the value 1, code 2.
     """
     raise NotImplementedError
 
@@ -78,7 +79,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
     norm.weight stays as it is. Each norm and each channel has a draw of its own, from this
     torch.Generator. When the block ends, with an error too, noisy_weight is None again: updates run
     without noise. (A function with this decorator runs as far as `yield` when the block begins, and
-    goes on from there when it ends. An error in the block is raised at the `yield`.)
+    goes on from there when it ends. An error in the block is raised at the `yield`.) Replace the
+    line `raise NotImplementedError` and the `yield` below it.
     """
     raise NotImplementedError
     yield
@@ -105,7 +107,8 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """Draw one token for each row: logits [B, V] -> (token, logprob, entropy), each [B].
 
     token: int64, drawn from softmax(logits / temperature), but only among the smallest set of the
-        likeliest tokens whose probabilities reach top_p together. At temperature 0 the likeliest.
+        likeliest tokens whose probabilities reach top_p together (the token that reaches it belongs
+        to the set; probabilities after the temperature). At temperature 0 the likeliest.
     logprob: float32, log-probability of that token, before top_p cuts.
     entropy: float32, -Σ p log p of the row in nats, before top_p cuts.
 
@@ -121,8 +124,8 @@ def group_advantages(rewards, objective="grpo"):
     """Eq. 4: rewards float32 [P, G] -> advantages [P, G], A = (r - mean(r)) / (std(r) + 1e-4).
 
     Mean and standard deviation are those of the G completions of one prompt; std has the divisor
-    G - 1. A group whose rewards are all equal gets exactly 0. Only "grpo" is asked for; raise a
-    ValueError for another name.
+    G - 1. A group whose rewards are all equal gets exactly 0 (rounding of the mean would leave 3e-4:
+    set it). Only "grpo" is asked for; raise a ValueError for another name.
     """
     raise NotImplementedError
 
