@@ -5,8 +5,11 @@
     command       the command line: flags, their checks, errors as one line
     data          the questions, their order and their prompts
     export        what other programs read: the adapter, a model in NVFP4
+    errors        an error that the user can mend
+    fast          qerl.py, faster
     folders       files and folders that a stop leaves whole, and the cache
     layers        layers whose weights are trained themselves or cut over GPUs
+    loading       careful loading of a model's folder
     machine       what memory has room for; what a run takes
     ranks         several processes
     report        report.html and curve.png
