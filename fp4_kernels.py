@@ -1339,11 +1339,10 @@ class FlashPacked(torch.autograd.Function):
     def places(packing):
         """Where the completions begin, and FlashAttention's arguments for both places."""
         P = len(packing.group_ends) - 1
-        first = sum(packing.sizes[:P])
+        first = len(packing.position) - len(packing.before)
         longest = max(packing.sizes)
-        completions = sum(packing.sizes) - first
         own = packing.ends, packing.ends, longest, longest, 0.0, True
-        prompt = packing.group_ends, packing.ends[:P + 1], completions, longest, 0.0, False
+        prompt = packing.group_ends, packing.ends[:P + 1], packing.largest, longest, 0.0, False
         return first, own, prompt
 
     @staticmethod

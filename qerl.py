@@ -806,7 +806,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0):
     logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]            # [B, T - 1]
     of_completions = [
         row[len(prompt) - 1:][:longest] for row, prompt in zip(logprobs, prompts)]
-    return torch.stack(of_completions) * length_mask(length, longest)
+    return torch.stack(of_completions) * length_mask(length, longest).to(logprobs.device)
 
 
 # --------------------------------------------------------------------------------------------------

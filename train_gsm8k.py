@@ -263,7 +263,7 @@ def update(method, model, batch, optimizer, scaler, settings, ranks):
                 ref_logprobs=rows.ref_logprobs, beta=settings.beta,
                 rollout_logprobs=rows.rollout_logprobs, tis=settings.tis, objective=settings.algo)
             scaler.scale(loss).backward()
-            kls.append(kl.item())
+            kls.append(kl)
         ranks.add_gradients(trained)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, settings.gradient_clip)
@@ -271,7 +271,7 @@ def update(method, model, batch, optimizer, scaler, settings, ranks):
         scaler.update()
         optimizer.zero_grad()
     metrics = {
-        "kl": sum(kls) / len(batch.minibatches),
+        "kl": sum(kl.item() for kl in kls) / len(batch.minibatches),
         # Of the last minibatch; 0 where float16 overflowed: the step is left out, the scale halved.
         "gradient_norm": norm.item() if math.isfinite(norm) or scaler.get_scale() <= 1 else 0.0,
         "lr": optimizer.param_groups[0]["lr"],

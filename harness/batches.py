@@ -16,7 +16,7 @@ class Batch:
     """N completions with what the loss has to know of each. C: the longest completion."""
     prompts: list                       # N lists of token ids
     tokens: torch.Tensor                # int64 [N, C]
-    length: torch.Tensor                # int64 [N]
+    length: torch.Tensor                # int64 [N], on the CPU: nothing then waits for the GPU
     rollout_logprobs: torch.Tensor      # float32 [N, C], of the noisy policy that sampled
     advantages: torch.Tensor            # float32 [N]
     weights: torch.Tensor               # float32 [N, C], each token's in the loss: token_weights
@@ -24,7 +24,7 @@ class Batch:
     ref_logprobs: torch.Tensor = None   # float32 [N, C], of the reference, if there is a KL term
     minibatches: list = None            # of a step: the row numbers of each, without those that
                                         # teach nothing
-    index: list = None                  # of each row: its number in the step
+    index: torch.Tensor = None          # int64, of each row: its number in the step
 
     def trained_rows(self, first=0):
         """The rows of the minibatches, from this one on."""
@@ -35,8 +35,16 @@ class Batch:
         prompts = [self.prompts[i] for i in chosen]
         for piece in cut_rows(prompts, self.length[chosen].tolist(), budget):
             rows = [chosen[i] for i in piece]
-            cut = with_tensors(self, lambda t: t[rows])
-            yield replace(cut, prompts=[prompts[i] for i in piece], index=rows)
+            index = to_device(rows, self.tokens.device)
+            cut = with_tensors(self, lambda t: t[index if t.is_cuda else rows])
+            yield replace(cut, prompts=[prompts[i] for i in piece], index=index)
+
+
+def to_device(numbers, device):
+    """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
+    tensor = torch.as_tensor(numbers, dtype=torch.long)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def with_tensors(record, change):
@@ -80,7 +88,7 @@ def make_batch(samples, advantages, method, settings, ranks):
     return Batch(
         prompts=[question["prompt"] for question in samples.questions for _ in range(group)],
         tokens=rollout.tokens,
-        length=rollout.length,
+        length=rollout.length.cpu(),
         rollout_logprobs=rollout.logprobs,
         advantages=advantages.flatten(),
         weights=torch.cat(weights),

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint as recompute        # gradient che
 
 import qerl
 from harness import loading
+from harness.batches import to_device
 from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
 
 try:
@@ -470,13 +471,6 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     return qerl.sample(logits, temperature, top_p, generator, nucleus)
 
 
-def to_device(numbers, device):
-    """(Lists of) ints as an int64 tensor; the host does not wait for the GPU, as with torch.tensor."""
-    tensor = torch.as_tensor(numbers, dtype=torch.long)
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)
-
-
 class Sampler:
     """The state of a `generate` call: what each slot is at, and the completions so far.
 
@@ -697,18 +691,19 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 # 2506.05433).
 
 class Packing(NamedTuple):
-    """A line of S tokens: P prompts, then B completions. See pack."""
+    """A line of S tokens: P prompts, then B completions of n tokens in all. See pack."""
     sizes: list                # tokens of each prompt, then of each completion
     owner: list                # of each completion: the number of its prompt
+    largest: int               # tokens of the completions of a prompt, at most
     position: torch.Tensor     # int64 [S], of a token in its prompt + completion
-    before: torch.Tensor       # int64: the token of the line before each token of the completions
+    before: torch.Tensor       # int64 [n]: the token of the line before each token of the completions
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
     group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
                                # counted from the first completion
 
 
-def pack(prompts, length):
-    """B prompts (lists) and int64 [B], the lengths of their completions -> Packing.
+def pack(prompts, lengths, device):
+    """B prompts (lists) and the lengths of their completions, a list -> Packing.
 
     Neighbours with equal prompts share one. Rows "p q a" and "p q b c" -> line "p q a b c", position
     [0, 1, 2, 2, 3], before [1, 1, 3].
@@ -716,7 +711,7 @@ def pack(prompts, length):
     groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
     P = len(groups)
     owner = [p for p, (_, count) in enumerate(groups) for _ in range(count)]
-    sizes = [size for size, _ in groups] + length.tolist()
+    sizes = [size for size, _ in groups] + lengths
     starts = [0] * P + list(map(len, prompts))         # the position of each one's first token
     position = torch.cat([torch.arange(n, n + size) for n, size in zip(starts, sizes)])
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
@@ -724,9 +719,10 @@ def pack(prompts, length):
     before = torch.arange(ends[P], ends[-1]) - 1
     before[places[:-1]] = ends[1:][owner] - 1          # a first token follows its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
+    largest = int(group_ends.diff().max())
     position, before, ends, group_ends = (
-        to_device(t, length.device) for t in (position, before, ends, group_ends))
-    return Packing(sizes, owner, position, before, ends.int(), group_ends.int())
+        to_device(t, device) for t in (position, before, ends, group_ends))
+    return Packing(sizes, owner, largest, position, before, ends.int(), group_ends.int())
 
 
 class Line(NamedTuple):
@@ -797,11 +793,16 @@ class OutputLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
-    """qerl.token_logprobs; the output layer runs on `chunk` tokens at a time."""
+    """qerl.token_logprobs; the output layer runs on `chunk` tokens at a time.
+
+    With `length` on the CPU the host never waits for the GPU.
+    """
     device = completions.device
-    packing = pack(prompts, length)
-    mask = length_mask(length, completions.shape[1])
-    tokens = completions[mask]                             # [n], in the line's order
+    lengths = length.tolist()
+    mask = length_mask(torch.tensor(lengths), completions.shape[1])
+    places = to_device(mask.flatten().nonzero()[:, 0], device)     # of the n tokens, in the line's order
+    tokens = completions.flatten()[places]
+    packing = pack(prompts, lengths, device)
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], Line(packing))[0]                                     # [S, d]
@@ -812,7 +813,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     if temperature != 1:
         hidden = hidden / temperature                      # and so the logits
     logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
-    return torch.zeros(completions.shape, device=device).masked_scatter(mask, logprobs)
+    return torch.zeros(mask.numel(), device=device).scatter(0, places, logprobs).view_as(completions)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_kept_sampler_samples_anew(family):
 
 def test_packing_holds_each_prompt_once():
     """The line "p q r a, b c" of two completions, and "s d" of the prompt s, which has one."""
-    packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], torch.tensor([1, 2, 1]))
+    packing = fast.pack([[1, 2, 3], [1, 2, 3], [4]], [1, 2, 1], torch.device("cpu"))
     assert packing.sizes == [3, 1, 1, 2, 1]            # p q r, s, a, b c, d
 
 
