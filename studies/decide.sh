@@ -38,7 +38,8 @@ train)
     shift
     for seed in "$@"; do
         for format in gptq bf16; do
-            run="--seed $seed --steps 100 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8"
+            run="--seed $seed --steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before"
+            run="$run $test --eval-samples 8"
             echo "$format-$seed ${!format} $no_noise $run $common"
             echo "$format+noise-$seed ${!format} $noise $run $common"
         done
