@@ -1626,18 +1626,23 @@ def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
 # and the entropy is log Z - Σ softmax(z) z. A row's logits are shared by many programs; a second
 # kernel puts their parts together.
 
-def sample(logits, temperature, seed):
+def sample(logits, temperature, seed, top_p=1.0):
     """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
 
-    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call.
+    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call. With top_p the
+    token is of the nucleus; of equal logits at its border all are in it.
     """
     B, V = logits.shape
+    lowest = torch.empty(B, device=logits.device)
+    if top_p < 1:
+        nucleus_kernel[(B,)](logits, lowest, V, 1 / temperature, top_p, SIZE=4096, num_warps=8)
     blocks = triton.cdiv(V, 2048)
     padded = triton.next_power_of_2(blocks)
     parts = torch.empty(B, 5, padded, device=logits.device)
     index = torch.empty(B, padded, dtype=torch.int64, device=logits.device)
     sample_parts_kernel[(blocks, B)](
-        logits, seed, parts, index, V, 1 / temperature, PARTS=padded, SIZE=2048, num_warps=4)
+        logits, seed, lowest, parts, index, V, 1 / temperature, NUCLEUS=top_p < 1, PARTS=padded,
+        SIZE=2048, num_warps=4)
 
     token = index.new_empty(B)
     logprob = parts.new_empty(B)
@@ -1647,16 +1652,63 @@ def sample(logits, temperature, seed):
 
 
 @triton.jit
-def sample_parts_kernel(logits, seed, parts, index, V, scale,
-                        PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E.
+def nucleus_kernel(logits, lowest, V, scale, top_p, SIZE: tl.constexpr):
+    """The lowest logit of a row's nucleus: those that reach it have at least the probability top_p.
+
+    It is searched for by halving: `low` reaches top_p, and `high`, the highest logit that may still be
+    wrong to leave out, does not. Each pass moves one of them to a logit that is there. Where top_p is
+    reached by the likeliest token alone the first pass ends the search.
+    """
+    row = logits + tl.program_id(0).to(tl.int64) * V
+    i = tl.arange(0, SIZE)
+    infinity = float("inf")
+    most = tl.full([SIZE], -infinity, tl.float32)
+    for start in range(0, V, SIZE):
+        x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
+        most = tl.maximum(most, x)
+    m = tl.max(most)
+    total = tl.zeros([SIZE], tl.float32)
+    for start in range(0, V, SIZE):
+        x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
+        total += tl.exp((x - m) * scale)
+    wanted = tl.sum(total) * top_p
+
+    low = -infinity
+    high = m
+    middle = m
+    passes = 0
+    while (high > low) & (passes < 64):
+        reached = tl.zeros([SIZE], tl.float32)
+        above = tl.full([SIZE], infinity, tl.float32)        # the next logit from the middle on
+        below = tl.full([SIZE], -infinity, tl.float32)       # and the one under it
+        for start in range(0, V, SIZE):
+            x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
+            in_it = x >= middle
+            reached += tl.where(in_it, tl.exp((x - m) * scale), 0.0)
+            above = tl.minimum(above, tl.where(in_it, x, infinity))
+            below = tl.maximum(below, tl.where(in_it, -infinity, x))
+        enough = tl.sum(reached) >= wanted
+        low = tl.where(enough, tl.min(above), low)
+        high = tl.where(enough, high, tl.max(below))
+        # Logits that are 60 nats below the likeliest count for nothing.
+        middle = (tl.maximum(low, m - 60 / scale) + high) / 2
+        middle = tl.where(middle > low, middle, high)
+        passes += 1
+    tl.store(lowest + tl.program_id(0), low)
+
+
+@triton.jit
+def sample_parts_kernel(logits, seed, lowest, parts, index, V, scale,
+                        NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E, of the nucleus.
 
     With the best comes its z and which token it is.
     """
     block = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     i = block * SIZE + tl.arange(0, SIZE)
-    z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32) * scale
+    x = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
+    z = x * scale
     m = tl.max(z)
     e = tl.exp(z - m)
 
@@ -1664,7 +1716,10 @@ def sample_parts_kernel(logits, seed, parts, index, V, scale,
     draw = (b * tl.num_programs(0) + block) * (SIZE // 4) + tl.arange(0, SIZE // 4)
     u0, u1, u2, u3 = tl.rand4x(tl.load(seed), draw)
     E = -tl.log(tl.join(tl.join(u0, u2), tl.join(u1, u3)).reshape(SIZE))     # draws from Exp(1)
-    best, where = tl.max(z - tl.log(E), 0, return_indices=True)
+    drawn = z - tl.log(E)
+    if NUCLEUS:
+        drawn = tl.where(x >= tl.load(lowest + b), drawn, -float("inf"))
+    best, where = tl.max(drawn, 0, return_indices=True)
 
     here = parts + b * (5 * PARTS) + block
     tl.store(here, m)

@@ -550,7 +550,7 @@ def nucleus(probs, top_p):
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 
-def sample(logits, temperature=1.0, top_p=1.0, generator=None, nucleus=nucleus):
+def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
     Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. Temperature

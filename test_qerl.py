@@ -393,11 +393,8 @@ def test_samples_follow_the_distribution(temperature, top_p):
     0.81: [0.3, 0, 0.5, 0.15],
 }.items())
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
-    """Also if it has more tokens than are sorted at first."""
     probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
     assert_close(qerl.nucleus(probs, top_p), torch.tensor([kept]))
-    for count in (1, 4):
-        assert_close(fast.nucleus(probs, top_p, count), torch.tensor([kept]))
 
 
 @pytest.mark.parametrize("name,value", {

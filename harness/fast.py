@@ -447,28 +447,15 @@ class Prefill(NamedTuple):
         return qerl.attention(q, k, v)
 
 
-def nucleus(probs, top_p, count=1024):
-    """qerl.nucleus: zero all but the smallest set of tokens whose probability reaches top_p.
-
-    To sort all tokens would take most of a rollout's time: the `count` likeliest mostly suffice.
-    """
-    ordered, index = probs.topk(min(count, probs.shape[1]))
-    total = ordered.cumsum(-1)
-    if count < probs.shape[1] and (total[:, -1] < top_p).any():
-        return nucleus(probs, top_p, probs.shape[1])
-    ordered[total - ordered >= top_p] = 0              # where all likelier tokens have top_p already
-    return torch.zeros_like(probs).scatter(-1, index, ordered)
-
-
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """qerl.sample, on a GPU by a kernel with a random stream of its own.
 
     The exponential race does not make the host wait for the GPU, as torch.multinomial does.
     """
-    if logits.is_cuda and temperature > 0 and top_p == 1 and use_kernels(logits):
+    if logits.is_cuda and temperature > 0 and use_kernels(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
-        return kernels.sample(logits, temperature, seed)
-    return qerl.sample(logits, temperature, top_p, generator, nucleus)
+        return kernels.sample(logits, temperature, seed, top_p)
+    return qerl.sample(logits, temperature, top_p, generator)
 
 
 class Sampler:
@@ -490,10 +477,9 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
-        self.logits = None                                             # float [slots, V], of this step
         self.max_len = max_len
         self.cache = KVCache(model, slots, max_len)
-        self.graphs = {}                                # {slots: (a step, recorded; its logits)}
+        self.graphs = {}                                               # {slots: a step, recorded}
         self.read = None                                               # addresses that the graphs read
 
         # Of each completion, and of one more, into which idle slots write.
@@ -533,7 +519,6 @@ class Sampler:
     def record(self):
         """On a GPU with kernels `replay` runs a recorded CUDA graph of `step`; elsewhere it is None.
 
-        With top-p the graph is of `forward` alone: one of all would keep the sort's temporaries.
         Without kernels PyTorch's operations run, and some wait for the GPU, which a graph cannot. (None,
         not self.step: a sampler that refers to itself would keep its cache after the call.)
         """
@@ -542,11 +527,10 @@ class Sampler:
         if self.model.device.type != "cuda" or not use_kernels(self.model.embedding):
             return
         if slots in self.graphs:
-            self.replay, self.logits = self.graphs[slots]
+            self.replay = self.graphs[slots]
             self.replay()                      # a step, since recording takes one, too: both draw as much
         else:
-            self.replay = kernels.record_graph(self.step if self.top_p == 1 else self.forward, self.generator)
-            self.graphs[slots] = self.replay, self.logits
+            self.replay = self.graphs[slots] = kernels.record_graph(self.step, self.generator)
 
     def admit(self, prompts, slots, completions):
         """Let idle slots [P * G] begin the completions [P * G] of `prompts` (P lists of token ids).
@@ -571,29 +555,15 @@ class Sampler:
 
     def steps(self, count):
         """`count` tokens for every slot; nothing waits for the device."""
+        step = self.replay or self.step
         for _ in range(count):
-            if self.replay is None:
-                self.step()
-            else:
-                self.replay()
-                if self.top_p != 1:
-                    self.pick()                        # not in the graph, see record
+            step()
 
     def step(self):
-        """One token for every slot."""
-        self.forward()
-        self.pick()
-
-    def forward(self):
+        """One token for every slot: decode, draw, write down, go on; in place, for the graph's sake."""
         hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
-        self.logits = F.linear(hidden, self.model.lm_head)                       # [slots, V]
-
-    def draw(self):
-        return sample(self.logits, self.temperature, self.top_p, self.generator)
-
-    def pick(self):
-        """Draw the tokens, write them down, and go on; in place, for the graph's sake."""
-        token, logprob, entropy = self.draw()
+        logits = F.linear(hidden, self.model.lm_head)                            # [slots, V]
+        token, logprob, entropy = sample(logits, self.temperature, self.top_p, self.generator)
         row = self.completion                          # [slots]; IDLE, -1, is the spare last row
         column = self.position                         # [slots]
         self.tokens[row, column] = token

@@ -52,7 +52,7 @@ def launch_model(weights, dtype):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fast.token_logprobs(model, [[0] * 8], tokens, torch.tensor([8])).sum().backward()
     logits = torch.zeros(16, 512, dtype=dtype)
-    fp4_kernels.sample(logits, 1.0, torch.zeros(1, dtype=torch.long))
+    fp4_kernels.sample(logits, 1.0, torch.zeros(1, dtype=torch.long), top_p=0.9)
 
 
 def launch_tiles():

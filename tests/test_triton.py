@@ -1,12 +1,15 @@
 """Triton's kernels against the PyTorch that they replace, on a GPU or in Triton's interpreter."""
 import contextlib
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
+import qerl
 from harness import fast, loading, machine
 from common import neighbour, run_python
 from methods import merged
@@ -285,6 +288,31 @@ def test_kernel_sample():
     assert (difference ** 2 / wanted).sum() < 18.5     # 4 degrees of freedom: 1 in 1,000
 
 
+@runs_kernels
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.95, 0.999999])
+def test_kernel_samples_from_the_nucleus(top_p):
+    """Also where it is one token or nearly all, and where logits are equal."""
+    logits = torch.stack([
+        torch.randn(5000), 20 * torch.randn(5000), torch.full((5000,), -3.0), torch.randn(5000) - 1000,
+        F.pad(torch.tensor([5.0, 5.0, 4.0]), (0, 4997), value=-1e9),
+    ])
+    kept = qerl.nucleus((logits / 0.7).softmax(-1), max(top_p, 1e-9)) > 0
+    lowest = logits.masked_fill(~kept, math.inf).amin(1)
+    logits, seed = there(logits, torch.tensor([5]))
+    for _ in range(20 if CUDA else 2):
+        token, logprob, _ = kernels.sample(logits, 0.7, seed, top_p)
+        drawn = logits.gather(1, token[:, None])[:, 0].cpu()
+        assert (drawn >= lowest - 1e-4).all()
+        expected = torch.distributions.Categorical(logits=logits / 0.7).log_prob(token)
+        assert_close(logprob, expected, rtol=1e-5, atol=1e-4)
+        seed += 1
+    if CUDA:                           # and all of it is drawn
+        token = kernels.sample(logits[:1].repeat(100000, 1)[:, :40], 0.7, seed, top_p)[0]
+        few = qerl.nucleus((logits[:1, :40] / 0.7).softmax(-1), max(top_p, 1e-9))[0]
+        frequency = token.bincount(minlength=40) / len(token)
+        assert_close(frequency, few / few.sum(), rtol=0, atol=0.01)
+
+
 # --------------------------------------------------------------------------------------------------
 # All together
 
@@ -374,8 +402,7 @@ def test_kernels_leave_many_rows_to_kept_values(tmp_path, monkeypatch, tiles):
 def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, weights, top_p):
     """Log-probabilities of decoding against those of training, with LoRA and refilled slots.
 
-    Decoding has tiles, fused kernels and a CUDA graph, with top-p of half of a step. Rollouts with
-    one seed are equal bit for bit.
+    Decoding has tiles, fused kernels and a CUDA graph. Rollouts with one seed are equal bit for bit.
     """
     monkeypatch.setattr(merged, "MERGED_ABOVE", 64)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
