@@ -2,8 +2,9 @@
 
 They are made up, GSM8K's, or mathematics in TeX from elsewhere.
 
-A question is {"question", "answer"}. GSM8K's answer is worked steps with <<calculations>>, then
-"#### number"; that of other data is a number or TeX, and "source" names its set.
+A question is {"question", "answer", "right"}. GSM8K's answer is worked steps with <<calculations>>, then
+"#### number"; that of other data is a number or TeX, and "source" names its set. "right" is what a
+completion has to state, a number or TeX.
 
 --data and --eval take a name of DATASETS, another dataset of Hugging Face (NAME, NAME:CONFIG or
 NAME:CONFIG:SPLIT), or a local file of one (.jsonl, .json or .parquet). All but .jsonl and .json need
@@ -97,7 +98,7 @@ def questions_of(sources):
         for number, row in enumerate(rows_of(source), 1):
             question = question_of(row, f"{source}:{number}")
             _, answers = found.setdefault(question["question"], (question, set()))
-            answers.add(right_answer(question))
+            answers.add(question["right"])
     kept = [question for question, answers in found.values() if len(answers) == 1]
     names = ", ".join(sources)
     require(kept, f"{names}: holds no question with one answer; give another file or dataset")
@@ -155,7 +156,7 @@ def math_questions(source):
 
 
 def question_of(row, place):
-    """{"question", "answer"} of a row: worked steps and "#### number", or TeX."""
+    """{"question", "answer", "right"} of a row: worked steps and "#### number", or TeX."""
     question = DEMANDS.sub("", first_text(row, QUESTION)).strip()
     answer = first_text(row, ANSWER)
     box = last_box(answer)
@@ -168,7 +169,8 @@ def question_of(row, place):
             f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
             f"one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or remove it")
     found = {"question": question, "answer": answer}
-    require(right_answer(found) is not None,
+    found["right"] = right_answer(found)
+    require(found["right"] is not None,
             f'{place}: what stands behind "####" is not one clear number; mend or remove it')
     return found
 
@@ -250,7 +252,7 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
-            if self.tokenizer.chat_template and system not in self.chat("A question?", tokenize=False):
+            if self.tokenizer.chat_template and system not in self.chat([["A question?"]], tokenize=False)[0]:
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")
             self.prompt("A question?")     # no question later fails where this one does not
@@ -272,28 +274,34 @@ class ChatText:
 
     def prompt(self, question):
         """The token ids of a question, up to where the answer begins."""
-        if self.tokenizer.chat_template is None:
-            ids = self.tokenizer.encode(f"{self.system}\n\nProblem: {question}\n\nSolution: ")
-            # Some tokenizers end each text.
-            return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
-        return self.chat(question, add_generation_prompt=True, return_dict=False)
+        return self.prompts([question])[0]
 
-    def chat(self, *turns, **options):
-        """What apply_chat_template makes of the system's text and these turns: user, assistant."""
-        question, *answer = turns
-        said = [("system", self.system), ("user", question), *zip(["assistant"], answer)]
-        if self.in_question:
-            said[:2] = [("user", f"{self.system}\n\n{question}")]
-        messages = [{"role": role, "content": text} for role, text in said]
+    def prompts(self, questions):
+        """Those of each question; together they take half of the time."""
+        if self.tokenizer.chat_template:
+            turns = [[question] for question in questions]
+            return self.chat(turns, add_generation_prompt=True, return_dict=False)
+        texts = [f"{self.system}\n\nProblem: {question}\n\nSolution: " for question in questions]
+        end = [self.tokenizer.eos_token_id]            # some tokenizers end each text
+        return [ids[:-1] if ids[-1:] == end else ids for ids in map(self.tokenizer.encode, texts)]
+
+    def chat(self, all_turns, **options):
+        """What apply_chat_template makes of the system's text and the turns of each: user, assistant."""
+        conversations = []
+        for question, *answer in all_turns:
+            said = [("system", self.system), ("user", question), *zip(["assistant"], answer)]
+            if self.in_question:
+                said[:2] = [("user", f"{self.system}\n\n{question}")]
+            conversations.append([{"role": role, "content": text} for role, text in said])
         template = ONE_DAY + self.tokenizer.get_chat_template()
         return self.tokenizer.apply_chat_template(
-            messages, chat_template=template, **self.options, **options)
+            conversations, chat_template=template, **self.options, **options)
 
     def warn_of_other_ends(self):
         """Say so if the chat template ends an answer with a token at which completions do not end."""
         answer = "An answer."
         try:
-            behind = self.chat("A question?", answer, tokenize=False).partition(answer)[2]
+            behind = self.chat([["A question?", answer]], tokenize=False)[0].partition(answer)[2]
         except Exception:              # some templates take no answers
             return
         added = self.tokenizer.added_tokens_decoder
@@ -333,19 +341,21 @@ def check_tokens(questions, eos, vocabulary):
 
 
 def with_prompts(questions, tokenizer, longest):
-    """Add "prompt" (token ids) and "right" (the answer: a number or TeX) to each question.
+    """Add "prompt" (token ids) to each question, and "right" to those that are made up.
 
     Where the prompt opens the reasoning itself, as some chat templates do, "begun" is "<think>":
     it counts as the beginning of each completion. Prompts of more than `longest` tokens are counted
     and left out.
     """
-    for question in questions:
-        question["prompt"] = tokenizer.prompt(question["question"])
-        question["right"] = right_answer(question)
+    if not questions:
+        return []
+    prompts = tokenizer.prompts([question["question"] for question in questions])
+    for question, question["prompt"] in zip(questions, prompts):
+        question["right"] = question.get("right") or right_answer(question)
         if tokenizer.decode(question["prompt"][-8:]).rstrip().endswith("<think>"):
             question["begun"] = "<think>"
     kept = [q for q in questions if len(q["prompt"]) <= longest]
-    require(kept or not questions, f"no prompt fits into {longest} tokens; lower --max-new-tokens")
+    require(kept, f"no prompt fits into {longest} tokens; lower --max-new-tokens")
     say_what_is_left_out(questions, kept, f"prompts are longer than {longest} tokens")
     return kept
 

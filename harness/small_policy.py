@@ -82,6 +82,9 @@ class ByteText:
     def prompt(self, question):
         return self.encoding.encode_ordinary(f"{question}\n")
 
+    def prompts(self, questions):
+        return list(map(self.prompt, questions))
+
     def worked_answer(self, work, final):
         text = f"<think>{work}</think><answer>{final}</answer><end>"
         return self.encoding.encode(text, allowed_special="all")

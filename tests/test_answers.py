@@ -266,7 +266,7 @@ def test_a_random_reward_knows_nothing_of_the_answer():
 
 
 def test_what_the_prompt_has_opened_counts_for_the_format():
-    tokenizer = SimpleNamespace(prompt=str, decode=str)
+    tokenizer = SimpleNamespace(prompts=list, decode=str)
     questions = [{"question": f"2+3?{opened}", "answer": "#### 5"} for opened in ("", "\n<think>\n")]
     asked = with_prompts(questions, tokenizer, 100)
     rest = "x\n</think>\n<answer>\\boxed{5}</answer>"
@@ -305,8 +305,9 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
         tmp_path, line, question, answer):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{line}\n{line}\n", encoding="utf-8")          # twice there, taken once
+    found, = math_questions(str(path))
     expected = {"question": question, "answer": answer, "source": str(path)}
-    assert math_questions(str(path)) == [expected]
+    assert found == expected | {"right": right_answer(found)}
 
 
 @pytest.mark.parametrize("line", r"""
@@ -335,7 +336,7 @@ def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
     """And a column "begun", which steers the reward, is not taken from a file."""
     row = {"question": question + demand, "answer": "#### 5", "begun": "\\boxed{5}"}
     write_jsonl(tmp_path / "train.jsonl", [row])
-    assert read_questions(tmp_path, "*") == [{"question": question, "answer": "#### 5"}]
+    assert read_questions(tmp_path, "*") == [{"question": question, "answer": "#### 5", "right": 5}]
 
 
 def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
