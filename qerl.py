@@ -126,7 +126,8 @@ def quantize_mxfp4(weight, encode=encode_e2m1):
     """
     amax = weight.unflatten(1, (-1, 32)).float().abs().amax(-1)
     # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest value is 6 = 1.5 * 2^2: the
-    # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next.
+    # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next, where
+    # OCP's rule would cut it to 6: one Gaussian block in six, and the error is 0.112 in the place of 0.115.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     packed = encode(weight, powers_of_two(e8m0))

@@ -99,6 +99,9 @@ class Settings:
                                     # FILE.py:FUNCTION: your own, of (completion, question), a dict
                                     # of question, answer and right; or a sum, such as
                                     # answer+0.1*FILE.py:FUNCTION
+    overlong: float = 0.0           # fraction of max_new_tokens, at its end, in which a completion earns
+                                    # ever less, up to 1 [DAPO, Eq. 13: 0.2]; 0: none, and --algo dapo
+                                    # leaves out what was cut off
     beta: float = 0.0               # weight of the KL to the reference [E; code: 0.04 with grpo]
     clip_low: float = 0.2           # the ratio is clipped at 1 minus this [T4]
     clip_high: float = 0.28         # the ratio is clipped at 1 plus this [T4, DAPO]
@@ -188,7 +191,9 @@ def train(settings, ranks=None):
                 slots=settings.slots, generator=sampling_rng, **options)
         with clock("reward"):
             require_finite_rollout(rollout)
-            return score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
+            samples = score(asked, rollout, decode_all(tokenizer, rollout), settings.reward)
+            samples.rewards += overlong_punishment(rollout.length, settings).view_as(samples.rewards)
+            return samples
 
     def draw():
         """Complete and score this process's share of the next questions."""
@@ -469,6 +474,13 @@ def paper_reward(completion, question):
     are right they are most of the advantage, and a short wrong answer in the right format wins.
     """
     return 2 * answer_reward(completion, question) + 0.2 * bool(FORMAT.fullmatch(completion))
+
+
+def overlong_punishment(length, settings):
+    """DAPO's soft overlong punishment (Eq. 13): length int64 [N] -> what to add, from 0 to -1, [N]."""
+    interval = settings.overlong * settings.max_new_tokens
+    begins = settings.max_new_tokens - interval
+    return ((begins - length) / max(interval, 1)).clamp(-1, 0)
 
 
 def random_reward(completion, question):

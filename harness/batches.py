@@ -70,7 +70,7 @@ def make_batch(samples, advantages, method, settings, ranks):
     objective = qerl.OBJECTIVES[settings.algo]
     group = advantages.shape[1]
     mask = rollout.mask
-    if objective.mask_truncated:            # (the authors' code does so for GRPO, too)
+    if objective.mask_truncated and not settings.overlong:         # (the authors' code: for GRPO, too)
         mask = mask & rollout.finished[:, None]
     teaches = qerl.has_signal(samples.rewards)
     if not teaches.any():

@@ -107,7 +107,7 @@ RANGES = {                          # the least and the greatest value of number
     "lora_rank": (0, 10000),
     **dict.fromkeys(["lr", "gradient_clip", "temperature", "lora_alpha"], (1e-30, 1e38)),
     **dict.fromkeys(["top_p", "eval_top_p"], (1e-30, 1)),
-    **dict.fromkeys(["warm_up", "clip_low"], (0, 1)),
+    **dict.fromkeys(["warm_up", "clip_low", "overlong"], (0, 1)),
     "clip_high": (0, 10),
 }
 

@@ -42,6 +42,7 @@ from test_answers import chat_text
     "--lora-rank 0": "--lora-rank 0: trains the weights themselves; use --weights bf16",
     "--eval-every 2": "--eval-every 2: needs questions to evaluate on; give --validation",
     "--warm-up 1.5": "--warm-up 1.5: must be from 0 to 1",
+    "--overlong 102": "--overlong 102.0: must be from 0 to 1",
     "--clip-low 2": "--clip-low 2.0: must be from 0 to 1",
     "--prompts 99999999999999999999": "--prompts 9+: must be from 1 to 10000",
     "--reward good": "unknown; choose answer, paper, random or FILE.py:FUNCTION",

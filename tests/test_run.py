@@ -85,6 +85,13 @@ def quiz_text(tokens):
     return "".join(QUIZ_TOKENS[t] for t in tokens if t != QUIZ_EOS)
 
 
+def too_long(length, settings):
+    """DAPO's punishment: from nothing at the interval's beginning to 1 at its end."""
+    longest = settings.max_new_tokens
+    interval = settings.overlong * longest
+    return max(0, length - longest + interval) / interval if interval else 0
+
+
 def groups_of(call, settings):
     """The completions of a call of `generate`, each a line of its own, in groups of one question."""
     rows = []
@@ -95,7 +102,8 @@ def groups_of(call, settings):
         rows.append(SimpleNamespace(
             prompt=prompt,
             tokens=tokens,
-            reward=train_gsm8k.find_reward(settings.reward)(text, {"right": right}),
+            reward=train_gsm8k.find_reward(settings.reward)(text, {"right": right})
+            - too_long(len(tokens), settings),
             correct=is_right(text, right),
             finished=tokens[-1] == QUIZ_EOS,
             rollout_logprobs=call.rollout.logprobs[i, :length],
@@ -139,7 +147,8 @@ def minibatch_loss(model, rows, settings):
 
     length = torch.tensor([len(row.tokens) for row in rows])
     ended = torch.tensor([row.finished for row in rows])
-    counted = qerl.length_mask(length, length.max()) & (ended[:, None] | (settings.algo != "dapo"))
+    masks = settings.algo == "dapo" and not settings.overlong
+    counted = qerl.length_mask(length, length.max()) & (ended[:, None] | (not masks))
     weights = qerl.token_weights(counted, settings.algo, settings.max_new_tokens)
     logprobs = pad_sequence([logprobs_of(model, row, settings.temperature) for row in rows], True)
     old = padded("training_logprobs")
@@ -209,6 +218,7 @@ def assert_evaluated(calls, quiz, out, when):
     # Two steps of warm-up, then half a cosine to zero; and without warm-up.
     (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
     (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
+    (DAPO_LOOP | {"overlong": 0.5}, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
     (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
 ])
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
@@ -290,7 +300,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     # It was a run in which all of this mattered.
     assert min(norms) < settings.gradient_clip < max(norms)
     assert clipped == {True, False}
-    if settings.algo == "dapo":
+    if options is DAPO_LOOP:
         assert log[0]["draws"] == 4 and log[0]["groups_left_out"] > 0
     assert max(m["mismatch_max_ratio"] for m in log) > settings.tis
 
