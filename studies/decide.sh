@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Print the runs of the experiment in results/claims/experiment.md, a line each, for studies/runs.sh.
 #
-#     studies/decide.sh entropy MODEL DATA                          before training, to find sigma*
+#     studies/decide.sh entropy MODEL DATA                          before training
 #     studies/decide.sh start MODEL DATA                            each format's start: 256 answers
 #     studies/decide.sh train MODEL DATA SIGMA SEED SEED ...        four arms with these seeds
+#     studies/decide.sh control MODEL DATA SIGMA SEED SEED ...      BF16, hotter rollouts, no noise
 #     studies/decide.sh round MODEL DATA FOLDER SEED SEED ...       its BF16 adapters, 4-bit codes
 set -eu
 what=$1 model=$2 data=$3
@@ -25,7 +26,8 @@ case $what in
 entropy)
     untrained gptq "$gptq" 0
     untrained rtn "$rtn" 0
-    for sigma in 0 0.01 0.02 0.03 0.05 0.07 0.1 0.15; do untrained bf16 "$bf16" $sigma; done ;;
+    for sigma in 0 0.03 0.05 0.07; do untrained bf16 "$bf16" $sigma; done
+    for sigma in 0.02 0.05 0.1; do untrained temperature "$bf16 --method temperature" $sigma; done ;;
 start)
     for seed in 0 1 2 3; do
         for format in gptq bf16; do
@@ -33,15 +35,18 @@ start)
                 "--seed $seed $common"
         done
     done ;;
-train)
+train | control)
     noise="--sigma-start $1 --sigma-end $(awk "BEGIN { print $1 / 20 }")"
     shift
+    run="--steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8 $common"
     for seed in "$@"; do
+        if [ "$what" = control ]; then
+            echo "control-$seed $bf16 --method temperature $noise --seed $seed $run"
+            continue
+        fi
         for format in gptq bf16; do
-            run="--seed $seed --steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before"
-            run="$run $test --eval-samples 8"
-            echo "$format-$seed ${!format} $no_noise $run $common"
-            echo "$format+noise-$seed ${!format} $noise $run $common"
+            echo "$format-$seed ${!format} $no_noise --seed $seed $run"
+            echo "$format+noise-$seed ${!format} $noise --seed $seed $run"
         done
     done ;;
 round)

@@ -40,7 +40,7 @@ FAULTS = {
          "tests/test_run.py -k equations"),
     ],
     "studies/decide.py": [
-        ("error = math.sqrt(of_runs + of_starts)", "error = math.sqrt(of_runs)",
+        ('"error": math.sqrt(of_runs + of_starts)', '"error": math.sqrt(of_runs)',
          "tests/test_studies.py -k starts_add"),
     ],
     "harness/export.py": [

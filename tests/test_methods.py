@@ -232,6 +232,14 @@ def test_shaped_noise_goes_to_the_norms_of_a_place(model, place, noisy):
     assert found == [i in noisy for i in range(5)]
 
 
+def test_a_hotter_rollout_has_no_noise(model):
+    method = neighbour("temperature")
+    with method.adaptive_quantization_noise(model, 0.5, None):
+        found = method.generate(model, PROMPTS, 8, 2, temperature=0.5, generator=seeded(1))
+    expected = fast.generate(model, PROMPTS, 8, 2, temperature=0.75, generator=seeded(1))
+    assert found.logprobs.equal(expected.logprobs)
+
+
 def test_pooled_noise_shares_each_group_among_four_draws(model):
     """Completion g of each prompt was sampled under draw g // 2, and is as likely under it, anew."""
     prompts = [[5, 6, 7], [8, 9]]
@@ -307,6 +315,7 @@ def test_branches_join_the_samples_behind_their_question(model):
     "pooled_noise --group 4 --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
     "shaped_noise:mlp": "sigma",
     "noise_control:divergence": "sigma",
+    "temperature --sigma-start 0.3 --sigma-end 0.3": "mismatch_kl",
     "maspo --updates 2": "sigma",
     "deep_grpo": "branches",
     "qerl --dtype float16": "loss_scale",

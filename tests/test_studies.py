@@ -5,11 +5,13 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import pytest
 
 import train_gsm8k
 from harness import fast, small_policy
+from harness.errors import UserError
 from harness.folders import write_jsonl
 from studies import decide, entropy, results
 from test_qerl import HERE
@@ -98,30 +100,24 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
 # The experiment's analysis
 
 def experiment():
-    """Sixteen runs: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
-    rows = [{"session": session, "four_bits": four_bits, "noise": noise, "start": four_bits,
-             "gain": 5 * session - 3 * four_bits + noise + four_bits * noise + spread}
-            for session in (1, 2) for four_bits in (False, True) for noise in (False, True)
-            for spread in (-0.5, 0.5)]
-    return pd.DataFrame(rows)
+    """Two seeds: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
+    arms = np.array([0, 1, -3, -1])
+    return pd.DataFrame([20 + arms, 25 + arms + [0, 0, 1, 1]], columns=decide.ARMS)
 
 
 def test_effects_are_those_of_the_arms_and_starts_add_to_the_error():
-    """A session is a block. The error of a start counts where formats are compared."""
-    found, residual = decide.effects(experiment(), "gain")
-    assert found.estimate.round(9).to_dict() == {
-        "4 bits and noise": -1, "4 bits": -2.5, "noise": 1.5, "4 bits, without noise": -3,
-        "4 bits, under noise": -2, "noise in NVFP4": 2, "noise in BF16": 1,
+    """A seed is one value of each effect, whatever else it changes in all arms."""
+    found = decide.effects(experiment())
+    assert found.estimate.to_dict() == {
+        "4 bits and noise": -0.5, "4 bits": -2, "noise": 1.5, "4 bits, without noise": -2.5,
+        "4 bits, under noise": -1.5, "noise in NVFP4": 2, "noise in BF16": 1,
         "4 bits, under noise minus without": 1}
-    # Sixteen deviations of a half, eleven degrees of freedom: five coefficients are fitted.
-    assert residual == pytest.approx((16 / 4 / 11) ** 0.5)
-    assert found.error["4 bits"] == pytest.approx(residual * (1 / 8 + 1 / 8) ** 0.5)
-    assert found.error["4 bits and noise"] == pytest.approx(residual * (1 / 4 + 1 / 4) ** 0.5)
-    added, _ = decide.effects(experiment(), "gain", {False: 0.3, True: 0.4})
+    assert found.error[["4 bits", "noise"]].tolist() == pytest.approx([0.5, 0])
+    added = decide.effects(experiment(), 0.7)
     variance = added.error ** 2 - found.error ** 2
     three = ["4 bits", "4 bits, under noise", "noise"]
     assert variance[three].tolist() == pytest.approx([0.7, 0.7, 0])
-    assert added.df["4 bits"] > found.df["4 bits"] == 11
+    assert added.df["4 bits"] == pytest.approx((1 + 0.7 / 0.25) ** 2) and found.df["4 bits"] == 1
 
 
 @pytest.mark.parametrize("estimate,error,says", [
@@ -131,6 +127,7 @@ def test_effects_are_those_of_the_arms_and_starts_add_to_the_error():
     (0.2, 0.3, "changes less than a point"),
     (-0.5, 0.5, "undetermined, but a gain of a point is excluded"),
     (0.5, 0.5, "undetermined, but a loss of a point is excluded"),
+    (-0.6, 0.9, "undetermined, but a gain of a point is excluded"),
     (0, 1, "undetermined"),
 ])
 def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
@@ -147,31 +144,42 @@ def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, caps
     for sigma in (0, 0.05, 0.1):
         untrained(f"bf16-{sigma}", 0.3 + 4 * sigma ** 2)
     untrained("gptq-0", 0.3 + 4 * 0.08 ** 2)
-    untrained("rtn-0", 0.4)
+    untrained("temperature-0.1", 0.3512)
     entropy.matching_sigma(tmp_path)
-    assert "sigma* = 0.08: there the rise is 0.0256" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bf16: sigma* = 0.08, where the rise is 0.0256" in printed
+    assert "temperature: sigma* = 0.05, where" in printed
 
 
-def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path):
-    """The gain is pass@1 after minus the start, which two sessions share if the first has it."""
+def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path, monkeypatch, capsys):
+    """The gain is pass@1 after minus the start, which all sessions share."""
     def write(folder, name, **content):
         (tmp_path / folder).mkdir(exist_ok=True, parents=True)
         write_jsonl(tmp_path / folder / name, [content])
 
+    def decided(*args):
+        monkeypatch.setattr("sys.argv", ["decide", *map(str, args)])
+        decide.main()
+        return capsys.readouterr().out
+
     steps = dict.fromkeys(["accuracy", "entropy", "length", "mismatch_kl"], 0.5)
-    for arm, after in (("bf16", 0.40), ("bf16+noise", 0.41), ("gptq", 0.37), ("gptq+noise", 0.39)):
-        for session in (1, 2):
-            write(f"{session}/{arm}-0", "metrics.jsonl", **steps)
-            write(f"{session}/{arm}-0", "summary.json", accuracy_after=after, greedy_after=after)
+    for arm, after in (("bf16", 0.40), ("bf16+noise", 0.41), ("gptq", 0.36), ("gptq+noise", 0.37)):
+        for session, seed, other in ((1, 0, 0), (2, 1, 0.001), (2, 2, -0.001)):
+            if (arm, seed) != ("gptq", 2):
+                changed = after + other * arm.startswith("gptq")
+                write(f"{session}/{arm}-{seed}", "metrics.jsonl", **steps)
+                write(f"{session}/{arm}-{seed}", "summary.json", accuracy_after=changed, greedy_after=after)
     for format, before in (("bf16", 0.25), ("gptq", 0.24)):
-        write(f"1/start-{format}-0", "eval.json", accuracy_now=before,
+        write(f"1/start-{format}-0", "eval.json", accuracy_now=before, greedy_now=before,
               settings={"eval_samples": 64}, **{"pass@2_now": before + 0.1})
-    rows = decide.read_rows([f"{tmp_path}/1", f"{tmp_path}/2"])
-    decide.write_record(tmp_path / "record.json", rows)
-    for read in (rows, decide.read_rows([f"{tmp_path}/record.json"])):
-        runs, variance = decide.trained_runs(read)
-        found, residual = decide.effects(runs, "gain", variance)
-        assert found.estimate["4 bits"] == pytest.approx(-1.5)
-        assert residual == pytest.approx(0, abs=1e-9)
-        # So the error is that of the two starts: p(1 - p) has a mean of 0.1.
-        assert found.error["4 bits"] ** 2 == pytest.approx(2 * 1e4 * 0.1 / (64 * 660))
+    for session in (1, 2):
+        (tmp_path / f"{session}/codes.txt").write_text("abc  model.safetensors\n")
+    record = tmp_path / "record.json"
+    printed = decided(tmp_path / "1", tmp_path / "2", "--record", record)
+    assert "seed 2 is left out: it has only bf16+noise, bf16, gptq+noise" in printed
+    assert "no verdict: 2 of 8 seeds are complete" in printed
+    assert "| 4 bits | -2.95 ± " in printed
+    assert decided(record, "--final").count("4 bits: costs") == 1
+    (tmp_path / "2/codes.txt").write_text("other  model.safetensors\n")
+    with pytest.raises(UserError, match="different codes"):
+        decided(tmp_path / "1", tmp_path / "2")
