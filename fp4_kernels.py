@@ -59,7 +59,7 @@ def product(a, b, acc=None):
 # --------------------------------------------------------------------------------------------------
 # 0. A plain product: read this first                    y = x Ŵᵀ,    Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)
 #
-# It computes, up to rounding, what FrozenProduct.forward of qerl.py does:
+# It computes, up to rounding, what FrozenProduct.forward of qerl.py does for a layer of its own:
 #
 #     y = x @ dequantize_blocks(packed, E2M1, scale / global_scale, x.dtype).T
 #
@@ -71,9 +71,10 @@ def product(a, b, acc=None):
 def fp4_matmul(x, packed, scale, global_scale):
     """x [M, K] Ŵᵀ -> y [M, N] in x's dtype.
 
-    packed uint8 [N, K/2], even index in the low nibble; scale float32 [N, K/16], of MXFP4 [N,
-    K/32]; global_scale float32 [1]. K is divisible by the block; all are contiguous.
+    packed uint8 [N, K/2], even index in the low nibble; scale float32 [N, K/16], or [N, K/32] for
+    MXFP4; global_scale float32 [1]. K is divisible by the block; all are contiguous.
     """
+    assert global_scale.numel() == 1, "fp4_matmul: stacked layers have several global scales, this takes one"
     M, K = x.shape
     N, blocks = scale.shape
     y = x.new_empty(M, N)

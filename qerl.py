@@ -19,7 +19,6 @@ Letters in shapes: B sequences, T tokens, V vocabulary, d model width, D head wi
 samples per prompt, N = P * G completions, C tokens of the longest completion, r LoRA's rank.
 """
 import contextlib
-import functools
 import glob
 import math
 import os
@@ -42,16 +41,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
 # mantissa bit). 16 neighbours along the input dimension share an FP8 (E4M3) scale, and a tensor has
 # one FP32 scale: 4 + 8/16 = 4.5 bits a weight. This file rounds to nearest, as the paper's public
-# checkpoints do. The paper's experiments choose the codes by AWQ (methods/awq.py), training here by
-# GPTQ (methods/gptq.py); section 8 then reads the codes from a folder.
+# checkpoints do. The paper's experiments choose the codes by AWQ. train_gsm8k.py chooses those of real
+# models by GPTQ, before training; section 8 then reads the codes from a folder.
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# Halfway points between neighbouring magnitudes, point i between codes i and i + 1. bucketize gives
-# a value on point i the lower code, i. A tie must go to the even code: at the points of odd index
-# (0.75, 1.75, 3.5) that is the upper one, so they are moved down by the smallest possible step.
+# Halfway points between neighbouring magnitudes. bucketize gives a value on such a point the lower
+# code. A tie must go to the even code. Where that is the upper one (0.75, 1.75, 3.5) the point moves
+# down by the smallest possible step.
 E2M1_BOUNDS = (E2M1_MAGNITUDES[1:] + E2M1_MAGNITUDES[:-1]) / 2
 E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
 
@@ -68,16 +67,10 @@ def pack_nibbles(codes):
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-@functools.lru_cache
-def table_on(table, device):
-    """A constant table on a device, copied there once."""
-    return table.to(device)
-
-
 def dequantize_blocks(packed, table, scale, dtype):
     """Bytes uint8 [out, in/2], table float32 [16], scale float32 [out, in/block] -> weight [out, in]."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                # [out, in/2, 2]
-    values = table_on(table, packed.device)[codes]
+    values = table.to(packed.device)[codes]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)           # Eq. 6
 
 
@@ -96,8 +89,8 @@ def quantize_nvfp4(weight, encode=encode_e2m1):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
     weight [out, in], in divisible by 16 -> packed uint8 [out, in/2], block_scale float8_e4m3fn [out,
-    in/16], global_scale float32 [1]. In that format global_scale is the reciprocal of Eq. 6's S_FP32,
-    and the scales are computed in the weight's own dtype.
+    in/16], global_scale float32 [1]. In that format global_scale is the reciprocal of Eq. 6's S_FP32.
+    Like there amax / 6 is computed in the weight's dtype.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
@@ -126,8 +119,8 @@ def quantize_mxfp4(weight, encode=encode_e2m1):
     """
     amax = weight.unflatten(1, (-1, 32)).float().abs().amax(-1)
     # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest value is 6 = 1.5 * 2^2: the
-    # scale is 2^(exponent - 3), stored with a bias of 127. What would round to 8 = 2^3 takes the next, where
-    # OCP's rule would cut it to 6: one Gaussian block in six, and the error is 0.112 in the place of 0.115.
+    # scale is 2^(exponent - 3), stored with a bias of 127. Where amax / scale would round to 8, the scale is
+    # doubled. OCP's rule keeps it and cuts to 6: Gaussian weights then have an error of 0.115, here 0.112.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     packed = encode(weight, powers_of_two(e8m0))
@@ -160,16 +153,16 @@ class Format:
         """The three -> weight [out, in] in dtype; global_scale may be [1] or [out, 1]."""
         if self.table is None:
             return packed.to(dtype)
-        scale = self.scale(block_scale) / global_scale
+        scale = self.scale(block_scale) / global_scale                         # S_FP32 · S_E4M3
         return dequantize_blocks(packed, self.table, scale, dtype)
 
 
-# Each calls its function by name, so that another function may take the name.
+# Each looks its function up when it is called, so that --method FILE.py can replace it.
 FORMATS = {
     "nvfp4": Format(lambda weight: quantize_nvfp4(weight), 16, E2M1),
     "mxfp4": Format(lambda weight: quantize_mxfp4(weight), 32, E2M1, powers_of_two),
     "nf4": Format(lambda weight: quantize_nf4(weight), 64, NF4),
-    # Not quantised. "bf16" is what the model computes in: bfloat16 on a GPU, float32 on a CPU.
+    # Not quantised: a weight has the dtype that the model computes in.
     "bf16": Format(lambda weight: (weight, *weight.new_ones(2, 1)), 1),
 }
 
@@ -215,7 +208,10 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def lora_linear(x, weight, bias, A, B, scale):
-    """x [..., in], a PackedWeight, bias [out] or None, A [r, in], B [out, r] -> y [..., out]."""
+    """x [..., in], a PackedWeight, bias [out] or None, A [R, in], B [out, R] -> y [..., out].
+
+    R is r, or r times the layers that are stacked; scale is α/r.
+    """
     y = weight.multiply(x) + scale * (x @ A.T) @ B.T                                     # Eq. 2
     return y if bias is None else y + bias
 
@@ -264,8 +260,8 @@ class QuantLinear(nn.Module):
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
 # noise, for one addition per rollout. The paper's text names the two norms of a block; its code
-# takes every RMSNorm of Qwen2 and Llama, the final one, too. Ours takes every RMSNorm: that
-# Qwen3's norms of q and k are noisy is our choice.
+# takes every RMSNorm of Qwen2 and Llama, also the final one, which scales the columns of lm_head. Ours
+# takes every RMSNorm. That Qwen3's norms of q and k are noisy, too, is our choice.
 
 class RMSNorm(nn.Module):
     """x [..., size] -> normalised x in x's dtype; computed in float32."""
@@ -289,8 +285,8 @@ class RMSNorm(nn.Module):
 def adaptive_quantization_noise(model, sigma, generator=None):
     """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²).
 
-    Put one rollout inside, as line 9 of Algorithm 1 does (the text before Eq. 7 draws anew for each
-    forward pass), and log-probabilities and updates outside. Do not nest it. generator: on the CPU.
+    Run one rollout inside, as line 9 of Algorithm 1 does (the text before Eq. 7 draws anew for each
+    forward pass). Compute log-probabilities and updates outside. Do not nest it. generator: on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
@@ -303,7 +299,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last.
+# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last; of a
+# single one 0.
 SCHEDULES = {
     "exponential": lambda start, end, p, K: start * (end / start) ** p,                        # Eq. 8
     "linear": lambda start, end, p, K: start + (end - start) * p,
@@ -324,10 +321,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
     # all stages, as in line 7 of Algorithm 1, σ would not reach `end`.
     assert 0 <= step < steps, f"noise_sigma: step {step} is none of the {steps} steps, 0 to {steps - 1}"
     stage = step * stages // steps
-    if stage == 0:
+    if stage == 0 or start == end == 0:
         return 0.0
-    if start == end:
-        return start
     K = stages - 1
     return SCHEDULES[schedule](start, end, (stage - 1) / max(K - 1, 1), K)
 
@@ -336,7 +331,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
 # One forward serves training, prompts and decoding. With a cache (section 5) the tokens follow those
-# that it holds. The reader hands out the layers with their weights (section 8).
+# that it holds. A WeightReader (section 8) builds the layers.
 
 def rope_frequencies(config, head_dim):
     """(frequencies [D/2] in radians per position, a factor on cos and sin)."""
@@ -358,7 +353,7 @@ def rotary(x, cos, sin):
 def attention(q, k, v, mask=None):
     """q [B, T, heads, D], k and v [B, S, kv_heads, D] -> y [B, T, heads, D].
 
-    mask: bool [B, 1, T, S], what each token attends to; without it, to those up to itself.
+    mask: bool [B, 1, T, S], True where a token attends. Without it each attends up to itself.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
@@ -375,7 +370,7 @@ class Attention(nn.Module):
         self.head_dim = getattr(config, "head_dim", None) or d // config.num_attention_heads
         q = config.num_attention_heads * self.head_dim
         kv = config.num_key_value_heads * self.head_dim
-        qwen2 = config.model_type == "qwen2"               # has biases for q, k and v, come what may
+        qwen2 = config.model_type == "qwen2"                   # always has biases for q, k and v
         bias = getattr(config, "attention_bias", False) and not qwen2
         self.qkv = reader.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias or qwen2)
         self.o = reader.linear(name, ["o_proj"], [d], q, bias)
@@ -414,8 +409,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-    Attention = Attention
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    Attention = Attention          # subclasses may have others
     MLP = MLP
 
     def __init__(self, config, reader, name, index):
@@ -491,12 +486,11 @@ def trainable(model):
 # 5. Sampler
 #
 # Up to `slots` completions decode together, one token of each at a time, until the last one is done.
-# harness/fast.py computes a prompt once for the G completions of its group; here each computes it.
 
 class KVCache:
     """Keys and values of B rows; filled int64 [B]: how many positions each row holds.
 
-    layers: of each layer a tensor [2, B, max_len, kv_heads, D], keys then values.
+    layers: one tensor a block, [2, B, max_len, kv_heads, D], keys then values.
     """
 
     def __init__(self, model, rows, max_len):
@@ -510,9 +504,9 @@ class KVCache:
         return self.filled[:, None] + torch.arange(count, device=self.filled.device)
 
     def attend(self, q, k, v, layer):
-        """Append the keys and values of T new tokens to each row, and attend to all: as `attention`.
+        """`attention` of T new tokens a row, each to its row up to itself; they enter the cache.
 
-        `filled` stays, because every layer appends at the same positions.
+        `filled` stays, because every block appends at the same positions.
         """
         kv = self.layers[layer]
         position = self.positions(q.shape[1])                                            # [B, T]
@@ -528,7 +522,7 @@ class KVCache:
 class Rollout:
     """N completions, padded to C tokens, in the order of the prompts, group_size of each."""
     tokens: torch.Tensor           # int64 [N, C]
-    logprobs: torch.Tensor         # float32 [N, C], of the tokens, at the sampling temperature
+    logprobs: torch.Tensor         # float32 [N, C], of the tokens, as `sample` says
     entropy: torch.Tensor          # float32 [N, C], of the policy at each token, in nats
     length: torch.Tensor           # int64 [N]
     finished: torch.Tensor         # bool [N]: ended by an EOS token
@@ -554,8 +548,8 @@ def nucleus(probs, top_p):
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
-    Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. Temperature
-    0 takes the likeliest token, and they are those of temperature 1. A token is drawn by the Gumbel-max
+    Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. At temperature
+    0 it takes the likeliest token, and reports those of temperature 1. A token is drawn by the Gumbel-max
     trick without logarithms: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p.
     """
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
@@ -570,28 +564,28 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, generator):
-    """One completion of each prompt, all decoded together: (token, logprob, entropy) rows and so on."""
+    """Decode a completion of each of B prompts: rows (tokens, logprobs, entropy, length, finished)."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-    padded = padded.to(model.device)                                                     # [P, longest]
+    padded = padded.to(model.device)                                                     # [B, longest]
     cache = KVCache(model, len(prompts), padded.shape[1] + max_new_tokens)
     if padded.shape[1] > 1:
-        model.hidden(padded[:, :-1], cache)            # of each prompt all but the last token
-    cache.filled = lengths - 1                         # what padding has written lies behind
-    token = padded.gather(1, lengths[:, None] - 1)[:, 0]                                 # [N]
+        model.hidden(padded[:, :-1], cache)            # all but the last token of each prompt
+    cache.filled = lengths - 1                         # new tokens overwrite what padding has written
+    token = padded.gather(1, lengths[:, None] - 1)[:, 0]                                 # [B]
 
     ends = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     length = torch.zeros_like(token)
     finished = torch.zeros_like(token, dtype=torch.bool)
     drawn = []                                         # at each step: token, log-probability, entropy
     while len(drawn) < max_new_tokens and not finished.all():
-        hidden = model.hidden(token[:, None], cache)[:, 0]                               # [N, d]
+        hidden = model.hidden(token[:, None], cache)[:, 0]                               # [B, d]
         cache.filled += 1
         drawn.append(sample(F.linear(hidden, model.lm_head), temperature, top_p, generator))
         token = drawn[-1][0]
         length += ~finished                            # a row that is finished decodes on, unread
         finished |= torch.isin(token, ends)
-    tokens, logprobs, entropy = (torch.stack(part, 1) for part in zip(*drawn))           # [N, C]
+    tokens, logprobs, entropy = (torch.stack(part, 1) for part in zip(*drawn))           # [B, C]
     there = length_mask(length, len(drawn))
     return zip(tokens * there, logprobs * there, entropy * there, length, finished)
 
@@ -630,8 +624,9 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    ρ   = π_θ / π_old per token                                                           (Eq. 3)
 #    A_i = (r_i - mean(r)) / std(r)     over the G samples of a prompt                     (Eq. 4)
 #
-# E is the mean over the tokens of a completion, then over completions; in DAPO over all tokens.
-# ε_high > ε_low is DAPO's "clip higher", here the default of GRPO, too; Eq. 3 has them equal.
+# GRPO's E is the mean over the tokens of a completion, then over completions; OBJECTIVES has other
+# rules, and token_weights applies them. ε_high > ε_low is DAPO's "clip higher", here the default of
+# GRPO, too; Eq. 3 has them equal.
 #
 #    π_θ         is trained
 #    π_old       π_θ before the updates of this step, without noise
@@ -669,16 +664,6 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
-def completion_length(mask, limit=None):
-    """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
-    return mask.sum(1, keepdim=True).clamp_min(1)
-
-
-def group_std(rewards):
-    """The standard deviation of each group, with the divisor G - 1, plus 1e-4 as in TRL."""
-    return rewards.std(1, keepdim=True) + 1e-4
-
-
 @dataclass(frozen=True)
 class Objective:
     """What differs between objectives; the defaults are GRPO's.
@@ -686,9 +671,11 @@ class Objective:
     The loss of a token is divided by length_divisor of its completion and by batch_divisor, which
     harness/batches.py sums over processes.
     """
-    length_divisor: Callable = completion_length   # mask float32 [N, C], most tokens -> [N, 1] or 1
+    # mask float32 [N, C], max_new_tokens -> [N, 1] or a number
+    length_divisor: Callable = lambda mask, limit: mask.sum(1, keepdim=True).clamp_min(1)
     batch_divisor: Callable = len   # mask -> a number; by default that of the completions
-    divisor: Callable = group_std   # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r)
+    # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r). 1e-4 as in TRL
+    divisor: Callable = lambda rewards: rewards.std(1, keepdim=True) + 1e-4                  # Eq. 4
     log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
@@ -706,7 +693,7 @@ OBJECTIVES = {
     "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
     "gspo": Objective(log_ratio=lambda x, mask:
-                      (x * mask).sum(1, keepdim=True) / completion_length(mask),
+                      (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
     "cispo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
@@ -729,7 +716,7 @@ def group_advantages(rewards, objective="grpo"):
 
 
 def token_weights(mask, objective="grpo", limit=None):
-    """mask bool [N, C] of a minibatch -> float32 [N, C], the weight of each token in the loss.
+    """mask bool [N, C] of a minibatch -> float32 [N, C], the weight of each token in Eq. 3's E.
 
     limit: max_new_tokens, which dr-grpo needs.
     """
@@ -751,8 +738,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     The log-probabilities are [B, C]; advantages [B] or [B, C]; clip_low and clip_high numbers or [B, C];
     weights [B, C]: token_weights of the whole minibatch, so that the losses of its micro-batches add up.
     KL is Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ. It is never negative, and
-    unbiased if π_θ drew the tokens (here π_rollout did); its gradient is that of KL(π_ref || π_θ). tis,
-    if not 0, is the cap of truncated_importance, which multiplies the gain, not the KL.
+    unbiased if π_θ drew the tokens (here π_rollout did); its gradient is that of KL(π_ref || π_θ). If tis
+    is not 0, truncated_importance with this cap multiplies the gain. It does not multiply the KL.
     """
     objective = OBJECTIVES[objective]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
@@ -790,8 +777,7 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of completions
 #
-# Each row is a prompt with its completion, padded to the longest. harness/fast.py computes a prompt
-# once for all completions that share it, does not pad, and never holds all logits.
+# Each row is a prompt with its completion, padded to the longest.
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0):
     """log π(token) of completions int64 [B, C], length int64 [B], after B prompts -> float32 [B, C].
@@ -814,11 +800,10 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0):
 # 8. Loading
 #
 # This refuses models that section 4 does not compute, and tensors that are missing or left over.
-# harness/loading.py reads more kinds of folders, and refuses damaged tensors, too.
 
 @dataclass
 class WeightReader:
-    """Reads and quantises a model one layer at a time, so that only one is ever in full precision.
+    """Reads and quantises one linear layer at a time, so that no other is in full precision meanwhile.
 
     files: {tensor name: the open safetensors file that holds it}.
     """
@@ -830,7 +815,7 @@ class WeightReader:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
-    formats = FORMATS
+    formats = FORMATS              # subclasses may have others of these four
     QuantLinear = QuantLinear
     RMSNorm = RMSNorm
     PackedWeight = PackedWeight
@@ -899,11 +884,6 @@ class WeightReader:
                                  self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
-    def check_all_read(self):
-        assert not self.unread, (
-            f"tensor {min(self.unread)} is not one that config.json asks for; use the config that belongs to "
-            "the weights")
-
 
 def stack_parts(layers):
     """The three parts of each of several layers -> of one with all their rows; global_scale [out, 1]."""
@@ -955,5 +935,5 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
         files |= dict.fromkeys(file.keys(), file)
     reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
     model = Transformer(config, reader)
-    reader.check_all_read()
+    assert not reader.unread, f"{path}: config.json does not ask for tensor {min(reader.unread)}; use its own"
     return model

@@ -250,8 +250,9 @@ def train(settings, ranks=None):
 def update(method, model, batch, optimizer, scaler, settings, ranks):
     """An optimiser step for each minibatch of a batches.Batch -> {name: number} for metrics.jsonl.
 
-    A gradient is summed over micro-batches that fit memory, in which a token has the weight that it
-    has in the whole minibatch. The first minibatch sets its old_logprobs, the others have them.
+    Gradients add up over micro-batches that fit memory; a token's weight is that in the whole minibatch.
+    The first minibatch takes its own log-probabilities as the old ones. `train` has computed those of
+    the others.
     """
     kls = []
     trained = qerl.trainable(model).values()

@@ -11,6 +11,7 @@ qerl's: fast.NAME gives that, too. What makes it fast:
 
 In shapes S is the number of tokens packed in a line; n tokens are of any sequences, one a row.
 """
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as recompute        # gradient che
 import qerl
 from harness import loading
 from harness.batches import to_device
-from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
+from qerl import E2M1, NF4, Rollout, dequantize_blocks, length_mask, powers_of_two
 
 try:
     import fp4_kernels as kernels
@@ -65,10 +66,23 @@ def quantize_mxfp4(weight):
     return qerl.quantize_mxfp4(weight, encode_e2m1)
 
 
+@functools.lru_cache
+def table_on(table, device):
+    """A constant table on a device, copied there once: a CUDA graph may read it."""
+    return table.to(device)
+
+
 @dataclass(eq=False)
 class Format(qerl.Format):
     """qerl.Format, whose codes a kernel may know how to multiply."""
     tiled: bool = False            # whether fp4_kernels knows its codes
+
+    def dequantize(self, packed, block_scale, global_scale, dtype):
+        """qerl.Format.dequantize, with a table that is copied to the device once."""
+        if self.table is None:
+            return packed.to(dtype)
+        scale = self.scale(block_scale) / global_scale
+        return dequantize_blocks(packed, table_on(self.table, packed.device), scale, dtype)
 
     def pack(self, weight):
         """A weight [out, in] as an object that can multiply."""

@@ -50,8 +50,8 @@ def inverse_factor(gram, order):
 def round_e2m1(x):
     """x -> the nearest of E2M1's values, ties to the even code."""
     # Tables that stay on the device, where a CUDA graph may read them.
-    bounds = qerl.table_on(qerl.E2M1_BOUNDS, x.device)
-    magnitudes = qerl.table_on(qerl.E2M1_MAGNITUDES, x.device)
+    bounds = fast.table_on(qerl.E2M1_BOUNDS, x.device)
+    magnitudes = fast.table_on(qerl.E2M1_MAGNITUDES, x.device)
     return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
 
 
