@@ -5,7 +5,8 @@ picture.
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
                                                        against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
-                                                       by sequences decoded at once; vLLM's, too
+                                                       by sequences decoded at once, and what this
+                                                       reads and multiplies a second; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py tables                             tables and pictures of results/ again, from the
@@ -165,6 +166,20 @@ def decode_seconds(model, batch, tokens):
     return clock.seconds
 
 
+def least_work(model, batch, filled):
+    """(bytes, operations) of a decode step at least: it reads all weights, LoRA and a cache of so many
+    tokens a sequence, and takes two operations for a weight and a sequence.
+    """
+    layers = model.quantized_layers()
+    lora = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in layers)
+    dense = sum(sum(layer.sizes) * layer.lora_A.shape[1] for layer in layers)
+    stored = fast.tensors_of([model.lm_head, *(layer.weight for layer in layers)])
+    cached = batch * sum(kv.numel() for kv in fast.KVCache(model, 1, filled).layers)
+    size = model.embedding.itemsize
+    return (sum(t.nbytes for t in stored) + size * (lora + cached),
+            2 * batch * (dense + lora + model.lm_head.numel()))
+
+
 def bench_rollout(args):
     batches = (1, 8, 32, 128)
     tokens = 256 if args.device == "cuda" else 8
@@ -176,9 +191,11 @@ def bench_rollout(args):
             decode_seconds(model, 1, tokens)                       # compiles what prefill needs
             for batch in batches:
                 seconds = decode_seconds(model, batch, tokens)
+                steps = tokens / seconds["decode"]
+                read, operations = least_work(model, batch, tokens * 3 // 2)
                 yield {"model": name, "rank": rank, "weights": weights, "batch": batch,
-                       "tokens_per_s": batch * tokens / seconds["decode"],
-                       "prefill_s": seconds["prefill"]}
+                       "tokens_per_s": batch * steps, "prefill_s": seconds["prefill"],
+                       "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
             del model
             release_memory()
 
