@@ -826,5 +826,11 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     dtype: by default loading.default_dtype. Of several GPUs choose one by torch.cuda.set_device first:
     kernels start on the current one.
     """
-    return loading.load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms,
-                              model_class, reader_class)
+    dtype = dtype or loading.default_dtype(device)
+    folder = loading.model_folder(path)
+    config = loading.read_config(folder)
+    files = loading.open_tensors(folder, device)
+    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+    model = model_class(config, reader)
+    reader.check_all_read()
+    return model

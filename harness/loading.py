@@ -1,8 +1,8 @@
-"""Careful loading: qerl.load_model for more kinds of folders, which looks for damage.
+"""Careful loading of more kinds of folders than qerl.py reads; it looks for damage.
 
-Beside what qerl.py reads it takes folders in which some layers are in 16 bit and others in NVFP4,
-and NVFP4 as NVIDIA's ModelOpt writes it. What cannot be used is a UserError that names the thing and
-the remedy.
+fast.load_model loads by these. It takes folders in which some layers are in 16 bit and others in
+NVFP4, and NVFP4 as NVIDIA's ModelOpt writes it, too. What cannot be used is a UserError that names
+the thing and the remedy.
 """
 import json
 import os
@@ -169,17 +169,3 @@ class WeightReader(qerl.WeightReader):
     def weight(self, format, sizes, *parts):
         """The parts of stacked layers as a weight that can multiply."""
         return self.PackedWeight(format, *parts)
-
-
-def load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms, model_class, reader_class):
-    """qerl.load_model, with its arguments, by a WeightReader of this file. Raises UserError."""
-    require(weights in qerl.FORMATS, f"weights {weights} are unknown; choose {', '.join(qerl.FORMATS)}")
-    dtype = dtype or default_dtype(device)
-    require(dtype.is_floating_point, f"dtype {dtype} is not a floating-point type")
-    folder = model_folder(path)
-    config = read_config(folder)
-    files = open_tensors(folder, device)
-    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-    model = model_class(config, reader)
-    reader.check_all_read()
-    return model
