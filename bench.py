@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentTypeError
 
 import numpy as np
 import torch
@@ -239,7 +238,7 @@ def bench_scaling(args):
 def positive(text):
     """A whole number, at least 1."""
     if int(text) < 1:
-        raise ArgumentTypeError(f"{text}: must be at least 1")
+        raise ValueError
     return int(text)
 
 

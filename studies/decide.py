@@ -20,7 +20,7 @@ import pandas as pd
 from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
-from harness.folders import atomic_write, read_jsonl
+from harness.folders import read_jsonl
 from studies.plots import read_json, table
 from studies.results import with_error
 
@@ -70,13 +70,7 @@ def read_rows(paths):
         return pd.DataFrame(read_json(paths[0]))
     rows = pd.DataFrame([row for n, path in enumerate(paths, 1) for row in rows_of(path, n)])
     require_flag(len(rows), "runs", " ".join(paths), "hold no finished run")
-    return rows[[name for name in KEPT if name in rows]]
-
-
-def write_record(path, rows):
-    """A JSON list, a line a row."""
-    lines = rows.to_json(orient="records", lines=True).splitlines()
-    atomic_write(path, "[\n" + ",\n".join(lines) + "\n]\n")
+    return rows.reindex(columns=KEPT)
 
 
 def starts_of(rows):
@@ -270,7 +264,7 @@ def main():
     require_flag(args.runs, "runs", "", "name the folders of the sessions")
     rows = read_rows(args.runs)
     if args.record:
-        write_record(args.record, rows)
+        rows.to_json(args.record, orient="records", indent=1)
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
     starts = starts_of(rows)
