@@ -161,13 +161,13 @@ def show(title, values, start_variance=0.0):
     return found
 
 
-def decide(gains):
-    """Print the verdicts: the second only if the first decides anything."""
+def verdicts(gains):
+    """Yield (effect, its verdict): the second only if the first decides anything."""
     for name in DECIDED:
         says = verdict(gains.loc[name])
-        print(f"\n{name}: {says}")
+        yield name, says
         if says.startswith("undetermined"):
-            break
+            return
 
 
 def arms_table(rows):
@@ -196,18 +196,16 @@ def power(seeds, format_effect, noise_effect, own=0.5, residual=0.9, start_error
         cost = rng.normal(format_effect, own, (seeds, 1)) + rng.normal(0, start_error * 2 ** 0.5)
         runs = rng.normal(0, residual, (seeds, 4)) + noise_effect * noise
         gains = effects(pd.DataFrame(runs + cost * four_bits), 2 * start_error ** 2)
-        for name in DECIDED:
-            said[name][verdict(gains.loc[name]).split(",")[0]] += 1 / trials
-            if verdict(gains.loc[name]).startswith("undetermined"):
-                break
+        for name, says in verdicts(gains):
+            said[name][says.split(",")[0]] += 1 / trials
     return said
 
 
 def show_power():
-    verdicts = ["helps", "changes less than a point", "costs", "undetermined"]
+    kinds = ["helps", "changes less than a point", "costs", "undetermined"]
     truths = [(0, 0), (-0.5, 0), (-1, 0), (-2, 0), (0, 1), (0, 2)]
-    print("\n".join(table(["seeds", "truth: 4 bits, noise", "asked", *verdicts], [
-        [seeds, f"{four_bits:g}, {noise:g}", name, *(f"{said[v]:.0%}" for v in verdicts)]
+    print("\n".join(table(["seeds", "truth: 4 bits, noise", "asked", *kinds], [
+        [seeds, f"{four_bits:g}, {noise:g}", name, *(f"{said[v]:.0%}" for v in kinds)]
         for seeds in (16, 8, 4) for four_bits, noise in truths
         for name, said in power(seeds, four_bits, noise).items()])))
 
@@ -274,7 +272,8 @@ def main():
     for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
         show(measure, by_seed(runs, measure))
     if runs.seed.nunique() >= SEEDS or args.final:
-        decide(gains)
+        for name, says in verdicts(gains):
+            print(f"\n{name}: {says}")
     else:
         print(f"\nno verdict: {runs.seed.nunique()} of {SEEDS} seeds are complete")
 

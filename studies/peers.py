@@ -69,7 +69,7 @@ def write_model(name, folder):
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = {str(token): token for token in range(3, model.config.vocab_size)}
