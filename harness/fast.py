@@ -479,8 +479,6 @@ class Sampler:
     graphs (Transformer.keep_sampler).
     """
 
-    fewest = 16                # slots that `shrink` may leave
-
     def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                  generator):
         device = model.device
@@ -655,7 +653,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 if model.keep_sampler and sampler_class is Sampler:
                     model.sampler = sampler
                 return sampler.rollout()
-            many = len(sampler.completion) >= 2 * sampler.fewest
+            many = len(sampler.completion) >= 32                # so that at least 16 stay
             if many and entered == len(prompts) and busy <= len(idle):
                 sampler.shrink()                                # `idle` is stale now: no prompt waits
             if busy:            # first, so that the GPU decodes while the host issues the prefill
@@ -820,7 +818,7 @@ class WeightReader(loading.WeightReader):
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
-               train_norms=False, model_class=Transformer, reader_class=WeightReader):
+               train_norms=False, reader_class=WeightReader):
     """qerl.load_model, by harness/loading.py, which reads more kinds of folders. Raises UserError.
 
     dtype: by default loading.default_dtype. Of several GPUs choose one by torch.cuda.set_device first:
@@ -831,6 +829,6 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     config = loading.read_config(folder)
     files = loading.open_tensors(folder, device)
     reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-    model = model_class(config, reader)
+    model = Transformer(config, reader)
     reader.check_all_read()
     return model
