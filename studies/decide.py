@@ -113,16 +113,16 @@ def effects(values, start_variance=0.0):
     which counts as often as an effect compares the formats. The sum of both variances has
     Satterthwaite's degrees of freedom; a start's are infinite.
     """
-    found = []
     count = len(values)
-    for name, weights in EFFECTS.items():
-        differences = values.to_numpy() @ weights
-        of_runs = differences.var(ddof=1) / count
-        of_starts = start_variance * (weights[2] + weights[3]) ** 2
-        found.append({"effect": name, "estimate": differences.mean(),
-                      "error": math.sqrt(of_runs + of_starts),
-                      "df": (count - 1) * (1 + of_starts / of_runs) ** 2})
-    return pd.DataFrame(found).set_index("effect")
+    weights = np.array(list(EFFECTS.values()))                                   # [effects, arms]
+    differences = values.to_numpy() @ weights.T                                  # [seeds, effects]
+    of_runs = differences.var(0, ddof=1) / count
+    of_starts = start_variance * (weights[:, 2] + weights[:, 3]) ** 2
+    return pd.DataFrame(index=list(EFFECTS), data={
+        "estimate": differences.mean(0),
+        "error": np.sqrt(of_runs + of_starts),
+        "df": (count - 1) * (1 + of_starts / of_runs) ** 2,
+    })
 
 
 def interval(effect, level):
