@@ -19,7 +19,6 @@ started by torchrun, too: each process then has its share of the prompts. `pytho
 import copy
 import importlib.util
 import itertools
-import json
 import math
 import os
 import statistics
@@ -33,13 +32,13 @@ from harness import fast, loading
 from harness.command import Parser, check_device, command_line, full_name, one_line
 from harness.command import require_flag
 from harness.errors import require
-from harness.folders import atomic_write
+from harness.folders import read_json, write_json
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import peers
-from studies.plots import grouped, plot_lines, read_json, table
+from studies.plots import grouped, plot_lines, table
 from studies.random_models import SHAPES, random_model, random_prompts
 from studies.step import plot_scaling, plot_step, release_memory, settings_for, speed_ups, step_rows
 
@@ -319,7 +318,7 @@ def run(args):
         result["rows"].append(row)
         if ranks.main:
             print(row, file=sys.stderr, flush=True)
-            atomic_write(f"{path}.json", json.dumps(result, indent=1))
+            write_json(f"{path}.json", result)
     if ranks.main:
         print_rows(result["rows"])
         if summary:

@@ -84,6 +84,14 @@ def require_empty(folder):
             f"{folder}: is not empty; choose another folder, or go on by --resume if a run is in it")
 
 
+def read_json(path):
+    return json.loads(Path(path).read_bytes())
+
+
+def write_json(path, value):
+    atomic_write(path, json.dumps(value, indent=1))
+
+
 def read_jsonl(path):
     """The objects of a file, one a line; a line that a kill has torn is left out."""
     objects = []

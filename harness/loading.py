@@ -4,7 +4,6 @@ fast.load_model loads by these. It takes folders in which some layers are in 16 
 NVFP4, and NVFP4 as NVIDIA's ModelOpt writes it, too. What cannot be used is a UserError that names
 the thing and the remedy.
 """
-import json
 import os
 
 import huggingface_hub
@@ -14,6 +13,7 @@ from transformers import AutoConfig
 
 import qerl
 from harness.errors import UserError, reason, require
+from harness.folders import read_json
 
 LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
@@ -61,8 +61,7 @@ def weight_map(folder):
     path = f"{folder}/{SINGLE}.index.json"
     if not os.path.exists(path):
         return {}
-    with open(path, "rb") as f:
-        place = {tensor: os.path.basename(name) for tensor, name in json.load(f)["weight_map"].items()}
+    place = {tensor: os.path.basename(name) for tensor, name in read_json(path)["weight_map"].items()}
     if SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"):
         return place
     shards = [name for name in set(place.values()) if os.path.exists(f"{folder}/{name}")]

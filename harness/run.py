@@ -17,6 +17,7 @@ from harness.command import command_line, require_flag
 from harness.export import adapter_tensors, save_adapter
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
 from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
+from harness.folders import write_json
 from harness.machine import environment
 from harness.report import one_group, write_report
 from harness.errors import UserError, require
@@ -234,7 +235,7 @@ class Run:
             "settings": lasting(self.settings),
             **environment(self.settings.device),
         }
-        atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
+        write_json(f"{self.folder}/summary.json", summary)
 
         if self.state["best"]:
             print("best in validation: step {step}, {accuracy:.1%} right".format(**self.state["best"]))

@@ -20,8 +20,8 @@ import pandas as pd
 from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
-from harness.folders import read_jsonl
-from studies.plots import read_json, table
+from harness.folders import read_json, read_jsonl
+from studies.plots import table
 from studies.results import with_error
 
 MARGIN = 1.0                       # points: what is smaller does not matter to a user

@@ -1,13 +1,7 @@
 """What measurements are shown as: tables, and pictures of lines and of stacked bars."""
-import json
 import math
 
 import numpy as np
-
-
-def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
 
 
 def grouped(rows, *keys):

@@ -21,9 +21,9 @@ from statistics import fmean, stdev
 import pandas as pd
 
 from harness.command import Parser, require_flag
-from harness.folders import atomic_write, read_jsonl
+from harness.folders import atomic_write, read_json, read_jsonl
 from harness.report import learning_curve, save_figure
-from studies.plots import read_json, table
+from studies.plots import table
 
 ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
 # The runs of learning/ whose curve a page shows.
