@@ -37,6 +37,10 @@ def adapter_tensors(model):
     return tensors
 
 
+def shapes(tensors):
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def save_adapter(model, folder, base_model, tensors=None):
     """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained.
 
@@ -113,8 +117,7 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    shapes, wanted = ({name: t.shape for name, t in tensors.items()} for tensors in (stored, ours))
-    require(shapes == wanted,
+    require(shapes(stored) == shapes(ours),
             f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear "
             "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
