@@ -127,8 +127,7 @@ def effects(values, start_variance=0.0):
 
 def interval(effect, level):
     """The ends of a confidence interval of a row of `effects`."""
-    reach = stats.t.ppf((1 + level) / 2, effect.df) * effect.error
-    return effect.estimate - reach, effect.estimate + reach
+    return stats.t.interval(level, effect.df, effect.estimate, effect.error)
 
 
 def verdict(effect):
