@@ -20,29 +20,26 @@ started by torchrun, too: each process then has its share of the prompts. `pytho
 import copy
 import importlib.util
 import itertools
-import json
 import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentTypeError
 
-import numpy as np
 import torch
 
 from harness import fast, loading
 from harness.command import Parser, check_device, command_line, full_name, one_line
 from harness.command import require_flag
 from harness.errors import require
-from harness.folders import atomic_write
+from harness.folders import read_json, write_json
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import peers
-from studies.plots import grouped, plot_lines, read_json, table
+from studies.plots import grouped, plot_lines, table
 from studies.random_models import SHAPES, random_model, random_prompts
 from studies.step import plot_scaling, plot_step, release_memory, settings_for, speed_ups, step_rows
 
@@ -50,30 +47,31 @@ from studies.step import plot_scaling, plot_step, release_memory, settings_for, 
 # --------------------------------------------------------------------------------------------------
 # Relative error of the formats
 
-def relative_errors(layers, device):
-    """{format: (‖Ŵ - W‖ / ‖W‖ over all layers, stored bits a weight)}."""
-    squares = {name: np.zeros(2) for name in fast.FORMATS}
-    bits = {}
-    for weight in layers:
+def relative_error(format, weights, device):
+    """(‖Ŵ - W‖ / ‖W‖ over all weights, stored bits a weight) of a name in FORMATS."""
+    chosen = fast.FORMATS[format]
+    error = norm = 0.0
+    for weight in weights:
         weight = weight.to(device)
-        for name, format in fast.FORMATS.items():
-            stored = format.quantize(weight.bfloat16() if name == "bf16" else weight)
-            difference = format.dequantize(*stored, torch.float32) - weight
-            squares[name] += [t.double().square().sum().item() for t in (difference, weight)]
-            bits[name] = 8 * sum(t.nbytes for t in stored) / weight.numel()
-    return {name: (math.sqrt(error / norm), bits[name]) for name, (error, norm) in squares.items()}
+        stored = chosen.quantize(weight.bfloat16() if format == "bf16" else weight)
+        difference = chosen.dequantize(*stored, torch.float32) - weight
+        error += difference.double().square().sum()
+        norm += weight.double().square().sum()
+    bits = 8 * sum(t.nbytes for t in stored) / weight.numel()
+    return math.sqrt(error / norm), bits
 
 
 def bench_formats(args):
     """Of Gaussian matrices, and of a model's linear layers, of which stacked ones are one."""
     folder = loading.model_folder(full_name(args.model)) if args.model else warm_start()
-    weights = (layer.weight for layer in fast.load_model(folder, "bf16").quantized_layers())
+    layers = fast.load_model(folder, "bf16").quantized_layers()
     generator = torch.Generator().manual_seed(0)
-    normal = (torch.randn(2048, 2048, generator=generator) for _ in range(8))
-    gaussian = relative_errors(normal, args.device)
-    real = relative_errors((w.dequantize(torch.float32) for w in weights), args.device)
-    for name, (error, bits) in gaussian.items():
-        yield {"format": name, "bits": bits, "gaussian": error, "model": real[name][0]}
+    normal = [torch.randn(2048, 2048, generator=generator) for _ in range(8)]
+    for name in fast.FORMATS:
+        gaussian, bits = relative_error(name, normal, args.device)
+        weights = (layer.weight.dequantize(torch.float32) for layer in layers)
+        real, _ = relative_error(name, weights, args.device)
+        yield {"format": name, "bits": bits, "gaussian": gaussian, "model": real}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,7 +254,7 @@ def bench_scaling(args):
 def positive(text):
     """A whole number, at least 1."""
     if int(text) < 1:
-        raise ArgumentTypeError(f"{text}: must be at least 1")
+        raise ValueError
     return int(text)
 
 
@@ -337,7 +335,7 @@ def run(args):
         result["rows"].append(row)
         if ranks.main:
             print(row, file=sys.stderr, flush=True)
-            atomic_write(f"{path}.json", json.dumps(result, indent=1))
+            write_json(f"{path}.json", result)
     if ranks.main:
         print_rows(result["rows"])
         if summary:

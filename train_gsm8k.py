@@ -16,7 +16,6 @@
 # Letters in shapes: P questions, G completions of each, N = P * G, and C tokens, the longest
 # completion.
 import inspect
-import json
 import math
 import re
 import runpy
@@ -34,7 +33,7 @@ from harness.command import check_settings, full_name, one_line, parse_flags, re
 from harness.data import ChatText, by_set, load_questions, next_questions, write_prompts
 from harness.data import with_prompts               # docs/course.md takes it from here
 from harness.export import adapter_settings, load_adapter, save_packed
-from harness.folders import atomic_write, write_jsonl
+from harness.folders import write_json, write_jsonl
 from harness.loading import default_dtype, model_folder
 from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, keep_values
 from harness.ranks import Ranks
@@ -563,9 +562,8 @@ def set_learning_rate(optimizer, step, settings):
 
 def answer_all(model, tokenizer, questions, settings, ranks, samples, temperature, top_p):
     """The texts of `samples` answers to each question, to which each process gives its part."""
-    first = len(questions) * ranks.rank // ranks.count
-    last = len(questions) * (ranks.rank + 1) // ranks.count
-    prompts = [question["prompt"] for question in questions[first:last]]
+    share = torch.arange(len(questions)).tensor_split(ranks.count)[ranks.rank]
+    prompts = [questions[i]["prompt"] for i in share]
     rng = torch.Generator(model.device).manual_seed(settings.seed)
     ranks.differ(rng, settings.seed, 0)
     rollout = find_engine(settings).generate(
@@ -660,7 +658,7 @@ def evaluate_only(settings, ranks):
     result = evaluate(model, tokenizer, data.held_out, settings, "now", ranks)
     if settings.out and ranks.main:
         result["settings"] = lasting(settings)
-        atomic_write(f"{settings.out}/eval.json", json.dumps(result, indent=1))
+        write_json(f"{settings.out}/eval.json", result)
 
 
 def save_quantized(settings):

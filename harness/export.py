@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness import loading
-from harness.folders import atomic_write, generation_config, new_folder
+from harness.folders import atomic_write, generation_config, new_folder, read_json, write_json
 from harness.errors import UserError, reason, require
 
 
@@ -35,6 +35,10 @@ def adapter_tensors(model):
     for norm in trained_norms(model):
         tensors[f"base_model.model.{norm.name}.weight"] = norm.weight
     return tensors
+
+
+def shapes(tensors):
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def save_adapter(model, folder, base_model, tensors=None):
@@ -62,7 +66,7 @@ def save_adapter(model, folder, base_model, tensors=None):
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     stored = safetensors.torch.save(tensors, metadata={"format": "pt"})
     atomic_write(f"{folder}/adapter_model.safetensors", stored)
-    atomic_write(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+    write_json(f"{folder}/adapter_config.json", config)
 
 
 # The fields of PEFT's adapter_config.json that plain LoRA may have, beside r and lora_alpha.
@@ -86,7 +90,7 @@ def adapter_settings(folder, model):
     """
     path = f"{folder}/adapter_config.json"
     try:
-        config = json.loads(Path(path).read_bytes())
+        config = read_json(path)
         found = {"lora_rank": int(config.pop("r")), "lora_alpha": float(config.pop("lora_alpha"))}
         base = str(config["base_model_name_or_path"])
     except Exception as e:
@@ -113,8 +117,7 @@ def load_adapter(model, folder):
         raise UserError(f"--adapter {folder}: its adapter_model.safetensors cannot be read ({reason(e)}); "
                         "copy it again")
     ours = adapter_tensors(model)
-    shapes, wanted = ({name: t.shape for name, t in tensors.items()} for tensors in (stored, ours))
-    require(shapes == wanted,
+    require(shapes(stored) == shapes(ours),
             f"--adapter {folder}: does not fit; use an adapter of this model, on all of its linear "
             "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
@@ -180,10 +183,9 @@ def copy_companions(source, folder):
             shutil.copy(path, folder)
     stored = generation_config(source)
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    atomic_write(f"{folder}/generation_config.json", json.dumps(ids, indent=1))
-    config = json.loads(Path(source, "config.json").read_bytes())
-    config["quantization_config"] = NVFP4A16
-    atomic_write(f"{folder}/config.json", json.dumps(config, indent=1))
+    write_json(f"{folder}/generation_config.json", ids)
+    config = read_json(f"{source}/config.json")
+    write_json(f"{folder}/config.json", config | {"quantization_config": NVFP4A16})
 
 
 def write_packed_folder(source, found, folder):

@@ -479,8 +479,6 @@ class Sampler:
     graphs (Transformer.keep_sampler).
     """
 
-    fewest = 16                # slots that `shrink` may leave
-
     def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
                  generator):
         device = model.device
@@ -655,7 +653,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
                 if model.keep_sampler and sampler_class is Sampler:
                     model.sampler = sampler
                 return sampler.rollout()
-            many = len(sampler.completion) >= 2 * sampler.fewest
+            many = len(sampler.completion) >= 32                # so that at least 16 stay
             if many and entered == len(prompts) and busy <= len(idle):
                 sampler.shrink()                                # `idle` is stale now: no prompt waits
             if busy:            # first, so that the GPU decodes while the host issues the prefill
@@ -675,7 +673,11 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 # 2506.05433).
 
 class Packing(NamedTuple):
-    """A line of S tokens: P prompts, then B completions of n tokens in all. See pack."""
+    """A line of S tokens: P prompts, then B completions of n tokens in all. See pack.
+
+    Transformer.hidden of the line takes it as its cache: a prompt attends to itself, and a completion to
+    its prompt and to itself.
+    """
     sizes: list                # tokens of each prompt, then of each completion
     owner: list                # of each completion: the number of its prompt
     largest: int               # tokens of the completions of a prompt, at most
@@ -684,6 +686,28 @@ class Packing(NamedTuple):
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
     group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
                                # counted from the first completion
+
+    def positions(self, count):
+        return self.position
+
+    def attend(self, q, k, v, layer=None):
+        """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
+        if kernels is not None and kernels.flash_runs_on(q):
+            return kernels.packed_attention(q[0], k[0], v[0], self)[None]
+        sizes, owner = self.sizes, self.owner
+        P = len(sizes) - len(owner)
+
+        def rows(x):
+            """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
+            parts = x[0].split(sizes)
+            joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
+            longest = max(map(len, joined))
+            return torch.stack([F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in joined])
+
+        y = qerl.attention(rows(q), rows(k), rows(v)).unbind()
+        prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
+        completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
+        return torch.cat(prompts + completions)[None]
 
 
 def pack(prompts, lengths, device):
@@ -707,35 +731,6 @@ def pack(prompts, lengths, device):
     position, before, ends, group_ends = (
         to_device(t, device) for t in (position, before, ends, group_ends))
     return Packing(sizes, owner, largest, position, before, ends.int(), group_ends.int())
-
-
-class Line(NamedTuple):
-    """What Transformer.hidden of a line of tokens [1, S] takes as its cache: a prompt attends to itself,
-    and a completion to its prompt and to itself.
-    """
-    packing: Packing
-
-    def positions(self, count):
-        return self.packing.position
-
-    def attend(self, q, k, v, layer=None):
-        """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
-        if kernels is not None and kernels.flash_runs_on(q):
-            return kernels.packed_attention(q[0], k[0], v[0], self.packing)[None]
-        sizes, owner = self.packing.sizes, self.packing.owner
-        P = len(sizes) - len(owner)
-
-        def rows(x):
-            """The line [1, S, heads, D] as padded rows of prompt + completion [B, T, heads, D]."""
-            parts = x[0].split(sizes)
-            joined = [torch.cat([parts[p], parts[P + i]]) for i, p in enumerate(owner)]
-            longest = max(map(len, joined))
-            return torch.stack([F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in joined])
-
-        y = qerl.attention(rows(q), rows(k), rows(v)).unbind()
-        prompts = [y[owner.index(p)][:sizes[p]] for p in range(P)]
-        completions = [y[i][sizes[p]:sizes[p] + sizes[P + i]] for i, p in enumerate(owner)]
-        return torch.cat(prompts + completions)[None]
 
 
 def token_logprob(logits, tokens, gradient=False):
@@ -789,7 +784,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     packing = pack(prompts, lengths, device)
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
-    hidden = model.hidden(line[None], Line(packing))[0]                                     # [S, d]
+    hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
@@ -820,11 +815,17 @@ class WeightReader(loading.WeightReader):
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
-               train_norms=False, model_class=Transformer, reader_class=WeightReader):
+               train_norms=False, reader_class=WeightReader):
     """qerl.load_model, by harness/loading.py, which reads more kinds of folders. Raises UserError.
 
     dtype: by default loading.default_dtype. Of several GPUs choose one by torch.cuda.set_device first:
     kernels start on the current one.
     """
-    return loading.load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms,
-                              model_class, reader_class)
+    dtype = dtype or loading.default_dtype(device)
+    folder = loading.model_folder(path)
+    config = loading.read_config(folder)
+    files = loading.open_tensors(folder, device)
+    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
+    model = Transformer(config, reader)
+    reader.check_all_read()
+    return model

@@ -1,10 +1,9 @@
-"""Careful loading: qerl.load_model for more kinds of folders, which looks for damage.
+"""Careful loading of more kinds of folders than qerl.py reads; it looks for damage.
 
-Beside what qerl.py reads it takes folders in which some layers are in 16 bit and others in NVFP4,
-and NVFP4 as NVIDIA's ModelOpt writes it. What cannot be used is a UserError that names the thing and
-the remedy.
+fast.load_model loads by these. It takes folders in which some layers are in 16 bit and others in
+NVFP4, and NVFP4 as NVIDIA's ModelOpt writes it, too. What cannot be used is a UserError that names
+the thing and the remedy.
 """
-import json
 import os
 
 import huggingface_hub
@@ -14,6 +13,7 @@ from transformers import AutoConfig
 
 import qerl
 from harness.errors import UserError, reason, require
+from harness.folders import read_json
 
 LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
 IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
@@ -61,8 +61,7 @@ def weight_map(folder):
     path = f"{folder}/{SINGLE}.index.json"
     if not os.path.exists(path):
         return {}
-    with open(path, "rb") as f:
-        place = {tensor: os.path.basename(name) for tensor, name in json.load(f)["weight_map"].items()}
+    place = {tensor: os.path.basename(name) for tensor, name in read_json(path)["weight_map"].items()}
     if SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"):
         return place
     shards = [name for name in set(place.values()) if os.path.exists(f"{folder}/{name}")]
@@ -169,17 +168,3 @@ class WeightReader(qerl.WeightReader):
     def weight(self, format, sizes, *parts):
         """The parts of stacked layers as a weight that can multiply."""
         return self.PackedWeight(format, *parts)
-
-
-def load_model(path, weights, lora_rank, device, dtype, lora_alpha, train_norms, model_class, reader_class):
-    """qerl.load_model, with its arguments, by a WeightReader of this file. Raises UserError."""
-    require(weights in qerl.FORMATS, f"weights {weights} are unknown; choose {', '.join(qerl.FORMATS)}")
-    dtype = dtype or default_dtype(device)
-    require(dtype.is_floating_point, f"dtype {dtype} is not a floating-point type")
-    folder = model_folder(path)
-    config = read_config(folder)
-    files = open_tensors(folder, device)
-    reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
-    model = model_class(config, reader)
-    reader.check_all_read()
-    return model

@@ -7,7 +7,6 @@ The page is one file and loads nothing. Its text and its looks are in report.htm
 import base64
 import bisect
 import io
-import json
 import math
 import os
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 import jinja2
 
 import qerl
-from harness.folders import atomic_write, read_jsonl, read_steps
+from harness.folders import atomic_write, read_json, read_jsonl
 from harness.errors import reason
 
 STEPS = 7                              # of samples.jsonl, at most
@@ -28,10 +27,10 @@ def write_report(folder):
 
     Any of them may be missing, as after a kill.
     """
-    metrics, samples = (read_steps(f"{folder}/{name}.jsonl") for name in ("metrics", "samples"))
+    metrics, samples = (read_jsonl(f"{folder}/{name}.jsonl") for name in ("metrics", "samples"))
     before, after = (read_jsonl(f"{folder}/answers_{when}.jsonl") for when in ("before", "after"))
     path = Path(folder, "summary.json")
-    summary = json.loads(path.read_bytes()) if path.exists() else {}       # of an unfinished run
+    summary = read_json(path) if path.exists() else {}       # of an unfinished run
     settings = summary.pop("settings", {})
     model = settings.get("model")
     data = settings.get("data") or ("GSM8K" if model else "made-up word problems")

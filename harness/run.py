@@ -14,9 +14,10 @@ from tqdm import tqdm
 import qerl
 from harness.answers import reward_fingerprint
 from harness.command import command_line, require_flag
-from harness.export import adapter_tensors, save_adapter
+from harness.export import adapter_tensors, save_adapter, shapes
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
 from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
+from harness.folders import write_json
 from harness.machine import environment
 from harness.report import one_group, write_report
 from harness.errors import UserError, require
@@ -234,7 +235,7 @@ class Run:
             "settings": lasting(self.settings),
             **environment(self.settings.device),
         }
-        atomic_write(f"{self.folder}/summary.json", json.dumps(summary, indent=1))
+        write_json(f"{self.folder}/summary.json", summary)
 
         if self.state["best"]:
             print("best in validation: step {step}, {accuracy:.1%} right".format(**self.state["best"]))
@@ -317,9 +318,7 @@ def restore_policy(model, folder):
         require(then.get(part) == ours,
                 f"--resume: since {folder} was begun, the {part} changed; bring back the files or "
                 "the cache of that time, or start a new run")
-    stored, trained = ({name: t.shape for name, t in tensors.items()}
-                       for tensors in (saved["model"], qerl.trainable(model)))
-    require_checkpoint(stored == trained, folder)
+    require_checkpoint(shapes(saved["model"]) == shapes(qerl.trainable(model)), folder)
     model.load_state_dict(saved["model"], strict=False)
     return saved
 

@@ -20,8 +20,8 @@ import pandas as pd
 from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
-from harness.folders import atomic_write, read_jsonl
-from studies.plots import read_json, table
+from harness.folders import read_json, read_jsonl
+from studies.plots import table
 from studies.results import with_error
 
 MARGIN = 1.0                       # points: what is smaller does not matter to a user
@@ -70,13 +70,7 @@ def read_rows(paths):
         return pd.DataFrame(read_json(paths[0]))
     rows = pd.DataFrame([row for n, path in enumerate(paths, 1) for row in rows_of(path, n)])
     require_flag(len(rows), "runs", " ".join(paths), "hold no finished run")
-    return rows[[name for name in KEPT if name in rows]]
-
-
-def write_record(path, rows):
-    """A JSON list, a line a row."""
-    lines = rows.to_json(orient="records", lines=True).splitlines()
-    atomic_write(path, "[\n" + ",\n".join(lines) + "\n]\n")
+    return rows.reindex(columns=KEPT)
 
 
 def starts_of(rows):
@@ -119,22 +113,21 @@ def effects(values, start_variance=0.0):
     which counts as often as an effect compares the formats. The sum of both variances has
     Satterthwaite's degrees of freedom; a start's are infinite.
     """
-    found = []
     count = len(values)
-    for name, weights in EFFECTS.items():
-        differences = values.to_numpy() @ weights
-        of_runs = differences.var(ddof=1) / count
-        of_starts = start_variance * (weights[2] + weights[3]) ** 2
-        found.append({"effect": name, "estimate": differences.mean(),
-                      "error": math.sqrt(of_runs + of_starts),
-                      "df": (count - 1) * (1 + of_starts / of_runs) ** 2})
-    return pd.DataFrame(found).set_index("effect")
+    weights = np.array(list(EFFECTS.values()))                                   # [effects, arms]
+    differences = values.to_numpy() @ weights.T                                  # [seeds, effects]
+    of_runs = differences.var(0, ddof=1) / count
+    of_starts = start_variance * (weights[:, 2] + weights[:, 3]) ** 2
+    return pd.DataFrame(index=list(EFFECTS), data={
+        "estimate": differences.mean(0),
+        "error": np.sqrt(of_runs + of_starts),
+        "df": (count - 1) * (1 + of_starts / of_runs) ** 2,
+    })
 
 
 def interval(effect, level):
     """The ends of a confidence interval of a row of `effects`."""
-    reach = stats.t.ppf((1 + level) / 2, effect.df) * effect.error
-    return effect.estimate - reach, effect.estimate + reach
+    return stats.t.interval(level, effect.df, effect.estimate, effect.error)
 
 
 def verdict(effect):
@@ -167,13 +160,13 @@ def show(title, values, start_variance=0.0):
     return found
 
 
-def decide(gains):
-    """Print the verdicts: the second only if the first decides anything."""
+def verdicts(gains):
+    """Yield (effect, its verdict): the second only if the first decides anything."""
     for name in DECIDED:
         says = verdict(gains.loc[name])
-        print(f"\n{name}: {says}")
+        yield name, says
         if says.startswith("undetermined"):
-            break
+            return
 
 
 def arms_table(rows):
@@ -202,18 +195,16 @@ def power(seeds, format_effect, noise_effect, own=0.5, residual=0.9, start_error
         cost = rng.normal(format_effect, own, (seeds, 1)) + rng.normal(0, start_error * 2 ** 0.5)
         runs = rng.normal(0, residual, (seeds, 4)) + noise_effect * noise
         gains = effects(pd.DataFrame(runs + cost * four_bits), 2 * start_error ** 2)
-        for name in DECIDED:
-            said[name][verdict(gains.loc[name]).split(",")[0]] += 1 / trials
-            if verdict(gains.loc[name]).startswith("undetermined"):
-                break
+        for name, says in verdicts(gains):
+            said[name][says.split(",")[0]] += 1 / trials
     return said
 
 
 def show_power():
-    verdicts = ["helps", "changes less than a point", "costs", "undetermined"]
+    kinds = ["helps", "changes less than a point", "costs", "undetermined"]
     truths = [(0, 0), (-0.5, 0), (-1, 0), (-2, 0), (0, 1), (0, 2)]
-    print("\n".join(table(["seeds", "truth: 4 bits, noise", "asked", *verdicts], [
-        [seeds, f"{four_bits:g}, {noise:g}", name, *(f"{said[v]:.0%}" for v in verdicts)]
+    print("\n".join(table(["seeds", "truth: 4 bits, noise", "asked", *kinds], [
+        [seeds, f"{four_bits:g}, {noise:g}", name, *(f"{said[v]:.0%}" for v in kinds)]
         for seeds in (16, 8, 4) for four_bits, noise in truths
         for name, said in power(seeds, four_bits, noise).items()])))
 
@@ -270,7 +261,7 @@ def main():
     require_flag(args.runs, "runs", "", "name the folders of the sessions")
     rows = read_rows(args.runs)
     if args.record:
-        write_record(args.record, rows)
+        rows.to_json(args.record, orient="records", indent=1)
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
     starts = starts_of(rows)
@@ -280,7 +271,8 @@ def main():
     for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
         show(measure, by_seed(runs, measure))
     if runs.seed.nunique() >= SEEDS or args.final:
-        decide(gains)
+        for name, says in verdicts(gains):
+            print(f"\n{name}: {says}")
     else:
         print(f"\nno verdict: {runs.seed.nunique()} of {SEEDS} seeds are complete")
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from harness.errors import UserError, reason
+from harness.errors import reason, require
 from harness.export import save_adapter, save_packed
 from harness.machine import Clock
 from studies.random_models import config_of, random_model, random_prompts
@@ -57,9 +57,8 @@ def equal_lengths(settings, tokens):
     Raises a UserError, one line, where a package of the peers is missing.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"--peers: {', '.join(missing)} cannot be imported; "
-                             "pip install 'trl[vllm,peft]' into this environment")
+    require(not missing, f"--peers: {', '.join(missing)} cannot be imported; "
+                         "pip install 'trl[vllm,peft]' into this environment")
     return replace(settings, max_new_tokens=tokens)
 
 
@@ -70,7 +69,7 @@ def write_model(name, folder):
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = {str(token): token for token in range(3, model.config.vocab_size)}

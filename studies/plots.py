@@ -1,14 +1,7 @@
 """What measurements are shown as: tables, and pictures of lines and of stacked bars."""
-import json
 import math
-from statistics import fmean as mean
 
 import numpy as np
-
-
-def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
 
 
 def grouped(rows, *keys):
@@ -39,18 +32,15 @@ def panels(plt, contents, width):
 def plot_lines(plt, points, xlabel, ylabel, **axes_options):
     """points: (title of a panel, label of a line, x, y) each.
 
-    The x of a panel stand equally far apart, in the order of the points. Where a line has several
-    points of an x it goes through their mean.
+    The x of a panel stand equally far apart, in the order of the points.
     """
     contents = {}
     for title, label, x, y in points:
-        contents.setdefault(title, {}).setdefault(label, {}).setdefault(str(x), []).append(y)
+        contents.setdefault(title, {}).setdefault(label, {})[str(x)] = y
     figure, found = panels(plt, contents, 4.8)
     for axis, lines in found:
         for label, line in lines.items():
-            drawn, = axis.plot(list(line), list(map(mean, line.values())), "o-", label=label)
-            for x, values in line.items():
-                axis.plot([x] * len(values), values, "_", color=drawn.get_color(), alpha=0.5)
+            axis.plot(list(line), list(line.values()), "o-", label=label)
         axis.set(xlabel=xlabel, ylabel=ylabel, **axes_options)
         axis.tick_params("x", labelsize=8)
         axis.grid(alpha=0.3)

@@ -21,9 +21,9 @@ from statistics import fmean, stdev
 import pandas as pd
 
 from harness.command import Parser, require_flag
-from harness.folders import atomic_write, read_jsonl
+from harness.folders import atomic_write, read_json, read_jsonl
 from harness.report import learning_curve, save_figure
-from studies.plots import read_json, table
+from studies.plots import table
 
 ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
 # The runs of learning/ whose curve a page shows.
@@ -121,7 +121,7 @@ def add_runs(results, runs, study):
 
 def read_csv(path):
     """A packed file as it was written."""
-    return pd.read_csv(path, float_precision="round_trip", dtype={"commit": str})
+    return pd.read_csv(path, float_precision="round_trip")
 
 
 def rate_text(lr):

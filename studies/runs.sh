@@ -16,7 +16,7 @@ one_run() {
     read -ra words <<< "$1"
     local folder=$FOLDER/${words[0]} resume=()
     if [ -e "$folder/summary.json" ] || [ -e "$folder/eval.json" ]; then return; fi
-    if [ -e "$folder/checkpoint.safetensors" ]; then resume=(--resume); fi
+    if [ -e "$folder/checkpoint" ]; then resume=(--resume); fi
     echo "$(date +%T) ${words[0]}"
     CUDA_VISIBLE_DEVICES=$((SLOT % GPUS)) "$PYTHON" train_gsm8k.py "${words[@]:1}" "${resume[@]}" \
         --out "$folder" >> "$folder.log" 2>&1 || echo "${words[0]}: status $?; $folder.log says why"

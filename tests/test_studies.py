@@ -12,7 +12,7 @@ import pytest
 import train_gsm8k
 from harness import fast, small_policy
 from harness.errors import UserError
-from harness.folders import write_jsonl
+from harness.folders import CHECKPOINT, write_jsonl
 from studies import decide, entropy, results
 from test_qerl import HERE
 
@@ -72,7 +72,7 @@ def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
     program = tmp_path / "python"
     program.write_text('#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $*"\n')
     program.chmod(0o755)
-    for left in ("b/checkpoint.safetensors", "c/summary.json"):
+    for left in (f"b/{CHECKPOINT}", "c/summary.json"):
         (tmp_path / left).parent.mkdir()
         (tmp_path / left).touch()
 
