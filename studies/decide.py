@@ -20,7 +20,7 @@ import pandas as pd
 from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
-from harness.folders import read_json, read_jsonl
+from harness.folders import atomic_write, read_json, read_jsonl
 from studies.plots import table
 from studies.results import with_error
 
@@ -261,7 +261,7 @@ def main():
     require_flag(args.runs, "runs", "", "name the folders of the sessions")
     rows = read_rows(args.runs)
     if args.record:
-        rows.to_json(args.record, orient="records", indent=1)
+        atomic_write(args.record, rows.to_json(orient="records", indent=1))
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
     starts = starts_of(rows)

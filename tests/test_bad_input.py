@@ -201,7 +201,7 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == []
     torn = '{"step": 4, "rew'
-    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
+    log.write_text('{"step": 1}\n{}\n[1]\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n' + torn)
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == [{"step": 1}, {"step": 2}]
 
