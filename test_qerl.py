@@ -8,7 +8,6 @@ tests/test_fast.py holds harness/fast.py to qerl.py.
     TRITON_INTERPRET=1 python -m pytest -k kernel     the kernels in Triton's interpreter, on a CPU
 """
 import copy
-import math
 import os
 import re
 import shutil
@@ -512,20 +511,6 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     for norm in scales(ours):
         their_norm = trainer.model.get_parameter(f"{norm.name}.weight")
         assert relative(norm.weight.grad, their_norm.grad) < 1e-3
-
-
-def test_mismatch_and_its_correction_by_hand():
-    """Ratios π_old / π_rollout of 2, 1/3 and 1, and padding that counts nowhere."""
-    rollout = torch.full((2, 2), -1.5)
-    ratio = torch.tensor([[2.0, 1 / 3], [1.0, 1e9]])
-    old = rollout + ratio.log()
-    mask = torch.tensor([[True, True], [True, False]])
-    expected = (2 - 1 - math.log(2) + 1 / 3 - 1 + math.log(3)) / 3
-    assert qerl.mismatch(old, rollout, mask) == pytest.approx((expected, 3), rel=1e-5)
-    # The gain alone is corrected, not the KL.
-    loss, kl = qerl.policy_loss(old, old, torch.ones(2), mask / 3, ref_logprobs=rollout, beta=0.1,
-                                rollout_logprobs=rollout, tis=1.5)
-    assert loss == pytest.approx(0.1 * kl - (1.5 + 1 / 3 + 1) / 3)
 
 
 # --------------------------------------------------------------------------------------------------
