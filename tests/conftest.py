@@ -2,6 +2,8 @@
 # First, because test_qerl sets the number of threads before PyTorch starts.
 from test_qerl import family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
 
+from unittest import mock
+
 import matplotlib.axis
 import matplotlib.figure
 import pytest
@@ -81,8 +83,7 @@ def finished(qwen, data, tmp_path_factory):
     def theirs(settings):
         return {name: v for name, v in lasting(settings).items() if name != "start_seed"} | {"more": 3}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "lasting", theirs)
+    with mock.patch.object(run, "lasting", theirs):
         run_main("--model", qwen, "--data", data, *QUICK, "--steps", 2, "--out", out)
     return out
 

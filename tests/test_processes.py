@@ -151,7 +151,7 @@ def test_float16_waits_for_the_minibatch_and_the_process_that_teach(
 
 @needs_fork
 def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
-        several, tmp_path, monkeypatch, capsys):
+        several, tmp_path, capsys):
     """Killed in the second update of step 3. Rank 0 has seen the first one, so step 2 is saved."""
     out = tmp_path / "run"
     options = (*several, "--steps", 4)
@@ -164,8 +164,7 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
             os.kill(os.getpid(), signal.SIGKILL)
         add_gradients(ranks, trained)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Ranks, "add_gradients", die)
+    with mock.patch.object(Ranks, "add_gradients", die):
         statuses, said = run_ranks(2, out, *options)
     assert statuses == [1, -signal.SIGKILL], said
     run_main(*options, "--resume")
