@@ -58,21 +58,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers():
             assert train_gsm8k.pass_at(k, sum(right), 4) == pytest.approx(expected)
 
 
-def own_reward(folder, body):
-    path = folder / "words.py"
-    path.write_text(f"def short(completion, question):\n    {body}\n")
-    return f"{path}:short"
-
-
-def test_an_own_reward_is_what_training_sees(tmp_path):
-    """With its weight, and beside one of ours; it gets the question as a dict."""
-    own = own_reward(tmp_path, "return -len(completion.split()) + float(question['right'])")
-    assert train_gsm8k.find_reward(own) is train_gsm8k.find_reward(own)      # its file is run once
-    both = train_gsm8k.find_reward(f"answer + 0.5 * {own}")
-    assert both("so \\boxed{5}", {"right": 5}) == 1 + 0.5 * 3
-    assert train_gsm8k.instruction(f"0.1*{own} + 2 * paper") == train_gsm8k.SYSTEM["paper"]
-
-
 @pytest.mark.parametrize("body,said", {
     "return 1 / 0": "ZeroDivisionError: division by zero ({path}:2)",
     "return float('nan')": "gave nan, which is no finite number",
@@ -84,10 +69,11 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
 def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body, said):
     """Before anything is sampled."""
     monkeypatch.setattr(fast, "generate", None)
-    own = own_reward(tmp_path, body)
-    line = refused(*quick, "--reward", own)
-    assert line.startswith(f"error: --reward {own}")
-    assert said.format(path=own.removesuffix(":short")) in line
+    path = tmp_path / "words.py"
+    path.write_text(f"def short(completion, question):\n    {body}\n")
+    line = refused(*quick, "--reward", f"{path}:short")
+    assert line.startswith(f"error: --reward {path}:short")
+    assert said.format(path=path) in line
 
 
 def peft_adapter(folder, out, layers="all-linear"):
