@@ -368,14 +368,6 @@ def test_greedy_completions_equal_transformers(family):
         assert prompt + completion == expected[0].tolist()
 
 
-def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen):
-    rollout = sample_two_each(qerl, with_lora(qwen, qerl))
-    assert rollout.finished.any()
-    ends = rollout.tokens < 20                         # as is padding
-    assert ends.any(1).equal(rollout.finished)
-    assert rollout.length.equal(torch.where(rollout.finished, ends.int().argmax(1) + 1, 16))
-
-
 @pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
 def test_samples_follow_the_distribution(temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
