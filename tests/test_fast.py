@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 import qerl
 from harness import fast
-from test_qerl import NEAR, TOKENS, gradient_of, relative, sample_two_each, scored
-from test_qerl import seeded, with_lora
+from test_qerl import NEAR, PROMPTS, TOKENS, gradient_of, relative, seeded, with_lora
 
 
 @pytest.mark.parametrize("weights", qerl.FORMATS)
@@ -90,9 +89,9 @@ def test_packing_holds_each_prompt_once():
 
 def test_output_layer_runs_in_chunks(model):
     """Logits of more than `chunk` tokens never exist, and each is computed once."""
-    rollout = sample_two_each(fast, model)
+    length = torch.tensor([30, 9])
     with mock.patch.object(fast, "token_logprob", wraps=fast.token_logprob) as spy:
-        gradient_of(model, scored(fast, model, rollout, chunk=8).sum())
+        gradient_of(model, fast.token_logprobs(model, PROMPTS[:2], TOKENS, length, chunk=8).sum())
     rows = [len(call.args[0]) for call in spy.call_args_list]
     assert max(rows) == 8
-    assert sum(rows) == rollout.length.sum()
+    assert sum(rows) == length.sum()
