@@ -35,11 +35,10 @@ def quiz(tmp_path_factory):
         p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
     policy.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
         chat_template="{{ messages[-1]['content'].split()[-1] }}",
-    )
-    tokenizer.save_pretrained(folder)
+    ).save_pretrained(folder)
     questions = "bb ccb baaa bcaa bba ba b bca cbab ccc cb abcc c ccac aa baa".split()
     problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
     write_jsonl(folder / "train.jsonl", problems[:10])
@@ -51,8 +50,8 @@ def quiz(tmp_path_factory):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     train, held_out = made_up_problems()
-    for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
-        write_jsonl(folder / f"{name}.jsonl", problems)
+    write_jsonl(folder / "train.jsonl", train[:64])
+    write_jsonl(folder / "test_first.jsonl", held_out[:6])
     return str(folder)
 
 

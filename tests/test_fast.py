@@ -10,11 +10,13 @@ import qerl
 from harness import fast
 from test_qerl import NEAR, PROMPTS, TOKENS, gradient_of, relative, seeded, with_lora
 
+MANY = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]            # prompts
+
 
 @pytest.mark.parametrize("weights", qerl.FORMATS)
 def test_plain_and_fast_compute_the_same(family, weights):
     """With LoRA, noise, biases, tied embeddings: tokens, log-probabilities, gradients; greedily, too."""
-    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(15)]
+    prompts = MANY[:15]
     repeated = [prompt for prompt in prompts for _ in range(2)]
     found = []
     for engine in (qerl, fast):
@@ -62,13 +64,12 @@ def test_a_kept_sampler_samples_anew(family):
     Once half of 33 slots are idle and no prompt waits, 16 go on. What recorded graphs read keeps its
     address; a longer prompt asks for another cache.
     """
-    prompts = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]
     model = with_lora(family[0])
     model.keep_sampler = True
     options = dict(temperature=0, eos=range(120))
     samplers = []
     for step, longest in ((1, 30), (2, 20), (3, 40)):
-        asked = prompts[step:] + [[9] * longest] * step
+        asked = MANY[step:] + [[9] * longest] * step
         with qerl.adaptive_quantization_noise(model, 0.1, seeded(step)):
             expected = qerl.generate(model, asked, 24, **options)
             found = fast.generate(model, asked, 24, **options)

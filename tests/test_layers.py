@@ -43,7 +43,7 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, flags):
     if plain:
         (tmp_path / "harness/fast.py").unlink()
     model = [] if plain else ["--model", qwen, "--data", data]
-    done = run_python("train_gsm8k.py", *model, *flags.split(), *QUICK, "--steps", 1, "--eval-questions", 2,
-                      "--skip-eval-before", "--out", "run", cwd=tmp_path)
+    flags = f"{flags} --steps 1 --eval-questions 2 --skip-eval-before --out run"
+    done = run_python("train_gsm8k.py", *model, *QUICK, *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_json(tmp_path / "run/metrics.jsonl")["step"] == 1

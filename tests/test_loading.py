@@ -25,7 +25,6 @@ def break_tensor(folder, tmp_path, edit, **settings):
     """A copy of a model folder in tmp_path, with its tensors and its config edited."""
     tensors = load_file(f"{folder}/model.safetensors")
     edit(tensors)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads(Path(folder, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))
@@ -130,7 +129,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
     (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "holds .* zeros alone"),
-    (DOWN, lambda t: t[:, :64], r"\[128, 64\].*\[128, 192\]"),
+    (DOWN, lambda t: t[:, :64].contiguous(), r"\[128, 64\].*\[128, 192\]"),
     (DOWN, torch.Tensor.char, "is torch.int8"),
     # of what is stored as NVFP4
     (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
@@ -164,6 +163,5 @@ def test_unusable_configs_are_named(qwen, tmp_path, message, config):
 
 
 def test_features_that_no_block_divides_are_named():
-    message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match="200 input features, not divisible by nvfp4's block of 16"):
         qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4")
