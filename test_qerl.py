@@ -29,7 +29,7 @@ import qerl
 from harness import fast
 from harness.export import save_adapter
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
 CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -167,7 +167,7 @@ print(sigma > 0, ((after - logprobs) * weights * advantages[:, None]).sum().item
 
 def test_qerl_works_alone(qwen, tmp_path):
     """The README's step, in an empty folder and without kernels, is one that helps."""
-    readme = Path(HERE, "README.md").read_text(encoding="utf-8")
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
     step, = re.findall(r"run by the tests -->\n```python\n(.*?)```", readme, re.DOTALL)
     shutil.copy(f"{HERE}/qerl.py", tmp_path)
     (tmp_path / "try.py").write_text(BEFORE + step + AFTER, encoding="utf-8")

@@ -182,9 +182,7 @@ def logged_of(kept, groups, settings):
     rows = sum(kept, [])
     drawn = sum(groups, [])
     scored = [row for group in kept if teaches(group) or settings.beta for row in group]
-    log_ratios = [row.training_logprobs - row.rollout_logprobs for row in scored]
-    ratios = torch.stack([x.sum() for x in log_ratios]).exp()                   # of completions
-    x = torch.cat(log_ratios)
+    x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
@@ -192,7 +190,6 @@ def logged_of(kept, groups, settings):
         "signal": fmean(map(teaches, groups)),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
         "groups_left_out": 1 - len(scored) / len(rows),
-        "effective_completions": (ratios.mean() ** 2 / ratios.square().mean()).item(),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
         "mismatch_max_ratio": x.abs().max().exp().item(),
         "length": fmean(len(row.tokens) for row in rows),
