@@ -46,8 +46,6 @@ SIZES = dict(
     vocab_size=262,
     max_position_embeddings=512,
     eos_token_id=256,
-    bos_token_id=257,
-    pad_token_id=256,
 )
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
 LLAMA3_ROPE = dict(

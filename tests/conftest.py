@@ -28,7 +28,7 @@ def quiz(tmp_path_factory):
     config = transformers.Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
-        eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
+        eos_token_id=QUIZ_EOS,
     )
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for p in policy.parameters():

@@ -12,8 +12,7 @@ import qerl
 from harness import fast
 from harness.errors import UserError
 import train_gsm8k
-from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
-from common import stop_at
+from common import all_trained, assert_same_run, neighbour, refused, run_main, stop_at
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
@@ -328,7 +327,7 @@ def test_branches_join_the_samples_behind_their_question(model):
     "qerl --quantizer four-over-six": "sigma",
 }.items())
 def test_a_neighbour_trains_and_resumes(
-        qwen, data, tmp_path, cache, monkeypatch, capsys, command, figure):
+        quick, tmp_path, cache, monkeypatch, capsys, command, figure):
     """Three steps, the first without noise, bit for bit the same if a run is stopped in its second.
 
     Any letter ends a sentence here. A trained start is the reference: in the first step its KL is 0.
@@ -341,7 +340,7 @@ def test_a_neighbour_trains_and_resumes(
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
     flags = "--steps 3 --stages 3 --save-every 1 --eval-questions 1 --skip-eval-before --method"
-    options = ["--model", qwen, "--data", data, *QUICK, *f"{flags} {command} --out".split()]
+    options = (*quick, *f"{flags} {command} --out".split())
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     run_main(*options, whole)
