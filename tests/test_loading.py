@@ -116,8 +116,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
                 prefix = name.removesuffix("weight")
                 tensors.update({prefix + part: state[part] for part in state if part != "weight"})
 
-    break_tensor(folder, tmp_path, compress, quantization_config=STORED)
-    model = fast.load_model(str(tmp_path))
+    model = fast.load_model(break_tensor(folder, tmp_path, compress, quantization_config=STORED))
     codes, _, _ = model.blocks[0].attention.qkv.weight.parts
     stored = load_file(tmp_path / "model.safetensors")
     assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
@@ -194,8 +193,8 @@ def modelopt_layout(tensors):
 
 def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path):
     def logits(edit, stored):
-        break_tensor(qwen, tmp_path, edit, quantization_config=stored)
-        return fast.load_model(str(tmp_path))(TOKENS)
+        folder = break_tensor(qwen, tmp_path, edit, quantization_config=stored)
+        return fast.load_model(folder)(TOKENS)
 
     modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     assert_close(logits(modelopt_layout, modelopt), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)
