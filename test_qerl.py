@@ -8,7 +8,6 @@ tests/test_fast.py holds harness/fast.py to qerl.py.
     TRITON_INTERPRET=1 python -m pytest -k kernel     the kernels in Triton's interpreter, on a CPU
 """
 import copy
-import math
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ import qerl
 from harness import fast
 from harness.export import save_adapter
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
 CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if CUDA else "cpu"
 gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
@@ -47,8 +46,6 @@ SIZES = dict(
     vocab_size=262,
     max_position_embeddings=512,
     eos_token_id=256,
-    bos_token_id=257,
-    pad_token_id=256,
 )
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
 LLAMA3_ROPE = dict(
@@ -103,9 +100,8 @@ def make_folder(path, name="qwen2", seed=0, **save):
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    fast.save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(path)
     return str(path), model.eval()
 
 
@@ -142,26 +138,11 @@ def model(qwen):
     return with_lora(qwen)
 
 
-def gradient(model):
-    """The gradient of all that is trained, as one vector."""
-    return torch.cat([p.grad.flatten() for p in qerl.trainable(model).values()])
-
-
 def gradient_of(model, loss):
+    """The gradient of all that is trained, as one vector."""
     model.zero_grad()
     loss.backward()
-    return gradient(model)
-
-
-def sample_two_each(engine, model):
-    """A Rollout of two completions for each of PROMPTS, of which some end early."""
-    return engine.generate(model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5,
-                         generator=seeded(1))
-
-
-def scored(engine, model, rollout, **options):
-    """token_logprobs of sample_two_each."""
-    return engine.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7, **options)
+    return torch.cat([p.grad.flatten() for p in qerl.trainable(model).values()])
 
 
 BEFORE = """
@@ -184,7 +165,7 @@ print(sigma > 0, ((after - logprobs) * weights * advantages[:, None]).sum().item
 
 def test_qerl_works_alone(qwen, tmp_path):
     """The README's step, in an empty folder and without kernels, is one that helps."""
-    readme = Path(HERE, "README.md").read_text(encoding="utf-8")
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
     step, = re.findall(r"run by the tests -->\n```python\n(.*?)```", readme, re.DOTALL)
     shutil.copy(f"{HERE}/qerl.py", tmp_path)
     (tmp_path / "try.py").write_text(BEFORE + step + AFTER, encoding="utf-8")
@@ -259,16 +240,15 @@ def stacked_layer(weights, dense):
     return fast.QuantLinear(list("abc"[:len(sizes)]), sizes, dense[0].shape[1], weight, None)
 
 
-@pytest.mark.parametrize("name,train_norms", [("qwen2", False), ("qwen3", True)])
-def test_adapter_loads_in_peft_with_the_same_logits(tmp_path, name, train_norms):
-    """Eq. 2, of stacked layers and of others."""
+def test_adapter_loads_in_peft_with_the_same_logits(tmp_path):
+    """Eq. 2, of stacked layers and of others, and the norms."""
     from peft import PeftModel
-    folder, theirs = make_folder(tmp_path / "base", name)
-    ours = with_lora(folder, qerl, weights="bf16", train_norms=train_norms, lora_alpha=6)
-    save_adapter(ours, str(tmp_path / "adapter"), folder)
+    folder, theirs = make_folder(tmp_path / "base", "qwen3")
+    ours = with_lora(folder, qerl, weights="bf16", train_norms=True, lora_alpha=6)
+    save_adapter(ours, tmp_path / "adapter", folder)
     with torch.no_grad():
         assert relative(ours(TOKENS), theirs(TOKENS).logits) > 1e-2
-        peft = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
+        peft = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
         assert relative(ours(TOKENS), peft(TOKENS).logits) < 1e-4
 
 
@@ -295,7 +275,7 @@ def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
     """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too."""
     folder, theirs = family
     channels = sum(p.numel() for name, p in theirs.named_parameters() if "norm" in name)
-    model = fast.load_model(folder, train_norms=True)
+    model = fast.load_model(folder)
     for norm in scales(model):
         norm.weight.data = torch.linspace(-1, 9, len(norm.weight))     # not as loaded
 
@@ -304,7 +284,7 @@ def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
             z = torch.cat([(norm.noisy_weight - norm.weight) / 0.02 for norm in scales(model)])
             raise KeyError                             # which ends the noise like all else
         assert all(norm.noisy_weight is None for norm in scales(model))
-        return z.detach()
+        return z
 
     generator = seeded(0)
     z = torch.stack([draw(generator) for _ in range(100)])
@@ -369,14 +349,6 @@ def test_greedy_completions_equal_transformers(family):
         assert prompt + completion == expected[0].tolist()
 
 
-def test_a_completion_ends_at_its_first_eos_or_at_the_limit(qwen):
-    rollout = sample_two_each(qerl, with_lora(qwen, qerl))
-    assert rollout.finished.any()
-    ends = rollout.tokens < 20                         # as is padding
-    assert ends.any(1).equal(rollout.finished)
-    assert rollout.length.equal(torch.where(rollout.finished, ends.int().argmax(1) + 1, 16))
-
-
 @pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
 def test_samples_follow_the_distribution(temperature, top_p):
     """And their log-probabilities are of all tokens, before top-p cuts some."""
@@ -404,19 +376,19 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
     "max_new_tokens": 0,
     "prompts": [[1], []],
 }.items())
-def test_generate_names_an_argument_out_of_range(model, name, value):
+def test_generate_names_an_argument_out_of_range(name, value):
     with pytest.raises(AssertionError, match=f"generate: .*{name}"):
-        fast.generate(model, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
+        fast.generate(None, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
 
 
 @pytest.mark.parametrize("message,call", {
-    "temperature 0": lambda model: qerl.token_logprobs(model, [[1]], TOKENS[:1], torch.tensor([2]), 0),
-    "step 4 is none of the 4": lambda model: qerl.noise_sigma(4, 4),
-    "torch.int8 is no floating-point": lambda model: qerl.load_model("no-folder", dtype=torch.int8),
+    "temperature 0": lambda: qerl.token_logprobs(None, [], TOKENS, None, temperature=0),
+    "step 4 is none of the 4": lambda: qerl.noise_sigma(4, 4),
+    "torch.int8 is no floating-point": lambda: qerl.load_model("no-folder", dtype=torch.int8),
 }.items())
-def test_nonsense_is_refused(model, message, call):
+def test_nonsense_is_refused(message, call):
     with pytest.raises(AssertionError, match=message):
-        call(model)
+        call()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,13 +426,13 @@ def trl_trainer(folder, tmp_path, kind="GRPO", **options):
     import trl
     from datasets import Dataset
     config = getattr(trl, f"{kind}Config")(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, bf16=False,
-        use_cpu=True, max_completion_length=20, **{"epsilon_high": 0.28} | options)
+        output_dir=tmp_path, bf16=False, use_cpu=True, max_completion_length=20,
+        **{"epsilon_high": 0.28} | options)
     trainer = getattr(trl, f"{kind}Trainer")(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=len,                              # never called
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+        train_dataset=Dataset.from_dict({}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder))
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -514,28 +486,15 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
         assert relative(norm.weight.grad, their_norm.grad) < 1e-3
 
 
-def test_mismatch_and_its_correction_by_hand():
-    """Ratios π_old / π_rollout of 2, 1/3 and 1, and padding that counts nowhere."""
-    rollout = torch.full((2, 2), -1.5)
-    ratio = torch.tensor([[2.0, 1 / 3], [1.0, 1e9]])
-    old = rollout + ratio.log()
-    mask = torch.tensor([[True, True], [True, False]])
-    expected = (2 - 1 - math.log(2) + 1 / 3 - 1 + math.log(3)) / 3
-    assert qerl.mismatch(old, rollout, mask) == pytest.approx((expected, 3), rel=1e-5)
-    # The gain alone is corrected, not the KL.
-    loss, kl = qerl.policy_loss(old, old, torch.ones(2), mask / 3, ref_logprobs=rollout, beta=0.1,
-                                rollout_logprobs=rollout, tis=1.5)
-    assert loss == pytest.approx(0.1 * kl - (1.5 + 1 / 3 + 1) / 3)
-
-
 # --------------------------------------------------------------------------------------------------
 # 7. Log-probabilities of completions
 
 def test_training_logprobs_equal_the_samplers(qwen):
     """And a completion at a time gives the same, with its gradient and the entropy at each token."""
     model = with_lora(qwen, qerl)
-    rollout = sample_two_each(qerl, model)
-    logprobs = scored(qerl, model, rollout)
+    rollout = qerl.generate(
+        model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5, generator=seeded(1))
+    logprobs = qerl.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7)
     assert_close(logprobs, rollout.logprobs, **NEAR)
     expected, entropy = [], []
     for prompt, tokens, n in zip(TWICE, rollout.tokens, rollout.length):

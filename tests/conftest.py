@@ -2,6 +2,8 @@
 # First, because test_qerl sets the number of threads before PyTorch starts.
 from test_qerl import family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
 
+from unittest import mock
+
 import matplotlib.axis
 import matplotlib.figure
 import pytest
@@ -26,18 +28,17 @@ def quiz(tmp_path_factory):
     config = transformers.Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, vocab_size=len(QUIZ_TOKENS), max_position_embeddings=64,
-        eos_token_id=QUIZ_EOS, bos_token_id=QUIZ_EOS, tie_word_embeddings=False,
+        eos_token_id=QUIZ_EOS,
     )
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for p in policy.parameters():
         p.data = 0.2 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.3 * torch.randn_like(p)
     policy.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(QUIZ_TOKENS)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [])), eos_token="<eos>",
         chat_template="{{ messages[-1]['content'].split()[-1] }}",
-    )
-    tokenizer.save_pretrained(folder)
+    ).save_pretrained(folder)
     questions = "bb ccb baaa bcaa bba ba b bca cbab ccc cb abcc c ccac aa baa".split()
     problems = [{"question": q, "answer": f"#### {1 + len(q) % 2}"} for q in questions]
     write_jsonl(folder / "train.jsonl", problems[:10])
@@ -49,8 +50,8 @@ def quiz(tmp_path_factory):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     train, held_out = made_up_problems()
-    for name, problems in (("train", train[:64]), ("test_first", held_out[:6])):
-        write_jsonl(folder / f"{name}.jsonl", problems)
+    write_jsonl(folder / "train.jsonl", train[:64])
+    write_jsonl(folder / "test_first.jsonl", held_out[:6])
     return str(folder)
 
 
@@ -81,8 +82,7 @@ def finished(qwen, data, tmp_path_factory):
     def theirs(settings):
         return {name: v for name, v in lasting(settings).items() if name != "start_seed"} | {"more": 3}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "lasting", theirs)
+    with mock.patch.object(run, "lasting", theirs):
         run_main("--model", qwen, "--data", data, *QUICK, "--steps", 2, "--out", out)
     return out
 

@@ -25,7 +25,7 @@ FAULTS = {
          "test_qerl.py -k group_relative"),
         ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)",
          "test_qerl.py -k equal_trl"),
-        ("model.lm_head).float() / temperature", "model.lm_head).float() * temperature",
+        ("[:, :-1]).float() / temperature", "[:, :-1]).float() * temperature",
          "test_qerl.py -k equal_trl"),
     ],
     "train_gsm8k.py": [

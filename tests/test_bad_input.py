@@ -212,8 +212,8 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
     """And a lost end."""
     stored = (finished / "checkpoint").read_bytes()
-    middle = len(stored) // 2
-    flipped = stored[:middle] + bytes([stored[middle] ^ 1]) + stored[middle + 1:]
+    flipped = bytearray(stored)
+    flipped[len(stored) // 2] ^= 1
     for content in (flipped, stored[:1000]):
         (tmp_path / "checkpoint").write_bytes(content)
         with pytest.raises(UserError, match="checkpoint: "):
@@ -291,10 +291,9 @@ def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_
 def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
     importlib.import_module("matplotlib.pyplot")                        # once, not in each child
-    options = (
-        "--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--steps", 2, "--save-every", 1,
-        "--eval-questions", 2, "--algo", "dapo", "--train-norms", "--tis", 2,
-        "--sigma-start", 0.2, "--sigma-end", 0.1, "--stages", 2)
+    flags = ("--steps 2 --save-every 1 --eval-questions 2 --algo dapo --train-norms --tis 2 "
+             "--sigma-start 0.2 --sigma-end 0.1 --stages 2")
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags.split())
     rename = os, "replace"
     whole = tmp_path / "whole"
     renames = killed_at(rename, 0, *options, "--out", whole)
@@ -357,8 +356,8 @@ def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
 ])
 def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, flags, message, steps):
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
-    options = (*quick, *LEARNING, "--reward", "random", "--save-every", 1, *flags.split())
-    assert message in refused(*options)
+    flags = f"--reward random --save-every 1 {flags}"
+    assert message in refused(*quick, *LEARNING, *flags.split())
     assert all(t.isfinite().all() for t in tensors_of_checkpoint(tmp_path / "run"))
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == steps
 

@@ -31,7 +31,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | _get_number_flag()
 
 def course_cells(number):
     """The cells before the exercises, then those of one of them."""
-    text = Path(HERE, "docs/course.md").read_text(encoding="utf-8")
+    text = (HERE / "docs/course.md").read_text(encoding="utf-8")
     before, *exercises = re.split(r"^(?=## \d)", text, flags=re.MULTILINE)
     assert len(exercises) == 8
     return jupytext.reads(before + exercises[number - 1], "md").cells
@@ -83,7 +83,7 @@ def test_course_exercise(tmp_path, number):
             assert agrees, f"the output is\n{found}\nand the course has\n{expected}"
 
 
-DOCS = Path(HERE, "docs")
+DOCS = HERE / "docs"
 
 
 def headings(page):
@@ -103,7 +103,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_lecture_has_its_minutes_and_its_figures(tmp_path):
     """90 minutes; with each slide the minutes that have passed. All figures are shown."""
-    text = Path(DOCS, "lecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "lecture.md").read_text(encoding="utf-8")
     slides = [map(int, pair) for pair in re.findall(r"<!-- (\d+) min \((\d+)\)\.", text)]
     minutes, passed = map(list, zip(*slides))
     assert passed == list(itertools.accumulate(minutes))
@@ -112,4 +112,4 @@ def test_the_lecture_has_its_minutes_and_its_figures(tmp_path):
     assert result.returncode == 0, result.stderr
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == set(re.findall(r"\(figures/(\w+\.png)\)", text))
-    assert drawn == {path.name for path in Path(DOCS, "figures").iterdir()}
+    assert drawn == {path.name for path in (DOCS / "figures").iterdir()}

@@ -1,6 +1,4 @@
 """What a run is said to take before anything is loaded, beside what was measured."""
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from studies.results import read_csv
 from test_qerl import HERE
 from train_gsm8k import Settings
 
-RESULTS = Path(HERE, "results")
+RESULTS = HERE / "results"
 
 
 def test_memory_is_within_a_twentieth_of_the_recorded_peaks():
@@ -74,7 +72,7 @@ def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out.strip()
 
     on_this_machine(is_available=False)
-    readme = Path(HERE, "README.md").read_text(encoding="utf-8")
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
     of_7b = said("--dry-run", "--device", "cpu").replace(folder, "Qwen/Qwen2.5-7B-Instruct")
     assert of_7b in " ".join(readme.split())
     small = said("--dry-run", "--device", "cpu", "--gpu", "RTX 4090", "--beta", 0.1)

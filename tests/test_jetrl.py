@@ -1,6 +1,7 @@
 """methods/jetrl.py: training in FP8."""
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -50,12 +51,12 @@ def rounded(x, format="fp8", whole=False):
     (40, 300, torch.float32),
     (2, 4224, torch.bfloat16),
 ])
-def test_kernel_fp8_rows(monkeypatch, rows, columns, dtype):
+def test_kernel_fp8_rows(rows, columns, dtype):
     """Scales and bytes as the twin's. The interpreter would round wrongly; there PyTorch rounds."""
     matrix = uneven(columns, rows).to(dtype).T
     matrix[0] = 0
-    with monkeypatch.context() as patch:           # a GPU's PyTorch divides by 448 less exactly
-        patch.setattr(fast, "use_kernels", lambda x: False)
+    # A GPU's PyTorch divides by 448 less exactly.
+    with mock.patch.object(fast, "use_kernels", return_value=False):
         twin_codes, twin_scale = eight_bit.quantize(matrix, "fp8")
     codes, scale = eight_bit.quantize_rows_fused(matrix.to(KERNEL_DEVICE), dtype=torch.float32)
     codes = codes.cpu().to(torch.float8_e4m3fn)

@@ -7,7 +7,6 @@ import runpy
 import shlex
 import textwrap
 import types
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ import train_gsm8k
 from common import run_python
 from test_qerl import HERE
 
-LAB = Path(HERE, "docs/lab")
+LAB = HERE / "docs/lab"
 SPEC = importlib.util.spec_from_file_location("check", LAB / "check.py")
 check = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check)

@@ -1,7 +1,6 @@
 """Layers: what lies above can be taken away, and imports point down only."""
 import ast
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,8 @@ ASKED_FOR = {("train_gsm8k", "methods")}
 
 def imported_by(layer):
     """The packages and modules that a layer's files import, wherever in a file."""
-    file = Path(HERE, f"{layer}.py")
-    for file in [file] if file.exists() else Path(HERE, layer).rglob("*.py"):
+    file = HERE / f"{layer}.py"
+    for file in [file] if file.exists() else (HERE / layer).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -38,12 +37,12 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, flags):
     """The built-in policy by qerl.py alone, without what makes it fast; a model rounded, with that."""
     plain = bool(flags)
     for name in ("qerl.py", "train_gsm8k.py", *["fp4_kernels.py"] * (not plain)):
-        shutil.copy(Path(HERE, name), tmp_path)
-    shutil.copytree(Path(HERE, "harness"), tmp_path / "harness")
+        shutil.copy(HERE / name, tmp_path)
+    shutil.copytree(HERE / "harness", tmp_path / "harness")
     if plain:
         (tmp_path / "harness/fast.py").unlink()
     model = [] if plain else ["--model", qwen, "--data", data]
-    done = run_python("train_gsm8k.py", *model, *flags.split(), *QUICK, "--steps", 1, "--eval-questions", 2,
-                      "--skip-eval-before", "--out", "run", cwd=tmp_path)
+    flags = f"{flags} --steps 1 --eval-questions 2 --skip-eval-before --out run"
+    done = run_python("train_gsm8k.py", *model, *QUICK, *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_json(tmp_path / "run/metrics.jsonl")["step"] == 1

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import qerl
 from harness import fast
+from harness.data import ChatText
 from harness.errors import UserError
 from test_qerl import TOKENS, compressed_tensors, make_folder, relative
 
@@ -25,7 +27,6 @@ def break_tensor(folder, tmp_path, edit, **settings):
     """A copy of a model folder in tmp_path, with its tensors and its config edited."""
     tensors = load_file(f"{folder}/model.safetensors")
     edit(tensors)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads(Path(folder, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))
@@ -115,8 +116,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
                 prefix = name.removesuffix("weight")
                 tensors.update({prefix + part: state[part] for part in state if part != "weight"})
 
-    break_tensor(folder, tmp_path, compress, quantization_config=STORED)
-    model = fast.load_model(str(tmp_path))
+    model = fast.load_model(break_tensor(folder, tmp_path, compress, quantization_config=STORED))
     codes, _, _ = model.blocks[0].attention.qkv.weight.parts
     stored = load_file(tmp_path / "model.safetensors")
     assert codes[:128].equal(stored["model.layers.0.self_attn.q_proj.weight_packed"])
@@ -130,7 +130,7 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
     (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "holds .* zeros alone"),
-    (DOWN, lambda t: t[:, :64], r"\[128, 64\].*\[128, 192\]"),
+    (DOWN, lambda t: t[:, :64].contiguous(), r"\[128, 64\].*\[128, 192\]"),
     (DOWN, torch.Tensor.char, "is torch.int8"),
     # of what is stored as NVFP4
     (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
@@ -164,6 +164,37 @@ def test_unusable_configs_are_named(qwen, tmp_path, message, config):
 
 
 def test_features_that_no_block_divides_are_named():
-    message = "mlp.down_proj has 200 input features, not divisible by nvfp4's block of 16"
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(AssertionError, match="200 input features, not divisible by nvfp4's block of 16"):
         qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4")
+
+
+def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
+    """Nor is the user asked: transformers would ask, for a model_type that it does not know."""
+    own = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
+    folder = break_tensor(qwen, tmp_path, lambda t: None, model_type="own", auto_map=own)
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (fast.load_model, lambda path: ChatText(path, "")):
+        with pytest.raises(UserError, match="cannot be"):
+            load(folder)
+    assert not ran.exists()
+
+
+def modelopt_layout(tensors):
+    """NVIDIA's ModelOpt names the codes "weight" and stores what multiplies, a scalar."""
+    packed_layer(tensors)
+    for name in (GATE, UP):
+        tensors[name] = tensors.pop(f"{name}_packed")
+        tensors[f"{name}_scale_2"] = 1 / tensors.pop(f"{name}_global_scale").reshape(())
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
+
+
+def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path):
+    def logits(edit, stored):
+        folder = break_tensor(qwen, tmp_path, edit, quantization_config=stored)
+        return fast.load_model(folder)(TOKENS)
+
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    assert_close(logits(modelopt_layout, modelopt), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)

@@ -12,8 +12,7 @@ import qerl
 from harness import fast
 from harness.errors import UserError
 import train_gsm8k
-from common import QUICK, all_trained, assert_same_run, neighbour, refused, run_main
-from common import stop_at
+from common import all_trained, assert_same_run, neighbour, refused, run_main, stop_at
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
@@ -318,7 +317,6 @@ def test_branches_join_the_samples_behind_their_question(model):
     "temperature --sigma-start 0.3 --sigma-end 0.3": "mismatch_kl",
     "maspo --updates 2": "sigma",
     "deep_grpo": "branches",
-    "qerl --dtype float16": "loss_scale",
     "flashrl:int8": "mismatch_kl",
     "qurl --lora-rank 0": "mismatch_kl",
     "jetrl --lora-rank 0 --beta 0": "entropy",
@@ -329,7 +327,7 @@ def test_branches_join_the_samples_behind_their_question(model):
     "qerl --quantizer four-over-six": "sigma",
 }.items())
 def test_a_neighbour_trains_and_resumes(
-        qwen, data, tmp_path, cache, monkeypatch, capsys, command, figure):
+        quick, tmp_path, cache, monkeypatch, capsys, command, figure):
     """Three steps, the first without noise, bit for bit the same if a run is stopped in its second.
 
     Any letter ends a sentence here. A trained start is the reference: in the first step its KL is 0.
@@ -341,9 +339,8 @@ def test_a_neighbour_trains_and_resumes(
     monkeypatch.setattr(self_distillation, "RECIPE", dict(lr=1e-2, steps=2, batch=4, budget=100))
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
-    options = ["--model", qwen, "--data", data, *QUICK, "--steps", 3, "--stages", 3,
-               "--save-every", 1, "--eval-questions", 1, "--skip-eval-before",
-               "--method", *command.split(), "--out"]
+    flags = "--steps 3 --stages 3 --save-every 1 --eval-questions 1 --skip-eval-before --method"
+    options = (*quick, *f"{flags} {command} --out".split())
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     run_main(*options, whole)
@@ -387,8 +384,8 @@ def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     monkeypatch.chdir(tmp_path)
     if "packed" in command:
         export.save_packed(qwen, "packed", "cpu")
-    flags = ("--device", "cpu", "--data", data, "--max-new-tokens", 8, "--out", "out")
-    assert message in refused(*flags, "--method", *command.split())
+    flags = f"--device cpu --max-new-tokens 8 --out out --method {command}"
+    assert message in refused("--data", data, *flags.split())
 
 
 def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch):

@@ -37,8 +37,8 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
 
     monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
     monkeypatch.setattr(train_gsm8k, "next_questions", asked)
-    run_main(*quick, *LEARNING, "--steps", 6, "--reward", "random",
-             "--validation", 8, "--eval-every", 2, "--skip-eval-before", "--out", tmp_path)
+    flags = "--steps 6 --reward random --validation 8 --eval-every 2 --skip-eval-before --out"
+    run_main(*quick, *LEARNING, *flags.split(), tmp_path)
     summary = read_json(tmp_path / "summary.json")
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
@@ -58,21 +58,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers():
             assert train_gsm8k.pass_at(k, sum(right), 4) == pytest.approx(expected)
 
 
-def own_reward(folder, body):
-    path = folder / "words.py"
-    path.write_text(f"def short(completion, question):\n    {body}\n")
-    return f"{path}:short"
-
-
-def test_an_own_reward_is_what_training_sees(tmp_path):
-    """With its weight, and beside one of ours; it gets the question as a dict."""
-    own = own_reward(tmp_path, "return -len(completion.split()) + float(question['right'])")
-    assert train_gsm8k.find_reward(own) is train_gsm8k.find_reward(own)      # its file is run once
-    both = train_gsm8k.find_reward(f"answer + 0.5 * {own}")
-    assert both("so \\boxed{5}", {"right": 5}) == 1 + 0.5 * 3
-    assert train_gsm8k.instruction(f"0.1*{own} + 2 * paper") == train_gsm8k.SYSTEM["paper"]
-
-
 @pytest.mark.parametrize("body,said", {
     "return 1 / 0": "ZeroDivisionError: division by zero ({path}:2)",
     "return float('nan')": "gave nan, which is no finite number",
@@ -84,10 +69,11 @@ def test_an_own_reward_is_what_training_sees(tmp_path):
 def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body, said):
     """Before anything is sampled."""
     monkeypatch.setattr(fast, "generate", None)
-    own = own_reward(tmp_path, body)
-    line = refused(*quick, "--reward", own)
-    assert line.startswith(f"error: --reward {own}")
-    assert said.format(path=own.removesuffix(":short")) in line
+    path = tmp_path / "words.py"
+    path.write_text(f"def short(completion, question):\n    {body}\n")
+    line = refused(*quick, "--reward", f"{path}:short")
+    assert line.startswith(f"error: --reward {path}:short")
+    assert said.format(path=path) in line
 
 
 def peft_adapter(folder, out, layers="all-linear"):
@@ -108,9 +94,8 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
     load_adapter(ours, tmp_path / "adapter")
     with torch.no_grad():
         assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-4
-    run_main(*quick, *LEARNING, "--steps", 2, "--weights", "bf16",
-             "--reward", "random", "--beta", 0.1, "--skip-eval-before",
-             "--adapter", tmp_path / "adapter")
+    flags = "--steps 2 --weights bf16 --reward random --beta 0.1 --skip-eval-before --adapter"
+    run_main(*quick, *LEARNING, *flags.split(), tmp_path / "adapter")
     assert "with which --beta compares" in capsys.readouterr().out
     settings = read_json(tmp_path / "run/summary.json")["settings"]
     assert (settings["lora_rank"], settings["lora_alpha"]) == (2, 8)

@@ -33,8 +33,8 @@ from test_qerl import with_lora
 @pytest.fixture
 def several(quick):
     """The flags of a run of two processes."""
-    return (*quick, "--prompts", 8, "--group", 4, "--updates", 2, "--lr", 1e-2,
-            "--reward", "random", "--save-every", 1, "--skip-eval-before", "--eval-questions", 5)
+    flags = "--prompts 8 --group 4 --updates 2 --lr 1e-2 --reward random --save-every 1"
+    return (*quick, *f"{flags} --skip-eval-before --eval-questions 5".split())
 
 
 def numbers_of(rank, count):
@@ -120,8 +120,8 @@ def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, c
         assert a.keys() == b.keys()
         assert [b[name] for name in figures] == pytest.approx(
             [a[name] for name in figures], rel=1e-3, abs=1e-7)
-    answers = [(out / "answers_after.jsonl").read_text() for out in (one, whole)]
-    assert answers[0] == answers[1]
+    answers = "answers_after.jsonl"
+    assert (one / answers).read_text() == (whole / answers).read_text()
     assert read_checkpoint(whole)["state"]["drawn"] > 8     # for DAPO: questions were replaced
 
 
@@ -141,9 +141,9 @@ def test_float16_waits_for_the_minibatch_and_the_process_that_teach(
     """The first minibatch teaches nothing, and in the first of two processes no other does."""
     (tmp_path / "own.py").write_text(TEACHES_LATE)
     monkeypatch.setenv("TEACHER", str(count - 1))
+    flags = f"--prompts {4 * count} --group 2 --steps 1 --dtype float16 --reward"
     statuses, said = run_ranks(
-        count, tmp_path / "run", *several, "--prompts", 4 * count, "--group", 2, "--steps", 1,
-        "--dtype", "float16", "--reward", f"{tmp_path}/own.py:late")
+        count, tmp_path / "run", *several, *flags.split(), f"{tmp_path}/own.py:late")
     assert statuses == [0] * count, said
     step, = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert step["loss_scale"] == 65536 and step["gradient_norm"] > 0
@@ -151,7 +151,7 @@ def test_float16_waits_for_the_minibatch_and_the_process_that_teach(
 
 @needs_fork
 def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
-        several, tmp_path, monkeypatch, capsys):
+        several, tmp_path, capsys):
     """Killed in the second update of step 3. Rank 0 has seen the first one, so step 2 is saved."""
     out = tmp_path / "run"
     options = (*several, "--steps", 4)
@@ -164,8 +164,7 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
             os.kill(os.getpid(), signal.SIGKILL)
         add_gradients(ranks, trained)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Ranks, "add_gradients", die)
+    with mock.patch.object(Ranks, "add_gradients", die):
         statuses, said = run_ranks(2, out, *options)
     assert statuses == [1, -signal.SIGKILL], said
     run_main(*options, "--resume")
@@ -175,9 +174,8 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
 
 def test_torchrun_starts_ranks_of_which_one_says_an_error_of_all_in_one_line(several, tmp_path):
     """After they have met; gloo's threads add no "terminate called"."""
-    ended = run_python(
-        "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
-        "--nproc_per_node=2", "train_gsm8k.py", *several, "--data", tmp_path)
+    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
+    ended = run_python(*torchrun.split(), "train_gsm8k.py", *several, "--data", tmp_path)
     error, = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode and f"--data {tmp_path}: no " in error
     assert "terminate called" not in ended.stderr
@@ -284,8 +282,8 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
 def test_bench_scaling_measures_processes(tmp_path, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
     out = tmp_path / "scaling"
-    run_main("scaling", "--device", "cpu", "--out", out, "--processes", 2,
-             "--weights", "nvfp4", "--repeats", 1, program=bench)
+    flags = "scaling --device cpu --processes 2 --weights nvfp4 --repeats 1 --out"
+    run_main(*flags.split(), out, program=bench)
     rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:

@@ -1,6 +1,5 @@
 """results/: its tables and pictures come from the packed files beside them."""
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ def test_every_table_comes_from_the_packed_files_byte_for_byte(tmp_path):
     left_out = shutil.ignore_patterns("tables.md", "*.png")
     shutil.copytree(f"{HERE}/results", tmp_path, dirs_exist_ok=True, ignore=left_out)
     results.make_all(str(tmp_path), bench.PLOTS)
-    recorded = files_below(Path(HERE, "results"))
+    recorded = files_below(HERE / "results")
     made = files_below(tmp_path)
     assert made.keys() == {name for name in recorded if not name.endswith(RECORDED)}
     for name in made:

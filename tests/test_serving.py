@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -128,7 +127,7 @@ def test_a_written_folder_samples_from_the_policy_that_was_evaluated(qwen, tmp_p
 
 def blocks(kind):
     """The code blocks of this language in docs/serving.md."""
-    text = Path(HERE, "docs/serving.md").read_text(encoding="utf-8")
+    text = (HERE / "docs/serving.md").read_text(encoding="utf-8")
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 

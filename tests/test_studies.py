@@ -16,13 +16,11 @@ from harness.folders import CHECKPOINT, write_jsonl
 from studies import decide, entropy, results
 from test_qerl import HERE
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
-
 
 def printed(script, *args):
     """A finished process of a script of studies/."""
     return subprocess.run(["bash", f"{HERE}/studies/{script}", *args], text=True,
-                          capture_output=True, check=False)
+                          capture_output=True)
 
 
 def listed(script, *args):
@@ -66,7 +64,7 @@ def test_the_experiment_has_four_arms_a_seed():
     assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
 
 
-@linux
+@pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
 def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
     """With other programs in Python's place: one that fails, and one that says its GPU and flags."""
     program = tmp_path / "python"
