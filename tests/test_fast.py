@@ -7,7 +7,9 @@ import torch
 from torch.testing import assert_close
 
 import qerl
+from common import LEARNING, QUICK, run_main
 from harness import fast
+from harness.folders import read_jsonl
 from test_qerl import NEAR, PROMPTS, TOKENS, gradient_of, relative, seeded, with_lora
 
 MANY = [[i, 3, 2 * i + 1] * (1 + i % 5) for i in range(33)]            # prompts
@@ -33,6 +35,21 @@ def test_plain_and_fast_compute_the_same(family, weights):
     assert relative(quick_gradient, plain_gradient) < 2e-5
 
 
+def test_a_run_is_the_same_with_both(quiz, tmp_path):
+    """All completions in slots at once, greedy evaluation."""
+    rows = []
+    for flags in ([], ["--plain"]):
+        out = tmp_path / str(len(rows))
+        run_main("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags, "--beta", 0.1, "--lr", 1e-3,
+                 "--eval-temperature", 0, "--eval-top-p", 1, "--out", out)
+        rows.append(read_jsonl(out / "metrics.jsonl"))
+    assert any(row["gradient_norm"] for row in rows[0])
+    kept = "reward accuracy entropy kl gradient_norm mismatch_kl length".split()
+    for found, plain in zip(*rows, strict=True):
+        expected = pytest.approx({name: plain[name] for name in kept}, rel=1e-3, abs=1e-6)
+        assert {name: found[name] for name in kept} == expected
+
+
 # --------------------------------------------------------------------------------------------------
 # Layers, sampler, log-probabilities
 
@@ -56,6 +73,14 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     assert [weight() for weight in decoded] == [None] * layers
     assert gradient_of(model, loss).equal(expected)
     assert len(decoded) == 2 * layers
+
+
+def test_qerls_functions_run_on_a_fast_model(model):
+    repeated = [prompt for prompt in PROMPTS for _ in range(2)]
+    for samples, scores in ((fast, qerl), (qerl, fast)):
+        rollout = samples.generate(model, PROMPTS, 16, 2, 0.7, eos=range(20), generator=seeded(1))
+        logprobs = scores.token_logprobs(model, repeated, rollout.tokens, rollout.length, 0.7)
+        assert_close(logprobs, rollout.logprobs, **NEAR)
 
 
 def test_a_kept_sampler_samples_anew(family):
