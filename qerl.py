@@ -594,7 +594,7 @@ def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
     """Refuse arguments of `generate` that are out of range."""
     assert prompts and all(map(len, prompts)), "generate: prompts are empty, or one of them is"
     assert min(max_new_tokens, group_size) > 0, "generate: max_new_tokens or group_size is below 1"
-    assert temperature == 0 or temperature > 1e-3, f"generate: temperature {temperature} is out of range"
+    assert temperature == 0 or temperature >= 1e-3, f"generate: temperature {temperature} is out of range"
     assert 0 < top_p <= 1, f"generate: top_p {top_p} is out of range"
 
 

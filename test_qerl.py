@@ -383,6 +383,7 @@ def test_generate_names_an_argument_out_of_range(name, value):
 
 @pytest.mark.parametrize("message,call", {
     "temperature 0": lambda: qerl.token_logprobs(None, [], TOKENS, None, temperature=0),
+    "temperature -1": lambda: fast.token_logprobs(None, [], TOKENS, None, temperature=-1),
     "step 4 is none of the 4": lambda: qerl.noise_sigma(4, 4),
     "torch.int8 is no floating-point": lambda: qerl.load_model("no-folder", dtype=torch.int8),
 }.items())

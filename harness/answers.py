@@ -11,7 +11,8 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
 - before the number may stand calculations, each with "=" behind it, that have its value (2 + 3 = 5),
   and one letter (x = 5).
 
-Other TeX is compared by math-verify: pip install math-verify.
+Other TeX is compared by math-verify (pip install math-verify), each side of an equation for itself. Known:
+number words of other languages than English and Chinese count as units if the question has them so.
 """
 import functools
 import logging
@@ -264,6 +265,10 @@ def is_equal(given, answer, question="", prose=False):
         return False
     if HEAVY.search(f"{given} {answer}"):
         return None
+    sides = [side for side in given.split("=") if not NAME.fullmatch(side)]
+    if len(sides) > 1 and "=" not in answer and not prose:
+        verdicts = [is_equal(side, answer, question) for side in sides]
+        return None if None in verdicts else all(verdicts)
     more_words = {*" ".join(TEXT.findall(given)).split()} - {*re.findall(r"\w+", answer + question)}
     if not prose and (more_words or MARKS.findall(given) != MARKS.findall(answer)):
         return False

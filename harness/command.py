@@ -105,7 +105,8 @@ RANGES = {                          # the least and the greatest value of number
     **dict.fromkeys(["prompts", "eval_samples"], (1, 10000)),
     "group": (2, 10000),            # advantages compare the samples of a prompt
     "lora_rank": (0, 10000),
-    **dict.fromkeys(["lr", "gradient_clip", "temperature", "lora_alpha"], (1e-30, 1e38)),
+    **dict.fromkeys(["lr", "gradient_clip", "lora_alpha"], (1e-30, 1e38)),
+    "temperature": (1e-3, 1e38),
     **dict.fromkeys(["top_p", "eval_top_p"], (1e-30, 1)),
     **dict.fromkeys(["warm_up", "clip_low", "overlong"], (0, 1)),
     "clip_high": (0, 10),
@@ -125,6 +126,8 @@ def check_settings(settings, processes):
          f"is not divisible by --updates {updates} in {processes} process(es); change one of them"),
         ("eval_every", settings.eval_every, settings.validation,
          "needs questions to evaluate on; give --validation, how many"),
+        ("eval_temperature", settings.eval_temperature, settings.eval_temperature >= 1e-3,
+         "must be 0 or at least 0.001"),
         ("sigma_end", settings.schedule == "exponential",
          (settings.sigma_start > 0) == (settings.sigma_end > 0),
          "an exponential schedule needs both sigmas positive (or both 0: no noise)"),

@@ -161,13 +161,14 @@ def question_of(row, place):
     answer = first_text(row, ANSWER)
     box = last_box(answer)
     # Of prose with numbers only its box counts: any of them may be meant.
-    words = re.findall(r"(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
+    words = re.findall(r"[\u0e00-\ud7af]|(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
     prose = len(words) > 2 and re.search(r"\d", answer) and one_number(answer, question) is None
     if "####" not in answer and (box is not None or prose):
         answer = (box or "").strip()
     require(question and answer,
-            f"{place}: no question or no answer; its columns are {', '.join(row)}, wanted are a text in "
-            f"one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or remove it")
+            f"{place}: no question, or no answer that stands alone; its columns are {', '.join(row)}, "
+            f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or "
+            "remove it")
     found = {"question": question, "answer": answer}
     found["right"] = right_answer(found)
     require(found["right"] is not None,

@@ -776,6 +776,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
 
     With `length` on the CPU the host never waits for the GPU.
     """
+    assert temperature > 0, f"token_logprobs: temperature {temperature} is not positive"
     device = completions.device
     lengths = length.tolist()
     mask = length_mask(torch.tensor(lengths), completions.shape[1])

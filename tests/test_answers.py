@@ -180,6 +180,9 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     ("2x", "2" * 2000, False),
     ("(5,\\infty)", "5", False),
     ("\\sqrt{5}", "\\sqrt{5}\\text{ hundred}", False),
+    ("2\\pi", "x = \\frac{4\\pi}{2} = 2\\pi", True),
+    ("2\\pi", "1+1 = 2\\pi", False),
+    ("2x", "3x=2x", False),
     # what math-verify does not tell apart
     ("12_8", "12_9", False),
     ("12_8", "12_{8}", True),
@@ -316,6 +319,7 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
 {"question": [{"role": "user"}], "answer": "#### 5"}
 {"question": "a", "answer": NaN}
 {"question": "a", "answer": true}
+{"problem": "a", "answer": "箱は5個、ペンは4本なので20本"}
 {"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."}
 {"problem": "a", "answer": "with an empty box a completion would be right: \\boxed{ }"}
 "no object"

@@ -44,6 +44,8 @@ from test_answers import chat_text
     "--warm-up 1.5": "--warm-up 1.5: must be from 0 to 1",
     "--overlong 102": "--overlong 102.0: must be from 0 to 1",
     "--clip-low 2": "--clip-low 2.0: must be from 0 to 1",
+    "--eval-temperature 1e-5": "--eval-temperature 1e-05: must be 0 or at least 0.001",
+    "--temperature 1e-5": "--temperature 1e-05: must be from 0.001 to",
     "--prompts 99999999999999999999": "--prompts 9+: must be from 1 to 10000",
     "--reward good": "unknown; choose answer, paper, random or FILE.py:FUNCTION",
     "--reward none.py:f": "No such file or directory: .*none.py",
