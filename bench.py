@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentTypeError
 
 import torch
 
@@ -254,7 +255,7 @@ def bench_scaling(args):
 def positive(text):
     """A whole number, at least 1."""
     if int(text) < 1:
-        raise ValueError
+        raise ArgumentTypeError(f"{text}: must be at least 1")
     return int(text)
 
 

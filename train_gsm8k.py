@@ -562,8 +562,9 @@ def set_learning_rate(optimizer, step, settings):
 
 def answer_all(model, tokenizer, questions, settings, ranks, samples, temperature, top_p):
     """The texts of `samples` answers to each question, to which each process gives its part."""
-    share = torch.arange(len(questions)).tensor_split(ranks.count)[ranks.rank]
-    prompts = [questions[i]["prompt"] for i in share]
+    first = len(questions) * ranks.rank // ranks.count
+    last = len(questions) * (ranks.rank + 1) // ranks.count
+    prompts = [question["prompt"] for question in questions[first:last]]
     rng = torch.Generator(model.device).manual_seed(settings.seed)
     ranks.differ(rng, settings.seed, 0)
     rollout = find_engine(settings).generate(

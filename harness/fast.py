@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as recompute        # gradient che
 import qerl
 from harness import loading
 from harness.batches import to_device
+from harness.errors import require
 from qerl import E2M1, NF4, Rollout, dequantize_blocks, length_mask, powers_of_two
 
 try:
@@ -822,7 +823,9 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     dtype: by default loading.default_dtype. Of several GPUs choose one by torch.cuda.set_device first:
     kernels start on the current one.
     """
+    require(weights in FORMATS, f"weights {weights} are unknown; choose {', '.join(FORMATS)}")
     dtype = dtype or loading.default_dtype(device)
+    require(dtype.is_floating_point, f"dtype {dtype} is not a floating-point type")
     folder = loading.model_folder(path)
     config = loading.read_config(folder)
     files = loading.open_tensors(folder, device)

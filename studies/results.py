@@ -121,7 +121,7 @@ def add_runs(results, runs, study):
 
 def read_csv(path):
     """A packed file as it was written."""
-    return pd.read_csv(path, float_precision="round_trip")
+    return pd.read_csv(path, float_precision="round_trip", dtype={"commit": str})
 
 
 def rate_text(lr):
