@@ -664,6 +664,11 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
+def completion_length(mask, limit=None):
+    """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
+    return mask.sum(1, keepdim=True).clamp_min(1)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What differs between objectives; the defaults are GRPO's.
@@ -671,8 +676,7 @@ class Objective:
     The loss of a token is divided by length_divisor of its completion and by batch_divisor, which
     harness/batches.py sums over processes.
     """
-    # mask float32 [N, C], max_new_tokens -> [N, 1] or a number
-    length_divisor: Callable = lambda mask, limit: mask.sum(1, keepdim=True).clamp_min(1)
+    length_divisor: Callable = completion_length       # mask, max_new_tokens -> [N, 1] or a number
     batch_divisor: Callable = len   # mask -> a number; by default that of the completions
     # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r). 1e-4 as in TRL
     divisor: Callable = lambda rewards: rewards.std(1, keepdim=True) + 1e-4                  # Eq. 4
@@ -693,7 +697,7 @@ OBJECTIVES = {
     "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
     "gspo": Objective(log_ratio=lambda x, mask:
-                      (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1),
+                      (x * mask).sum(1, keepdim=True) / completion_length(mask),
                       defaults=dict(clip_low=3e-4, clip_high=4e-4)),
     # MiniMax-M1, arXiv 2506.13585: a token whose ratio is clipped keeps its gradient
     "cispo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,

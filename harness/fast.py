@@ -14,7 +14,7 @@ In shapes S is the number of tokens packed in a line; n tokens are of any sequen
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ import qerl
 from harness import loading
 from harness.batches import to_device
 from harness.errors import require
-from qerl import E2M1, NF4, Rollout, dequantize_blocks, length_mask, powers_of_two
+from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
 
 try:
     import fp4_kernels as kernels
@@ -80,10 +80,9 @@ class Format(qerl.Format):
 
     def dequantize(self, packed, block_scale, global_scale, dtype):
         """qerl.Format.dequantize, with a table that is copied to the device once."""
-        if self.table is None:
-            return packed.to(dtype)
-        scale = self.scale(block_scale) / global_scale
-        return dequantize_blocks(packed, table_on(self.table, packed.device), scale, dtype)
+        table = None if self.table is None else table_on(self.table, packed.device)
+        there = replace(self, table=table)
+        return qerl.Format.dequantize(there, packed, block_scale, global_scale, dtype)
 
     def pack(self, weight):
         """A weight [out, in] as an object that can multiply."""
@@ -779,11 +778,11 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     """
     assert temperature > 0, f"token_logprobs: temperature {temperature} is not positive"
     device = completions.device
-    lengths = length.tolist()
-    mask = length_mask(torch.tensor(lengths), completions.shape[1])
+    length = length.cpu()
+    mask = length_mask(length, completions.shape[1])
     places = to_device(mask.flatten().nonzero()[:, 0], device)     # of the n tokens, in the line's order
     tokens = completions.flatten()[places]
-    packing = pack(prompts, lengths, device)
+    packing = pack(prompts, length.tolist(), device)
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     line = torch.cat([to_device(shared, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]

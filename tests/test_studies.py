@@ -177,6 +177,9 @@ def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path
     assert "seed 2 is left out: it has only bf16+noise, bf16, gptq+noise" in printed
     assert "no verdict: 2 of 8 seeds are complete" in printed
     assert "| 4 bits | -2.95 ± " in printed
+    # The mean of p(1 - p) is 0.1.
+    starts = decide.starts_of(decide.read_rows([str(record)]))
+    assert starts["bf16"] == pytest.approx((25, 1e4 * 0.1 / (64 * 660)))
     assert decided(record, "--final").count("4 bits: costs") == 1
     (tmp_path / "2/codes.txt").write_text("other  model.safetensors\n")
     with pytest.raises(UserError, match="different codes"):
