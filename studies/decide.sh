@@ -9,7 +9,7 @@
 set -eu
 what=$1 model=$2 data=$3
 shift 3
-common="--model $model --data $data --max-new-tokens 320 --slots 512"
+common="--model $model --data $data --max-new-tokens 320 --slots 1024 --micro-tokens 8192"
 no_noise="--sigma-start 0 --sigma-end 0"
 bf16="--weights bf16"
 gptq="--weights nvfp4 --quantizer gptq"
