@@ -1619,13 +1619,13 @@ def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
     tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
 
 
-# Sampling: token = argmax(z - log E), where z = logits/temperature and each E is drawn from Exp(1).
-# That is a draw from softmax(z) (the Gumbel-max trick), for which Z need not be known. qerl.sample
-# draws other numbers from the same distribution.
+# Sampling: a random share of the row's probability is drawn, and the token is the one at which the running
+# sum of the probabilities passes it. (qerl.sample draws other numbers, from the same distribution.)
 #
-# The kernel has no need of log-probabilities of all tokens: that of the token is z[token] - log Z,
-# and the entropy is log Z - Σ softmax(z) z. A row's logits are shared by many programs; a second
-# kernel puts their parts together.
+# A row's logits are shared by many programs. Each finds the sums of its part, and a second kernel needs
+# only these to pick the part in which the token lies. There is no need of all log-probabilities either:
+# with z = logits/temperature that of the token is z[token] - log Z, and the entropy is
+# log Z - Σ softmax(z) z.
 
 def sample(logits, temperature, seed, top_p=1.0):
     """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
@@ -1634,123 +1634,134 @@ def sample(logits, temperature, seed, top_p=1.0):
     token is of the nucleus; of equal logits at its border all are in it.
     """
     B, V = logits.shape
+    scale = 1 / temperature
+    blocks = triton.cdiv(V, LOGITS)
+    sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
+    parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
     lowest = torch.empty(B, device=logits.device)
+    token = torch.empty(B, dtype=torch.int64, device=logits.device)
+    logprob = torch.empty(B, device=logits.device)
+    entropy = torch.empty(B, device=logits.device)
+    sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
     if top_p < 1:
-        nucleus_kernel[(B,)](logits, lowest, V, 1 / temperature, top_p, SIZE=4096, num_warps=8)
-    blocks = triton.cdiv(V, 2048)
-    padded = triton.next_power_of_2(blocks)
-    parts = torch.empty(B, 5, padded, device=logits.device)
-    index = torch.empty(B, padded, dtype=torch.int64, device=logits.device)
-    sample_parts_kernel[(blocks, B)](
-        logits, seed, lowest, parts, index, V, 1 / temperature, NUCLEUS=top_p < 1, PARTS=padded,
-        SIZE=2048, num_warps=4)
-
-    token = index.new_empty(B)
-    logprob = parts.new_empty(B)
-    entropy = parts.new_empty(B)
-    sample_kernel[(B,)](parts, index, token, logprob, entropy, blocks, PARTS=padded, num_warps=1)
+        nucleus_kernel[(B,)](logits, parts, lowest, V, blocks, scale, top_p, **sizes)
+    sample_kernel[(B,)](
+        logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
     return token, logprob, entropy
 
 
 @triton.jit
-def nucleus_kernel(logits, lowest, V, scale, top_p, SIZE: tl.constexpr):
-    """The lowest logit of a row's nucleus: those that reach it have at least the probability top_p.
-
-    It is searched for by halving: `low` reaches top_p, and `high`, the highest logit that may still be
-    wrong to leave out, does not. Each pass moves one of them to a logit that is there. Where top_p is
-    reached by the likeliest token alone the first pass ends the search.
-    """
-    row = logits + tl.program_id(0).to(tl.int64) * V
-    i = tl.arange(0, SIZE)
-    infinity = float("inf")
-    most = tl.full([SIZE], -infinity, tl.float32)
-    for start in range(0, V, SIZE):
-        x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
-        most = tl.maximum(most, x)
-    m = tl.max(most)
-    total = tl.zeros([SIZE], tl.float32)
-    for start in range(0, V, SIZE):
-        x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
-        total += tl.exp((x - m) * scale)
-    wanted = tl.sum(total) * top_p
-
-    low = -infinity
-    high = m
-    middle = m
-    passes = 0
-    while (high > low) & (passes < 64):
-        reached = tl.zeros([SIZE], tl.float32)
-        above = tl.full([SIZE], infinity, tl.float32)        # the next logit from the middle on
-        below = tl.full([SIZE], -infinity, tl.float32)       # and the one under it
-        for start in range(0, V, SIZE):
-            x = tl.load(row + start + i, mask=start + i < V, other=-infinity).to(tl.float32)
-            in_it = x >= middle
-            reached += tl.where(in_it, tl.exp((x - m) * scale), 0.0)
-            above = tl.minimum(above, tl.where(in_it, x, infinity))
-            below = tl.maximum(below, tl.where(in_it, -infinity, x))
-        enough = tl.sum(reached) >= wanted
-        low = tl.where(enough, tl.min(above), low)
-        high = tl.where(enough, high, tl.max(below))
-        # Logits that are 60 nats below the likeliest count for nothing.
-        middle = (tl.maximum(low, m - 60 / scale) + high) / 2
-        middle = tl.where(middle > low, middle, high)
-        passes += 1
-    tl.store(lowest + tl.program_id(0), low)
+def scaled_logits(logits, row, i, V, scale):
+    """z = logits/temperature at some places of a row, float32; -inf behind its end."""
+    places = logits + row.to(tl.int64) * V + i
+    return tl.load(places, mask=i < V, other=-float("inf")).to(tl.float32) * scale
 
 
 @triton.jit
-def sample_parts_kernel(logits, seed, lowest, parts, index, V, scale,
-                        NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Of SIZE logits: m = max z, Σ e^(z-m), Σ z e^(z-m), and the best z - log E, of the nucleus.
-
-    With the best comes its z and which token it is.
-    """
-    block = tl.program_id(0)
-    b = tl.program_id(1).to(tl.int64)
-    i = block * SIZE + tl.arange(0, SIZE)
-    x = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-    z = x * scale
+def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Of SIZE logits of a row: m = max z, Σ e^(z-m) and Σ z e^(z-m)."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(1)
+    z = scaled_logits(logits, row, i, V, scale)
     m = tl.max(z)
     e = tl.exp(z - m)
-
-    # The random generator (Philox) gives four numbers at a time.
-    draw = (b * tl.num_programs(0) + block) * (SIZE // 4) + tl.arange(0, SIZE // 4)
-    u0, u1, u2, u3 = tl.rand4x(tl.load(seed), draw)
-    E = -tl.log(tl.join(tl.join(u0, u2), tl.join(u1, u3)).reshape(SIZE))     # draws from Exp(1)
-    drawn = z - tl.log(E)
-    if NUCLEUS:
-        drawn = tl.where(x >= tl.load(lowest + b), drawn, -float("inf"))
-    best, where = tl.max(drawn, 0, return_indices=True)
-
-    here = parts + b * (5 * PARTS) + block
+    here = parts + row * (4 * PARTS) + tl.program_id(0)
     tl.store(here, m)
     tl.store(here + PARTS, tl.sum(e))
     tl.store(here + 2 * PARTS, tl.sum(tl.where(i < V, z * e, 0.0)))
-    tl.store(here + 3 * PARTS, best)
-    tl.store(here + 4 * PARTS, tl.max(tl.where(i == block * SIZE + where, z, -float("inf"))))
-    tl.store(index + b * PARTS + block, block * SIZE + where)
 
 
 @triton.jit
-def sample_kernel(parts, index, token, logprob, entropy, blocks, PARTS: tl.constexpr):
-    """Put a row's parts together."""
-    b = tl.program_id(0)
-    i = tl.arange(0, PARTS)
-    here = parts + b * (5 * PARTS) + i
-    m = tl.load(here, mask=i < blocks, other=-float("inf"))
-    total = tl.load(here + PARTS, mask=i < blocks, other=0.0)
-    weighted = tl.load(here + 2 * PARTS, mask=i < blocks, other=0.0)
-    noisy = tl.load(here + 3 * PARTS, mask=i < blocks, other=-float("inf"))
-    _, where = tl.max(noisy, 0, return_indices=True)
+def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
+                   PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """The lowest z of a row's nucleus, and for each part Σ e^(z-m) of those that reach it.
 
+    They are the fewest of the likeliest that have at least the probability top_p. The lowest is searched
+    for by halving: `low` reaches top_p, and `high`, the highest z that may still be wrong to leave out,
+    does not. Each pass moves one of them to a z that is there. Where top_p is reached by the likeliest
+    token alone the first pass ends the search.
+    """
+    row = tl.program_id(0)
+    i = tl.arange(0, SIZE)
+    part = tl.arange(0, PARTS)
+    here = parts + row * (4 * PARTS)
+    infinity = float("inf")
+    m = tl.load(here + part, mask=part < blocks, other=-infinity)
+    total = tl.load(here + PARTS + part, mask=part < blocks, other=0.0)
+    largest = tl.max(m)
+    wanted = tl.sum(total * tl.exp(m - largest)) * top_p
+
+    low = -infinity
+    high = largest
+    middle = largest
+    passes = 0
+    while (high > low) & (passes < 64):
+        reached = tl.zeros([SIZE], tl.float32)
+        above = tl.full([SIZE], infinity, tl.float32)        # the next z from the middle on
+        below = tl.full([SIZE], -infinity, tl.float32)       # and the one under it
+        for start in range(0, V, SIZE):
+            z = scaled_logits(logits, row, start + i, V, scale)
+            in_it = z >= middle
+            reached += tl.where(in_it, tl.exp(z - largest), 0.0)
+            above = tl.minimum(above, tl.where(in_it, z, infinity))
+            below = tl.maximum(below, tl.where(in_it, -infinity, z))
+        enough = tl.sum(reached) >= wanted
+        low = tl.where(enough, tl.min(above), low)
+        high = tl.where(enough, high, tl.max(below))
+        # What is 60 nats below the likeliest counts for nothing.
+        middle = (tl.maximum(low, largest - 60) + high) / 2
+        middle = tl.where(middle > low, middle, high)
+        passes += 1
+
+    tl.store(lowest + row, low)
+    for block in range(blocks):
+        z = scaled_logits(logits, row, block * SIZE + i, V, scale)
+        e = tl.exp(z - tl.load(here + block))
+        tl.store(here + 3 * PARTS + block, tl.sum(tl.where(z >= low, e, 0.0)))
+
+
+@triton.jit
+def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale,
+                  NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Put a row's parts together, pick one of them, and a token in it."""
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    here = parts + row * (4 * PARTS) + part
+    m = tl.load(here, mask=part < blocks, other=-float("inf"))
+    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
+    weighted = tl.load(here + 2 * PARTS, mask=part < blocks, other=0.0)
     largest = tl.max(m)
     e = tl.exp(m - largest)
     Z = tl.sum(total * e)
     log_Z = largest + tl.log(Z)
-    tl.store(token + b, tl.load(index + b * PARTS + where))
-    best_z = tl.load(parts + b * (5 * PARTS) + 4 * PARTS + where)
-    tl.store(logprob + b, best_z - log_Z)
-    tl.store(entropy + b, log_Z - tl.sum(weighted * e) / Z)
+    tl.store(entropy + row, log_Z - tl.sum(weighted * e) / Z)
+
+    if NUCLEUS:
+        total = tl.load(here + 3 * PARTS, mask=part < blocks, other=0.0)
+    total *= e
+    drawn = tl.rand(tl.load(seed), row) * tl.sum(total)
+    block = place_of(total, drawn, PARTS)
+    i = block * SIZE + tl.arange(0, SIZE)
+    z = scaled_logits(logits, row, i, V, scale)
+    p = tl.exp(z - largest)
+    if NUCLEUS:
+        p = tl.where(z >= tl.load(lowest + row), p, 0.0)
+    before = tl.sum(tl.where(part < block, total, 0.0))
+    chosen = block * SIZE + place_of(p, drawn - before, SIZE)
+    tl.store(token + row, chosen)
+    tl.store(logprob + row, tl.sum(tl.where(i == chosen, z, 0.0)) - log_Z)
+
+
+@triton.jit
+def place_of(weights, drawn, SIZE: tl.constexpr):
+    """The first of SIZE places, with a weight above 0, at which the weights' running sum is above `drawn`.
+
+    Where rounding leaves the whole sum below it, that of the largest weight.
+    """
+    i = tl.arange(0, SIZE)
+    passed = (tl.cumsum(weights) > drawn) & (weights > 0)
+    first = tl.min(tl.where(passed, i, SIZE))
+    return tl.where(first < SIZE, first, tl.argmax(weights, 0))
 
 
 # --------------------------------------------------------------------------------------------------

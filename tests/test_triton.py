@@ -269,7 +269,7 @@ def test_kernel_linear_plans_fit(rows):
 # Output
 
 @runs_kernels
-def test_kernel_sample():
+def test_kernel_sample(monkeypatch):
     """Log-probability and entropy against PyTorch's; the tokens' frequencies by chi-squared."""
     logits, seed = there(torch.randn(3, 5000), torch.tensor([5]))
     token, logprob, entropy = kernels.sample(logits, 0.7, seed)
@@ -278,6 +278,7 @@ def test_kernel_sample():
     assert_close(entropy, expected.entropy(), **NEAR)
     assert not token.equal(kernels.sample(logits, 0.7, seed + 1)[0])
     draws = 20000 if CUDA else 160
+    monkeypatch.setattr(kernels, "LOGITS", 4)          # so that five logits are two parts
     logits = torch.tensor([0.0, 1.0, 1.5, -0.5, 0.5], device=KERNEL_DEVICE)
     drawn = kernels.sample(logits.repeat(draws, 1), 1.0, seed)[0]
     wanted = draws * logits.softmax(0)
