@@ -6,7 +6,7 @@ a GPU and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is 
 formula, and by what bounds its speed: memory, instructions or latency.
 
     0. plain product  y = x Ŵᵀ: read this first                       fp4_matmul
-    1. quantising     weights rounded to E2M1                         encode_e2m1
+    1. quantising     weights rounded to E2M1, GPTQ's columns         encode_e2m1, round_columns
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA + residual               TiledWeight.multiply
@@ -244,6 +244,43 @@ def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constex
     low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
     high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
     tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
+
+
+# GPTQ's columns follow one another, so that latency bounds it: with a kernel for each operation that is a
+# dozen launches a column. Here the columns of some rows stay in a program's registers.
+
+def round_columns(W, scale, U):
+    """methods.gptq.round_columns in one kernel: W, scale [out, n], U [n, n] -> rounded, losses [out, n]."""
+    out, n = W.shape
+    W, scale, U = W.contiguous(), scale.contiguous(), U.contiguous()
+    rounded = torch.empty_like(W)
+    losses = torch.empty_like(W)
+    round_columns_kernel[(triton.cdiv(out, 16),)](
+        W, scale, U, rounded, losses, out, n, ROWS=16, COLUMNS=triton.next_power_of_2(n))
+    return rounded, losses
+
+
+@triton.jit
+def round_columns_kernel(W, scale, U, rounded, losses, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program keeps ROWS rows in registers."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None]
+    place = row * n + column
+    there = (row < out) & (column < n)
+    w = tl.load(W + place, mask=there, other=0.0)
+    s = tl.load(scale + place, mask=there, other=1.0)
+    lost = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for j in range(n):
+        now = column == j
+        w_j = tl.sum(tl.where(now, w, 0.0), 1, keep_dims=True)
+        s_j = tl.sum(tl.where(now, s, 0.0), 1, keep_dims=True)
+        q_j = e2m1_value(e2m1_code(w_j, s_j)) * s_j
+        loss = (w_j - q_j) / tl.load(U + j * n + j)
+        behind = tl.load(U + j * n + column, mask=(column > j) & (column < n), other=0.0)
+        w = tl.where(now, q_j, w - loss * behind)
+        lost = tl.where(now, loss, lost)
+    tl.store(rounded + place, w, mask=there)
+    tl.store(losses + place, lost, mask=there)
 
 
 # --------------------------------------------------------------------------------------------------

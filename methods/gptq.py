@@ -24,8 +24,6 @@ and results/claims/README.md for longer runs.
 When would you use it? Where the quantised policy starts visibly below the 16-bit one, or before
 qat.py. The codes fit the text that they were calibrated on.
 """
-from functools import lru_cache, partial
-
 import torch
 
 import qerl
@@ -49,33 +47,25 @@ def inverse_factor(gram, order):
 
 def round_e2m1(x):
     """x -> the nearest of E2M1's values, ties to the even code."""
-    # Tables that stay on the device, where a CUDA graph may read them.
-    bounds = fast.table_on(qerl.E2M1_BOUNDS, x.device)
-    magnitudes = fast.table_on(qerl.E2M1_MAGNITUDES, x.device)
-    return magnitudes[torch.bucketize(x.abs(), bounds)].copysign(x)
+    magnitude = torch.bucketize(x.abs(), qerl.E2M1_BOUNDS.to(x.device))
+    return qerl.E2M1_MAGNITUDES.to(x.device)[magnitude].copysign(x)
 
 
-def round_columns(W, scale, U, rounded, losses):
-    """Round the columns of W [out, n] in turn; writes rounded and losses [out, n], and changes W."""
-    for j in range(W.shape[1]):
-        rounded[:, j] = round_e2m1(W[:, j] / scale[:, j]) * scale[:, j]
-        losses[:, j] = (W[:, j] - rounded[:, j]) / U[j, j]
-        W[:, j:] -= losses[:, j, None] * U[j, j:]
+def round_columns(W, scale, U):
+    """Round the columns of W [out, n] in turn -> the rounded ones and their losses, both [out, n].
 
-
-@lru_cache
-def column_rounder(shape, device):
-    """(tensors, run): run() is round_columns(*tensors), with W of this shape [out, n].
-
-    On a GPU its thousand small kernels are one CUDA graph, which saves three quarters of the time.
+    A column's loss is (W - Q)[:, j] / U_jj. scale [out, n], U [n, n]; all are float32.
     """
-    W = torch.ones(shape, device=device)
-    U = torch.eye(shape[1], device=device)
-    tensors = (W, W.clone(), U, W.clone(), W.clone())
-    run = partial(round_columns, *tensors)
-    if W.is_cuda and fast.use_kernels(W):
-        run = fast.kernels.record_graph(run)
-    return tensors, run
+    if fast.use_kernels(W):
+        return fast.kernels.round_columns(W, scale, U)
+    rounded = W.clone()
+    losses = torch.empty_like(W)
+    for j in range(W.shape[1]):
+        column = rounded[:, j].clone()
+        rounded[:, j] = round_e2m1(column / scale[:, j]) * scale[:, j]
+        losses[:, j] = (column - rounded[:, j]) / U[j, j]
+        rounded[:, j + 1:] -= losses[:, j, None] * U[j, j + 1:]
+    return rounded, losses
 
 
 def quantize_gptq(weight, gram, group=128):
@@ -89,18 +79,12 @@ def quantize_gptq(weight, gram, group=128):
     W = weight.float()[:, order]
     column_scale = scale.repeat_interleave(16, 1)[:, order]
     U = inverse_factor(gram, order)
-    rounded = torch.empty_like(W)
     for start in range(0, len(order), group):
         now = slice(start, start + group)
         behind = slice(start + group, None)
-        (columns, scales, factor, found, losses), run = column_rounder(W[:, now].shape, W.device)
-        columns.copy_(W[:, now])
-        scales.copy_(column_scale[:, now])
-        factor.copy_(U[now, now])
-        run()
-        rounded[:, now] = found
+        W[:, now], losses = round_columns(W[:, now], column_scale[:, now], U[now, now])
         W[:, behind] -= losses @ U[now, behind]
-    codes = fast.encode_e2m1(rounded[:, order.argsort()], scale)
+    codes = fast.encode_e2m1(W[:, order.argsort()], scale)
     return codes, block_scale, global_scale
 
 
@@ -116,5 +100,4 @@ def choose_codes(model, sequences):
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
             rounded = fast.FORMATS["nvfp4"].dequantize(*parts, model.embedding.dtype)
             layer.weight = fast.FORMATS["bf16"].pack(rounded)
-    column_rounder.cache_clear()
     return found

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import qerl
 from harness import fast, loading, machine
 from common import neighbour, run_python
-from methods import merged
+from methods import gptq, merged
 from harness.fast import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
@@ -112,13 +112,13 @@ def compiled_for(target):
 @needs_triton
 @pytest.mark.parametrize("target", SHARED)
 def test_kernels_compile_for(monkeypatch, target):
-    """Compiled, not run, for a GPU that is not here: all of a step, FP8's of methods/, and
+    """Compiled, not run, for a GPU that is not here: all of a step, GPTQ's, FP8's of methods/, and
     linear_kernel's every tile, but for Hopper's, which the kernel tests run.
 
     They fit into its memory, and as many programs of linear_kernel as are meant to run at once do.
     """
     compiled = compiled_for(target)
-    assert len({name for name, *_ in compiled}) == 12 + 2 * (target >= 80) + 2 * (target >= 89)
+    assert len({name for name, *_ in compiled}) == 13 + 2 * (target >= 80) + 2 * (target >= 89)
     monkeypatch.setattr(kernels, "capability", lambda device: divmod(target, 10))
     programs = {(config.rows, config.R, config.C): config.programs
                 for config in kernels.configs_on(None)}
@@ -161,6 +161,19 @@ def test_kernel_encode(block, dtype):
     packed = kernels.encode_e2m1(*there(weight.to(dtype), scale)).cpu()
     with pytorch_alone():
         assert packed.equal(fast.encode_e2m1(weight, scale))
+
+
+@runs_kernels
+def test_kernel_rounds_columns_for_gptq():
+    """As PyTorch's loop, but for near ties; sizes are no multiples of a tile's."""
+    W = torch.randn(35, 24)
+    scale = torch.rand(35, 24) / 4 + 0.1
+    U = torch.eye(24) + torch.randn(24, 24).triu() / 10
+    found = kernels.round_columns(*there(W, scale, U))
+    with pytorch_alone():
+        expected = gptq.round_columns(W, scale, U)
+    for ours, theirs in zip(found, expected):
+        assert torch.isclose(ours.cpu(), theirs, rtol=1e-4, atol=1e-5).all(1).float().mean() > 0.9
 
 
 # --------------------------------------------------------------------------------------------------
