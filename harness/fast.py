@@ -125,14 +125,14 @@ class PackedWeight(qerl.PackedWeight):
     def multiply(self, x, bias=None, residual=None, lora=None):
         """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient (qerl.lora_linear).
 
-        lora: (A, B'), see QuantLinear.lora.
+        lora: (A, B'), see QuantLinear.lora. The residual is overwritten: a copy would take a kernel.
         """
         h = x @ lora[0].T if lora else None
         weight = self.dequantize(x.dtype)
         if residual is None:
             y = F.linear(x, weight, bias)
         else:
-            y = torch.addmm(residual, x, weight.T)
+            y = residual.addmm_(x, weight.T)
             if bias is not None:
                 y += bias
         return y if h is None else y.addmm_(h, lora[1].T)
@@ -462,10 +462,7 @@ class Prefill(NamedTuple):
 
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
-    """qerl.sample, on a GPU by a kernel with a random stream of its own.
-
-    The exponential race does not make the host wait for the GPU, as torch.multinomial does.
-    """
+    """qerl.sample, on a GPU by a kernel with a random stream of its own."""
     if logits.is_cuda and temperature > 0 and use_kernels(logits):
         seed = torch.randint(2 ** 62, (1,), device=logits.device, generator=generator)
         return kernels.sample(logits, temperature, seed, top_p)
