@@ -47,6 +47,8 @@ QUESTIONS |= {
     "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
     "AWQ for rounding": [("awq+aqn", "nvfp4+aqn"), ("awq", "nvfp4")],
     "AWQ for rounding, under noise": [("awq+aqn", "nvfp4+aqn")],
+    "temperature 1.1 in BF16": [("temperature 1.1", "bf16")],
+    "temperature 1.3 in BF16": [("temperature 1.3", "bf16")],
     "NF4 for NVFP4": [("nf4", "nvfp4")],
     "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
     "all weights for LoRA": [("full", "bf16")],
