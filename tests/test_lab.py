@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import textwrap
 import types
 
@@ -192,6 +193,20 @@ def test_a_right_solution_has_all_points(tmp_path):
 
 
 NOT_WRITTEN = "not written yet: the file has no `def` of it, or still NotImplementedError"
+
+
+def test_hidden_cases_are_made_as_the_page_says(tmp_path):
+    """Its code computes the results of another model, and a right solution has them."""
+    for folder in ("lab", "grading"):
+        shutil.copytree(LAB, tmp_path / "docs" / folder)
+    code = re.search(r"```python\n(.*?)```", (LAB / "instructor.md").read_text(), re.DOTALL)[1]
+    made = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(HERE))
+    assert made.returncode == 0, made.stderr
+    assert json.loads((tmp_path / "docs/grading/cases.json").read_text()) != check.CASES
+    solution = write(tmp_path / "solution.py", SOLUTION)
+    graded = run_python("docs/grading/check.py", "--json", "--file", solution, cwd=tmp_path,
+                        PYTHONPATH=str(HERE))
+    assert json.loads(graded.stdout)["points"] == 100
 
 
 def test_the_empty_file_has_none():
