@@ -40,6 +40,8 @@ EFFECTS = {
     "4 bits, under noise minus without": (1, -1, -1, 1),
 }
 DECIDED = ["4 bits", "4 bits and noise"]      # in this order
+# The exploratory arms, and the arm with which each is compared.
+EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -87,13 +89,13 @@ def starts_of(rows):
 
 
 def complete_seeds(rows):
-    """The trained runs of the seeds that have all four arms; the others are named and left out."""
+    """The trained runs of the seeds that have all four arms in a session; others are named and left out."""
     require_flag(rows.codes.nunique() == 1, "runs", ", ".join(rows.codes.unique()),
                  "are checksums of different codes of NVFP4; such sessions have no common verdict")
     trained = rows[rows.arm.isin(ARMS)]
-    arms = trained.groupby("seed").arm.transform("nunique")
-    for seed, left_out in trained[arms < len(ARMS)].groupby("seed"):
-        print(f"seed {seed} is left out: it has only {', '.join(left_out.arm)}")
+    arms = trained.groupby(["session", "seed"]).arm.transform("nunique")
+    for (session, seed), left_out in trained[arms < len(ARMS)].groupby(["session", "seed"]):
+        print(f"seed {seed} of session {session} is left out: it has only {', '.join(left_out.arm)}")
     return trained[arms == len(ARMS)]
 
 
@@ -169,13 +171,32 @@ def verdicts(gains):
             return
 
 
+def pass_1(rows):
+    """pass@1 of each row: after training or, where nothing was trained, as it was measured."""
+    return rows.accuracy_after.fillna(rows.accuracy_now)
+
+
 def arms_table(rows):
     """A line an arm: how many runs, and their mean pass@1 and greedy accuracy in percent."""
-    pass_1 = rows.accuracy_after.fillna(rows.accuracy_now)
     greedy = rows.greedy_after.fillna(rows.greedy_now)
     return table(["arm", "runs", "pass@1", "greedy"], [
-        [arm, len(of_arm), *(with_error(measure[of_arm], 100, 2) for measure in (pass_1, greedy))]
+        [arm, len(of_arm), *(with_error(measure[of_arm], 100, 2) for measure in (pass_1(rows), greedy))]
         for arm, of_arm in rows.groupby("arm").groups.items()])
+
+
+def show_exploratory(rows):
+    """Print pass@1 of the exploratory arms minus that of the trained arm of the same seed, in points."""
+    rows = rows[rows.arm.isin([*ARMS, *EXPLORATORY])]
+    values = 100 * rows.assign(now=pass_1(rows)).pivot(index="seed", columns="arm", values="now")
+    lines = []
+    for arm in values.columns.intersection(list(EXPLORATORY)):
+        differences = (values[arm] - values[EXPLORATORY[arm]]).dropna()
+        low, high = stats.t.interval(0.95, len(differences) - 1, differences.mean(), differences.sem())
+        lines.append([f"{arm} minus {EXPLORATORY[arm]}", len(differences), with_error(differences, 1, 2),
+                      f"{low:.2f} to {high:.2f}"])
+    if lines:
+        print("\nexploratory, pass@1 after training:\n")
+        print("\n".join(table(["arms", "seeds", "points ± standard error", "95 % interval"], lines)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,6 +291,7 @@ def main():
     gains = show("gain", by_seed(runs, "accuracy_after", starts), sum(v for _, v in starts.values()))
     for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
         show(measure, by_seed(runs, measure))
+    show_exploratory(rows)
     if runs.seed.nunique() >= SEEDS or args.final:
         for name, says in verdicts(gains):
             print(f"\n{name}: {says}")
