@@ -255,8 +255,9 @@ def round_columns(W, scale, U):
     W, scale, U = W.contiguous(), scale.contiguous(), U.contiguous()
     rounded = torch.empty_like(W)
     losses = torch.empty_like(W)
-    round_columns_kernel[(triton.cdiv(out, 16),)](
-        W, scale, U, rounded, losses, out, n, ROWS=16, COLUMNS=triton.next_power_of_2(n))
+    # One warp a program: a row's columns are then exchanged without barriers.
+    round_columns_kernel[(triton.cdiv(out, 4),)](
+        W, scale, U, rounded, losses, out, n, ROWS=4, COLUMNS=triton.next_power_of_2(n), num_warps=1)
     return rounded, losses
 
 
@@ -390,7 +391,7 @@ class TiledWeight:
         """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
 
         x [rows, in], interleaved, on a GPU bfloat16; bias [out]; residual [rows, out]; lora from
-        prepare_lora; x and residual contiguous.
+        prepare_lora; x and residual contiguous. Unlike fast.PackedWeight it leaves the residual alone.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
@@ -1656,11 +1657,11 @@ def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
     tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
 
 
-# Sampling: a random share of the row's probability is drawn, and the token is the one at which the running
-# sum of the probabilities passes it. (qerl.sample draws other numbers, from the same distribution.)
+# Sampling: a random share of a sum of probabilities is drawn, and the place at which the running sum passes
+# it. (qerl.sample draws other numbers, from the same distribution.)
 #
-# A row's logits are shared by many programs. Each finds the sums of its part, and a second kernel needs
-# only these to pick the part in which the token lies. There is no need of all log-probabilities either:
+# A row's logits are shared by many programs. Each finds the sums of its part. From these alone a second
+# kernel draws a part, and then it draws a token in it. There is no need of all log-probabilities either:
 # with z = logits/temperature that of the token is z[token] - log Z, and the entropy is
 # log Z - Σ softmax(z) z.
 
@@ -1705,7 +1706,7 @@ def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.c
     here = parts + row * (4 * PARTS) + tl.program_id(0)
     tl.store(here, m)
     tl.store(here + PARTS, tl.sum(e))
-    tl.store(here + 2 * PARTS, tl.sum(tl.where(i < V, z * e, 0.0)))
+    tl.store(here + 2 * PARTS, tl.sum(tl.where(e > 0, z * e, 0.0)))
 
 
 @triton.jit
@@ -1776,15 +1777,14 @@ def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, block
     if NUCLEUS:
         total = tl.load(here + 3 * PARTS, mask=part < blocks, other=0.0)
     total *= e
-    drawn = tl.rand(tl.load(seed), row) * tl.sum(total)
-    block = place_of(total, drawn, PARTS)
+    u, v, _, _ = tl.rand4x(tl.load(seed), row)               # the generator gives four at a time
+    block = place_of(total, u * tl.sum(total), PARTS)
     i = block * SIZE + tl.arange(0, SIZE)
     z = scaled_logits(logits, row, i, V, scale)
     p = tl.exp(z - largest)
     if NUCLEUS:
         p = tl.where(z >= tl.load(lowest + row), p, 0.0)
-    before = tl.sum(tl.where(part < block, total, 0.0))
-    chosen = block * SIZE + place_of(p, drawn - before, SIZE)
+    chosen = block * SIZE + place_of(p, v * tl.sum(p), SIZE)
     tl.store(token + row, chosen)
     tl.store(logprob + row, tl.sum(tl.where(i == chosen, z, 0.0)) - log_Z)
 
@@ -1793,12 +1793,12 @@ def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, block
 def place_of(weights, drawn, SIZE: tl.constexpr):
     """The first of SIZE places, with a weight above 0, at which the weights' running sum is above `drawn`.
 
-    Where rounding leaves the whole sum below it, that of the largest weight.
+    Where rounding leaves the whole sum below it, that of the last weight above 0; of NaN, 0.
     """
     i = tl.arange(0, SIZE)
     passed = (tl.cumsum(weights) > drawn) & (weights > 0)
     first = tl.min(tl.where(passed, i, SIZE))
-    return tl.where(first < SIZE, first, tl.argmax(weights, 0))
+    return tl.where(first < SIZE, first, tl.max(tl.where(weights > 0, i, 0)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def launch_model(weights, dtype):
         model.decode(torch.zeros(16, dtype=torch.long), cache)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fast.token_logprobs(model, [[0] * 8], tokens, torch.tensor([8])).sum().backward()
-    logits = torch.zeros(16, 512, dtype=dtype)
+    logits = torch.zeros(16, 9000, dtype=dtype)
     fp4_kernels.sample(logits, 1.0, torch.zeros(1, dtype=torch.long), top_p=0.9)
     fp4_kernels.round_columns(*torch.ones(3, 128, 128))
 

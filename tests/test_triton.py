@@ -297,6 +297,8 @@ def test_kernel_sample(monkeypatch):
     wanted = draws * logits.softmax(0)
     difference = drawn.bincount(minlength=5) - wanted
     assert (difference ** 2 / wanted).sum() < 18.5     # 4 degrees of freedom: 1 in 1,000
+    token, logprob, _ = kernels.sample(logits[None] * math.nan, 1.0, seed)
+    assert 0 <= token < 5 and logprob.isnan()          # which the loop refuses, by name
 
 
 @runs_kernels
