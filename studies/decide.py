@@ -185,9 +185,9 @@ def arms_table(rows):
 
 
 def show_exploratory(rows):
-    """Print pass@1 of the exploratory arms minus that of the trained arm of the same seed, in points."""
-    rows = rows[rows.arm.isin([*ARMS, *EXPLORATORY])]
-    values = 100 * rows.assign(now=pass_1(rows)).pivot(index="seed", columns="arm", values="now")
+    """Print pass@1 of the exploratory arms minus that of a trained arm of their seed and session."""
+    rows = rows[rows.arm.isin([*ARMS, *EXPLORATORY])].assign(reached=pass_1)
+    values = 100 * rows.pivot(index=["session", "seed"], columns="arm", values="reached")
     lines = []
     for arm in values.columns.intersection(list(EXPLORATORY)):
         differences = (values[arm] - values[EXPLORATORY[arm]]).dropna()

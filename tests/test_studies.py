@@ -173,11 +173,14 @@ def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path
     for session, seed, after in ((1, 0, 0.38), (2, 1, 0.4)):
         write(f"{session}/round-gptq-{seed}", "eval.json", accuracy_now=after, greedy_now=after,
               settings={"eval_samples": 8}, **{"pass@2_now": after})
+    write("1/bf16-2", "metrics.jsonl", **steps)            # of a seed that another session began anew
+    write("1/bf16-2", "summary.json", accuracy_after=0.4, greedy_after=0.4)
     for session in (1, 2):
         (tmp_path / f"{session}/codes.txt").write_text("abc  model.safetensors\n")
     record = tmp_path / "record.json"
     printed = decided(tmp_path / "1", tmp_path / "2", "--record", record)
     assert "seed 2 of session 2 is left out: it has only bf16+noise, bf16, gptq+noise" in printed
+    assert "seed 2 of session 1 is left out: it has only bf16\n" in printed
     assert "no verdict: 2 of 8 seeds are complete" in printed
     assert "| 4 bits | -2.95 ± " in printed
     assert "| round-gptq minus gptq | 2 | 2.95 ± " in printed
