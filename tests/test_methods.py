@@ -19,7 +19,7 @@ from harness.small_policy import ByteText
 from methods import deep_grpo, merged, qat, qurl, rilq, self_distillation
 from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
-from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, scales, seeded
+from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, seeded
 from test_qerl import with_lora
 
 
@@ -217,20 +217,6 @@ def test_noise_control_goes_by_steps(variant, steps, sigmas):
     assert [*found[:2], found[-1]] == pytest.approx(sigmas)
 
 
-@pytest.mark.parametrize("place,noisy", {
-    "attention": [0, 2],
-    "mlp": [1, 3],
-    "first": [0, 1],
-    "last": [2, 3],
-}.items())
-def test_shaped_noise_goes_to_the_norms_of_a_place(model, place, noisy):
-    """Norms: two in each of two blocks, and the last."""
-    method = neighbour(f"shaped_noise:{place}")
-    with method.adaptive_quantization_noise(model, 0.01, None):
-        found = [norm.noisy_weight is not None for norm in scales(model)]
-    assert found == [i in noisy for i in range(5)]
-
-
 def test_a_hotter_rollout_has_no_noise(model):
     method = neighbour("temperature")
     with method.adaptive_quantization_noise(model, 0.5, None):
@@ -312,7 +298,6 @@ def test_branches_join_the_samples_behind_their_question(model):
     "rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
     "qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3": "capped_fraction",
     "pooled_noise --group 4 --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
-    "shaped_noise:mlp": "sigma",
     "noise_control:divergence": "sigma",
     "temperature --sigma-start 0.3 --sigma-end 0.3": "mismatch_kl",
     "maspo --updates 2": "sigma",
