@@ -32,6 +32,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
+    def format_help(self):
+        if callable(self.epilog):
+            self.epilog = self.epilog()
+        return super().format_help()
+
 
 def JSON_object(text):
     value = json.loads(text)
@@ -54,10 +59,13 @@ def parse_flags(settings_class, description, presets, choices, argv=None):
     the command line, by default the process's own. --help ends with the source of settings_class,
     in which a comment behind each field says what it is.
     """
-    legend = [inspect.getsource(settings_class)]
-    legend += [f"--{name}: {', '.join(values)}" for name, values in choices.items()]
-    legend += [f"--preset {name}: {values}" for name, values in presets.items()]
-    parser = Parser(description, usage="%(prog)s [flags]", epilog="\n".join(legend),
+    def legend():                       # for --help alone: under a profiler there is no source of it
+        lines = [inspect.getsource(settings_class)]
+        lines += [f"--{name}: {', '.join(values)}" for name, values in choices.items()]
+        lines += [f"--preset {name}: {values}" for name, values in presets.items()]
+        return "\n".join(lines)
+
+    parser = Parser(description, usage="%(prog)s [flags]", epilog=legend,
                     argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
         parser.add_argument("--" + f.name.replace("_", "-"), **KINDS.get(f.type, {"type": f.type}))
