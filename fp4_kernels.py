@@ -1682,7 +1682,8 @@ def sample(logits, temperature, seed, top_p=1.0):
     entropy = torch.empty(B, device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
     if top_p < 1:
-        nucleus_kernel[(B,)](logits, parts, lowest, V, blocks, scale, top_p, **sizes)
+        nucleus_kernel[(B,)](
+            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
     sample_kernel[(B,)](
         logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
     return token, logprob, entropy
