@@ -141,10 +141,10 @@ def kernel_means(rows):
             for name in OTHERS if name in same[0]}}
 
 
-def plot_kernels(result, plt):
+def plot_kernels(result, figure):
     points = [(f"{mean['model']}, geometric mean of four layers", f"over {name}", mean["M"], mean[name])
               for mean in kernel_means(result["rows"]) for name in OTHERS if name in mean]
-    return plot_lines(plt, points, "rows of x", "speed of NVFP4, relative")
+    plot_lines(figure, points, "rows of x", "speed of NVFP4, relative")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,11 +199,10 @@ def bench_rollout(args):
             release_memory()
 
 
-def plot_rollout(result, plt):
+def plot_rollout(result, figure):
     points = [(row["model"], f"{row['weights']}, LoRA rank {row['rank']}", row["batch"],
                row["tokens_per_s"]) for row in result["rows"]]
-    return plot_lines(plt, points, "sequences decoded at once", "decoded tokens per second",
-                      yscale="log")
+    plot_lines(figure, points, "sequences decoded at once", "decoded tokens per second", yscale="log")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -362,6 +362,7 @@ def attention(q, k, v, mask=None):
 
 class Attention(nn.Module):
     """Grouped-query attention: several heads of q share one of k and v."""
+    rotary = staticmethod(rotary)              # subclasses may have another
 
     def __init__(self, config, reader, name, index):
         super().__init__()
@@ -386,8 +387,8 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None):
         """x [B, T, d] -> [B, T, d]; rope = (cos, sin), see rotary."""
         q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, D]
-        q = rotary(self.q_norm(q), *rope)
-        k = rotary(self.k_norm(k), *rope)
+        q = self.rotary(self.q_norm(q), *rope)
+        k = self.rotary(self.k_norm(k), *rope)
         y = attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
         return self.o(y.flatten(2))
 

@@ -306,13 +306,7 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
 
 class Attention(qerl.Attention):
     """qerl.Attention, with kernels."""
-
-    def forward(self, x, rope, cache=None):
-        q, k, v = self.heads(self.qkv(x))
-        q = rotary(self.q_norm(q), *rope)
-        k = rotary(self.k_norm(k), *rope)
-        y = qerl.attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
-        return self.o(y.flatten(2))
+    rotary = staticmethod(rotary)
 
     def decode(self, x, rope, cache, residual):
         """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""

@@ -8,7 +8,6 @@ import base64
 import bisect
 import io
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -147,17 +146,16 @@ PANELS = [
 
 
 def save_figure(path, draw, *data):
-    """Write the figure that draw(*data, matplotlib.pyplot) returns as a PNG, and return its bytes.
+    """Write the figure that draw(*data, figure) fills as a PNG, and return its bytes.
 
     None, with a warning, if it cannot be drawn.
     """
-    os.environ["MPLBACKEND"] = "agg"        # a notebook's backend may not be installed here
     try:
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure        # not pyplot, which may ask for a notebook's backend
         png = io.BytesIO()
-        figure = draw(*data, plt)
+        figure = Figure(layout="constrained")
+        draw(*data, figure)
         figure.savefig(png, format="png", dpi=110)
-        plt.close(figure)
     except Exception as e:
         print(f"warning: a picture could not be drawn ({reason(e)})", file=sys.stderr)
         return None
@@ -165,10 +163,11 @@ def save_figure(path, draw, *data):
     return png.getvalue()
 
 
-def learning_curve(metrics, summary, plt):
+def learning_curve(metrics, summary, figure):
     """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing."""
     steps = [m["step"] for m in metrics]
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
+    figure.set_size_inches(13, 6.4)
+    axes = figure.subplots(2, 3)
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
         axis.plot(steps, [m.get(key) for m in metrics])
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
@@ -186,4 +185,3 @@ def learning_curve(metrics, summary, plt):
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="validation, pass@1")
     accuracy_axis.legend(loc="upper left", frameon=False)
-    return figure

@@ -18,18 +18,18 @@ def table(titles, rows):
     return [lines[0], "|" + "---|" * len(titles), *lines[1:]]
 
 
-def panels(plt, contents, width):
-    """(figure, the axis and the content of each panel). contents: {title: content}."""
+def panels(figure, contents, width):
+    """(axis, content) of each panel. contents: {title: content}."""
     columns = min(3, len(contents))
     rows = math.ceil(len(contents) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, 4.4 * rows),
-                                layout="constrained", squeeze=False)
+    figure.set_size_inches(width * columns, 4.4 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, title in zip(axes.flat, contents):
         axis.set_title(title)
-    return figure, zip(axes.flat, contents.values())
+    return zip(axes.flat, contents.values())
 
 
-def plot_lines(plt, points, xlabel, ylabel, **axes_options):
+def plot_lines(figure, points, xlabel, ylabel, **axes_options):
     """points: (title of a panel, label of a line, x, y) each.
 
     The x of a panel stand equally far apart, in the order of the points.
@@ -37,21 +37,18 @@ def plot_lines(plt, points, xlabel, ylabel, **axes_options):
     contents = {}
     for title, label, x, y in points:
         contents.setdefault(title, {}).setdefault(label, {})[str(x)] = y
-    figure, found = panels(plt, contents, 4.8)
-    for axis, lines in found:
+    for axis, lines in panels(figure, contents, 4.8):
         for label, line in lines.items():
             axis.plot(list(line), list(line.values()), "o-", label=label)
         axis.set(xlabel=xlabel, ylabel=ylabel, **axes_options)
         axis.tick_params("x", labelsize=8)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-    return figure
 
 
-def plot_bars(plt, contents, ylabel):
+def plot_bars(figure, contents, ylabel):
     """contents: {title of a panel: {name of a bar: {part: its height}}}, the first part at the bottom."""
-    figure, found = panels(plt, contents, 6.5)
-    for axis, bars in found:
+    for axis, bars in panels(figure, contents, 6.5):
         bottom = np.zeros(len(bars))
         for part in dict.fromkeys(part for bar in bars.values() for part in bar):
             heights = np.array([bar.get(part, 0.0) for bar in bars.values()])
@@ -60,4 +57,3 @@ def plot_bars(plt, contents, ylabel):
         axis.set_ylabel(ylabel)
         axis.tick_params("x", labelsize=8)
         axis.legend(frameon=False, fontsize=8)
-    return figure

@@ -131,7 +131,7 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
 
 
-def plot_step(result, plt):
+def plot_step(result, figure):
     """Seconds by phase of the two largest sizes, a bar a model and format."""
     contents = {}
     for (prompts, group), rows in list(grouped(result["rows"], "prompts", "group").items())[-2:]:
@@ -139,7 +139,7 @@ def plot_step(result, plt):
         for row in rows:
             name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
             bars[name] = {phase: row[phase] for phase in PHASES if row.get(phase, 0.0) > 1e-3}
-    return plot_bars(plt, contents, "seconds")
+    plot_bars(figure, contents, "seconds")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,11 +160,11 @@ def speed_ups(rows):
             }
 
 
-def plot_scaling(result, plt):
+def plot_scaling(result, figure):
     points = []
     for line in speed_ups(result["rows"]):
         title = f"{line['model']}: an RL step"
         count = line["processes"]
         points.append((title, "ideal", count, count))
         points.append((title, f"{line['completions']} completions", count, line["times one"]))
-    return plot_lines(plt, points, "GPUs", "completions per second, over one GPU's")
+    plot_lines(figure, points, "GPUs", "completions per second, over one GPU's")

@@ -1,7 +1,6 @@
 """What several test files use."""
 import contextlib
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ import qerl
 from harness import fast
 import train_gsm8k
 import harness.run
+from harness.folders import read_jsonl
 from harness.layers import TrainedLinear, replace_layers
 from test_qerl import HERE, scales
 
@@ -146,10 +146,6 @@ def recorded(monkeypatch):
     return calls
 
 
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def files_below(folder):
     """{name: bytes} of all files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -157,9 +153,8 @@ def files_below(folder):
 
 def without_times(path):
     """The steps of a metrics.jsonl without what the clock and the machine decide."""
-    steps = map(json.loads, path.read_text().splitlines())
     return [{name: value for name, value in step.items()
-             if name not in ("seconds", "tokens_per_s", "peak_memory_gb")} for step in steps]
+             if name not in ("seconds", "tokens_per_s", "peak_memory_gb")} for step in read_jsonl(path)]
 
 
 def tensors_of_checkpoint(out):

@@ -21,11 +21,11 @@ from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
-from common import read_json, run_python, stop_at, tensors_of_checkpoint, without_times
+from common import run_python, stop_at, tensors_of_checkpoint, without_times
 from harness import export
 from harness.command import one_line
 from harness.data import ChatText, check_tokens
-from harness.folders import cut_log, open_folder, read_jsonl
+from harness.folders import cut_log, open_folder, read_json, read_jsonl
 from harness.run import read_checkpoint, write_checkpoint
 from test_answers import chat_text
 
@@ -292,7 +292,7 @@ def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_
 @needs_fork
 def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
     """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
-    importlib.import_module("matplotlib.pyplot")                        # once, not in each child
+    importlib.import_module("matplotlib.figure")                        # once, not in each child
     flags = ("--steps 2 --save-every 1 --eval-questions 2 --algo dapo --train-norms --tis 2 "
              "--sigma-start 0.2 --sigma-end 0.1 --stages 2")
     options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags.split())

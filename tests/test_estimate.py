@@ -3,8 +3,9 @@ import pytest
 import torch
 
 import train_gsm8k
-from common import read_json, run_main
+from common import run_main
 from harness import machine
+from harness.folders import read_json
 from harness.machine import GPUS, estimate
 from harness.ranks import Ranks
 from studies.random_models import config_of

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from common import QUICK, read_json, run_python
+from common import QUICK, run_python
+from harness.folders import read_json
 from test_qerl import HERE
 
 # From the lowest to the highest.

@@ -6,8 +6,9 @@ import torch
 import qerl
 from harness import fast
 import train_gsm8k
-from common import read_json, run_main
+from common import run_main
 from harness import machine
+from harness.folders import read_json
 from test_qerl import TOKENS
 
 

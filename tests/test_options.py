@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from harness import fast
 import train_gsm8k
-from common import LEARNING, read_json, refused, run_main
+from common import LEARNING, refused, run_main
 from harness.errors import UserError
 from harness.export import adapter_settings, adapter_tensors, load_adapter
-from harness.folders import read_jsonl
+from harness.folders import read_json, read_jsonl
 from test_qerl import TOKENS, relative
 
 

@@ -19,9 +19,9 @@ import bench
 from harness import fast
 from harness.errors import UserError
 import train_gsm8k
-from common import assert_same_run, needs_fork, read_json, refused, run_main, run_python
+from common import assert_same_run, needs_fork, refused, run_main, run_python
 from harness import layers
-from harness.folders import read_jsonl
+from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint
 from methods.deep_grpo import CutSampler

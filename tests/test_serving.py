@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from harness import fast, loading
 from harness.errors import UserError
 import train_gsm8k
-from common import read_json, refused, run_main
+from common import refused, run_main
 from harness import export
+from harness.folders import read_json
 from harness.ranks import Ranks
 from methods import QUANTIZERS
 from test_qerl import HERE, compressed_tensors, make_folder, relative, with_lora
