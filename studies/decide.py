@@ -89,14 +89,17 @@ def starts_of(rows):
 
 
 def complete_seeds(rows):
-    """The trained runs of the seeds that have all four arms in a session; others are named and left out."""
+    """The trained runs of the seeds that have all four arms in a session; others are named and left out.
+
+    Of a seed that is complete in two sessions the first counts.
+    """
     require_flag(rows.codes.nunique() == 1, "runs", ", ".join(rows.codes.unique()),
                  "are checksums of different codes of NVFP4; such sessions have no common verdict")
     trained = rows[rows.arm.isin(ARMS)]
     arms = trained.groupby(["session", "seed"]).arm.transform("nunique")
     for (session, seed), left_out in trained[arms < len(ARMS)].groupby(["session", "seed"]):
         print(f"seed {seed} of session {session} is left out: it has only {', '.join(left_out.arm)}")
-    return trained[arms == len(ARMS)]
+    return trained[arms == len(ARMS)].drop_duplicates(["seed", "arm"])
 
 
 def by_seed(runs, measure, starts=None):

@@ -162,7 +162,7 @@ def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path
 
     steps = dict.fromkeys(["accuracy", "entropy", "length", "mismatch_kl"], 0.5)
     for arm, after in (("bf16", 0.40), ("bf16+noise", 0.41), ("gptq", 0.36), ("gptq+noise", 0.37)):
-        for session, seed, other in ((1, 0, 0), (2, 1, 0.001), (2, 2, -0.001)):
+        for session, seed, other in ((1, 0, 0), (2, 1, 0.001), (2, 2, -0.001), (2, 0, 0.5)):
             if (arm, seed) != ("gptq", 2):
                 changed = after + other * arm.startswith("gptq")
                 write(f"{session}/{arm}-{seed}", "metrics.jsonl", **steps)
