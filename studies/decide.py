@@ -1,7 +1,7 @@
 """Does RL on 4-bit weights, or noise, gain or lose? The rule of results/claims/experiment.md.
 
     python -m studies.decide RUNS/1 RUNS/2              the effects, of a folder a session
-    python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, in a file
+    python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, and FILE.png
     python -m studies.decide FILE.json                  the effects from this file
     python -m studies.decide FILE.json --final          and the verdicts, once: no run will follow
     python -m studies.decide --power                    how often the rule finds what is there
@@ -21,6 +21,7 @@ from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
 from harness.folders import atomic_write, read_json, read_jsonl
+from harness.report import save_figure
 from studies.plots import table
 from studies.results import with_error
 
@@ -58,12 +59,15 @@ def rows_of(folder, session):
         elif path.name == "summary.json" and not arm.startswith("entropy"):
             steps = pd.DataFrame(read_jsonl(path.with_name("metrics.jsonl")))
             means = steps[["accuracy", "entropy", "length", "mismatch_kl"]].mean()
-            yield row | means.rename(lambda name: f"{name}_training").to_dict()
+            tens = steps[list(CURVES)].groupby(steps.index // 10).mean().round(4)
+            yield (row | means.rename(lambda name: f"{name}_training").to_dict()
+                   | tens.rename(columns=CURVES).to_dict("list"))
 
 
+CURVES = {"accuracy": "accuracy_by_ten", "entropy": "entropy_by_ten"}        # means of ten steps
 KEPT = ["session", "codes", "arm", "seed", "samples", "accuracy_now", "pass@2_now", "greedy_now",
         "accuracy_after", "pass@2_after", "greedy_after", "accuracy_training", "entropy_training",
-        "length_training", "mismatch_kl_training", "seconds", "hardware", "date"]
+        "length_training", "mismatch_kl_training", *CURVES.values(), "seconds", "hardware", "date"]
 
 
 def read_rows(paths):
@@ -202,6 +206,33 @@ def show_exploratory(rows):
         print("\n".join(table(["arms", "seeds", "points ± standard error", "95 % interval"], lines)))
 
 
+def draw(rows, figure):
+    """Panels of the trained arms: pass@1 after training, and two curves over the steps.
+
+    A dot, or a thin line, is a run; a diamond has the 95 % interval of an arm's mean, a thick line is
+    the mean. Dashed lines are the starts.
+    """
+    figure.set_size_inches(14, 4.4)
+    ends, *courses = figure.subplots(1, 1 + len(CURVES))
+    for n, arm in enumerate(ARMS):
+        runs, color = rows[rows.arm == arm], f"C{n}"
+        after = 100 * runs.accuracy_after
+        half = after.sem() * stats.t.ppf(0.975, len(after) - 1)
+        ends.plot([n - 0.15] * len(after), after, "o", color=color, alpha=0.5)
+        ends.errorbar(n + 0.15, after.mean(), half, fmt="D", color=color, capsize=4)
+        for axis, (name, column) in zip(courses, CURVES.items()):
+            lines = np.array(runs[column].tolist())                               # [seeds, tens]
+            steps = 10 * np.arange(lines.shape[1]) + 5
+            axis.plot(steps, lines.T, color=color, alpha=0.3, linewidth=0.7)
+            axis.plot(steps, lines.mean(0), color=color, linewidth=2.5, label=arm)
+            axis.set(xlabel="step", ylabel=f"{name} of the rollouts, mean of ten steps")
+    for arm, (start, _) in starts_of(rows).items():
+        ends.axhline(start, color=f"C{ARMS.index(arm)}", linestyle="--", linewidth=1)
+    ends.set_xticks(range(len(ARMS)), ARMS)
+    ends.set(ylabel="pass@1 after training, %")
+    courses[0].legend(frameon=False)
+
+
 # --------------------------------------------------------------------------------------------------
 # The rule's power
 
@@ -286,15 +317,16 @@ def main():
     rows = read_rows(args.runs)
     if args.record:
         atomic_write(args.record, rows.to_json(orient="records", indent=1))
+        save_figure(Path(args.record).with_suffix(".png"), draw, rows)
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
+    for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
+        show(measure, by_seed(runs, measure))
+    show_exploratory(rows)
     starts = starts_of(rows)
     require_flag(len(starts) == 2, "runs", " ".join(args.runs),
                  "have no start of both formats; make them by decide.sh start")
     gains = show("gain", by_seed(runs, "accuracy_after", starts), sum(v for _, v in starts.values()))
-    for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
-        show(measure, by_seed(runs, measure))
-    show_exploratory(rows)
     if runs.seed.nunique() >= SEEDS or args.final:
         for name, says in verdicts(gains):
             print(f"\n{name}: {says}")
