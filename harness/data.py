@@ -159,12 +159,13 @@ def question_of(row, place):
     """{"question", "answer", "right"} of a row: worked steps and "#### number", or TeX."""
     question = DEMANDS.sub("", first_text(row, QUESTION)).strip()
     answer = first_text(row, ANSWER)
-    box = last_box(answer)
-    # Of prose with numbers only its box counts: any of them may be meant.
-    words = re.findall(r"[\u0e00-\ud7af]|(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
-    prose = len(words) > 2 and re.search(r"\d", answer) and one_number(answer, question) is None
-    if "####" not in answer and (box is not None or prose):
-        answer = (box or "").strip()
+    if "####" not in answer:
+        # Of prose with numbers only its box counts: any of them may be meant.
+        box = last_box(answer)
+        words = re.findall(r"[\u0e00-\ud7af]|(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
+        prose = len(words) > 2 and re.search(r"\d", answer) and one_number(answer, question) is None
+        if box is not None or prose:
+            answer = (box or "").strip()
     require(question and answer,
             f"{place}: no question, or no answer that stands alone; its columns are {', '.join(row)}, "
             f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or "
