@@ -1,7 +1,7 @@
 """Does RL on 4-bit weights, or noise, gain or lose? The rule of results/claims/experiment.md.
 
     python -m studies.decide RUNS/1 RUNS/2              the effects, of a folder a session
-    python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, and FILE.png
+    python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, in a file
     python -m studies.decide FILE.json                  the effects from this file
     python -m studies.decide FILE.json --final          and the verdicts, once: no run will follow
     python -m studies.decide --power                    how often the rule finds what is there
@@ -21,9 +21,7 @@ from scipy import stats
 
 from harness.command import Parser, one_line, require_flag
 from harness.folders import atomic_write, read_json, read_jsonl
-from harness.report import save_figure
-from studies.plots import table
-from studies.results import with_error
+from studies.plots import table, with_error
 
 MARGIN = 1.0                       # points: what is smaller does not matter to a user
 SEEDS = 8                          # at which verdicts are due
@@ -209,9 +207,10 @@ def show_exploratory(rows):
 def draw(rows, figure):
     """Panels of the trained arms: pass@1 after training, and two curves over the steps.
 
-    A dot, or a thin line, is a run; a diamond has the 95 % interval of an arm's mean, a thick line is
-    the mean. Dashed lines are the starts.
+    rows: those of a file of --record. A dot, or a thin line, is a run; a diamond has the 95 % interval
+    of an arm's mean, a thick line is the mean. Dashed lines are the starts.
     """
+    rows = pd.DataFrame(rows)
     figure.set_size_inches(14, 4.4)
     ends, *courses = figure.subplots(1, 1 + len(CURVES))
     for n, arm in enumerate(ARMS):
@@ -317,7 +316,6 @@ def main():
     rows = read_rows(args.runs)
     if args.record:
         atomic_write(args.record, rows.to_json(orient="records", indent=1))
-        save_figure(Path(args.record).with_suffix(".png"), draw, rows)
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
     for measure in ("accuracy_after", "greedy_after", "accuracy_training"):

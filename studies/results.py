@@ -8,6 +8,7 @@
     steps.csv.gz            the steps of these runs
     learning/runs.json      {name: what summary.json says} of runs that are no study's
     learning/steps.csv.gz   the steps of these
+    claims/experiment.json  the runs of studies/decide.py
 
 A setting is an arm at a learning rate, (arm, lr). The runs of a model are a wide table: a row a seed,
 a column a measure and setting.
@@ -16,14 +17,15 @@ import os
 import re
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pandas as pd
 
 from harness.command import Parser, require_flag
 from harness.folders import atomic_write, read_json, read_jsonl
 from harness.report import learning_curve, save_figure
-from studies.plots import table
+from studies import decide
+from studies.plots import table, with_error
 
 ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
 # The runs of learning/ whose curve a page shows.
@@ -129,17 +131,6 @@ def rate_text(lr):
     """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
     mantissa, exponent = f"{lr:e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def with_error(values, scale, digits):
-    """"mean ± standard error" of the values times scale.
-
-    Without ± if they are all the same, or one.
-    """
-    values = list(values)
-    text = f"{round(scale * fmean(values), digits) + 0.0:.{digits}f}"            # never -0.0
-    spread = stdev(values) if len(values) > 1 else 0
-    return text + (f" ± {scale * spread / len(values) ** 0.5:.{digits}f}" if spread else "")
 
 
 def wide_tables(rows, measures):
@@ -271,8 +262,9 @@ def make_tables(out, rows):
 def make_all(folder, plots):
     """Every table and picture of the folder from the files that the docstring names.
 
-    plots: {name of a .json: the function that draws it}.
+    plots: {name of a .json: the function that draws it}, of the files that bench.py writes.
     """
+    plots = plots | {"experiment": decide.draw}
     for study, rows in read_csv(f"{folder}/runs.csv").groupby("study"):
         make_tables(f"{folder}/{study}", rows)
     for path in Path(folder).glob("*/*.json"):
