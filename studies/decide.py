@@ -40,7 +40,8 @@ EFFECTS = {
 }
 DECIDED = ["4 bits", "4 bits and noise"]      # in this order
 # The exploratory arms, and the arm with which each is compared.
-EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq"}
+EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq",
+               "authors-nvfp4": "authors-bf16"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def arms_table(rows):
 
 def show_exploratory(rows):
     """Print pass@1 of the exploratory arms minus that of a trained arm of their seed and session."""
-    rows = rows[rows.arm.isin([*ARMS, *EXPLORATORY])].assign(reached=pass_1)
+    rows = rows[rows.arm.isin([*EXPLORATORY, *EXPLORATORY.values()])].assign(reached=pass_1)
     values = 100 * rows.pivot(index=["session", "seed"], columns="arm", values="reached")
     lines = []
     for arm in values.columns.intersection(list(EXPLORATORY)):

@@ -5,6 +5,7 @@
 #     studies/decide.sh start MODEL DATA                            each format's start: 256 answers
 #     studies/decide.sh train MODEL DATA SIGMA SEED SEED ...        four arms with these seeds
 #     studies/decide.sh control MODEL DATA SIGMA SEED SEED ...      BF16, hotter rollouts, no noise
+#     studies/decide.sh authors MODEL DATA SEED SEED ...            as the authors' scripts train
 #     studies/decide.sh round MODEL DATA FOLDER SEED SEED ...       its BF16 adapters, 4-bit codes
 set -eu
 what=$1 model=$2 data=$3
@@ -15,6 +16,7 @@ bf16="--weights bf16"
 gptq="--weights nvfp4 --quantizer gptq"
 rtn="--weights nvfp4 --quantizer rtn"
 test="--eval-questions 660"
+learn="--steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8 $common"
 
 # A learning rate of 1e-30 changes nothing. The first of nine steps has no noise, the others have $3.
 untrained() {
@@ -38,15 +40,21 @@ start)
 train | control)
     noise="--sigma-start $1 --sigma-end $(awk "BEGIN { print $1 / 20 }")"
     shift
-    run="--steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8 $common"
     for seed in "$@"; do
         if [ "$what" = control ]; then
-            echo "control-$seed $bf16 --method temperature $noise --seed $seed $run"
+            echo "control-$seed $bf16 --method temperature $noise --seed $seed $learn"
             continue
         fi
         for format in gptq bf16; do
-            echo "$format-$seed ${!format} $no_noise --seed $seed $run"
-            echo "$format+noise-$seed ${!format} $noise --seed $seed $run"
+            echo "$format-$seed ${!format} $no_noise --seed $seed $learn"
+            echo "$format+noise-$seed ${!format} $noise --seed $seed $learn"
+        done
+    done ;;
+authors)
+    for seed in "$@"; do
+        for format in "nvfp4 --quantizer awq" "bf16 $no_noise"; do
+            echo "authors-${format%% *}-$seed --weights $format --train-norms --reward paper" \
+                "--seed $seed $learn"
         done
     done ;;
 round)

@@ -16,7 +16,7 @@ from common import all_trained, assert_same_run, neighbour, refused, run_main, s
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import ByteText
-from methods import deep_grpo, merged, qat, qurl, rilq, self_distillation
+from methods import deep_grpo, merged, qat, qurl, rilq
 from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
 from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, seeded
@@ -307,7 +307,6 @@ def test_branches_join_the_samples_behind_their_question(model):
     "jetrl --lora-rank 0 --beta 0": "entropy",
     "jetrl:training": "mismatch_kl",
     "rilq --beta 0.1": "kl",
-    "self_distillation --beta 0.1": "kl",
     "qat:distil": "sigma",
     "qerl --quantizer four-over-six": "sigma",
 }.items())
@@ -321,7 +320,6 @@ def test_a_neighbour_trains_and_resumes(
     monkeypatch.setattr(rilq, "TEXTS", 10)
     monkeypatch.setattr(rilq.compensate, "__defaults__", (1e-2, 8))
     monkeypatch.setattr(qat, "RECIPE", dict(lr=3e-4, steps=4, batch=4))
-    monkeypatch.setattr(self_distillation, "RECIPE", dict(lr=1e-2, steps=2, batch=4, budget=100))
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
     flags = "--steps 3 --stages 3 --save-every 1 --eval-questions 1 --skip-eval-before --method"
@@ -359,8 +357,8 @@ def test_a_neighbour_trains_and_resumes(
     "qerl --quantizer awq --weights nf4": "use --weights nvfp4",
     "rilq --weights bf16": "there is no error of quantisation to undo",
     "rilq --train-norms": "leave --train-norms out",
-    "self_distillation --dtype float16": "use --dtype float32",
-    "self_distillation --model packed": "is in 4 bits already",
+    "rilq --dtype float16": "use --dtype float32",
+    "rilq --model packed": "is in 4 bits already",
     "qat --model packed": "is in 4 bits already",
     "qat --weights mxfp4": "trains weights for NVFP4, not for mxfp4",
 }.items())

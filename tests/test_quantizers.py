@@ -16,7 +16,7 @@ import train_gsm8k
 from harness import export
 from harness.data import read_questions
 from harness.small_policy import ByteText
-from methods import awq, four_over_six, gptq, qat, rilq, self_distillation
+from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
 from test_qerl import WEIGHTS, make_folder, relative, seeded, stacked_layer, with_lora
 
@@ -248,22 +248,6 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked):
         assert start[name].equal(p)
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] == min(losses) < losses[0]
-
-
-def test_self_distillation_lowers_the_kl_to_the_16_bit_model(qwen):
-    """Computed over the whole vocabulary, where the student samples its only token."""
-    teacher = fast.load_model(qwen, "bf16")
-    student = with_lora(qwen)
-    prompts = [[5, 6, 7], [8, 9, 10]]
-
-    @torch.no_grad()
-    def kl():
-        q, p = (model(torch.tensor(prompts))[:, -1].log_softmax(-1) for model in (student, teacher))
-        return (q.exp() * (q - p)).sum()
-    before = kl()
-    self_distillation.distil(student, teacher, prompts, seeded(0), steps=8, batch=64, lr=3e-3,
-                             budget=200, max_new_tokens=1)
-    assert kl() < 0.5 * before
 
 
 def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tmp_path, cache):
