@@ -47,8 +47,8 @@ def JSON_object(text):
 
 KINDS = {
     bool: {"action": "store_true"},
-    dict: {"type": JSON_object, "metavar": "JSON"},
-    list: {"nargs": "+", "metavar": "NAME"},
+    dict: {"type": JSON_object},
+    list: {"nargs": "+"},
 }
 
 
@@ -68,7 +68,8 @@ def parse_flags(settings_class, description, presets, choices, argv=None):
     parser = Parser(description, usage="%(prog)s [flags]", epilog=legend,
                     argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
-        parser.add_argument("--" + f.name.replace("_", "-"), **KINDS.get(f.type, {"type": f.type}))
+                parser.add_argument("--" + f.name.replace("_", "-"), help=argparse.SUPPRESS,
+                            **KINDS.get(f.type, {"type": f.type}))
     return vars(parser.parse_args(argv))
 
 
@@ -145,7 +146,7 @@ def check_settings(settings, processes):
          settings.weights == "bf16" and not settings.beta and not settings.shard,
          "trains the weights themselves; use --weights bf16 and --beta 0, and leave --shard out"),
         ("dry_run", settings.dry_run, settings.model and not settings.shard,
-         "knows real models alone, and no --shard; name one with --model"),
+         "counts real models alone, without --shard; name a model with --model"),
         ("method", settings.method != "qerl", processes == 1,
          "the neighbours run in one process; start without torchrun (--quantizer alone runs in several)"),
         ("plain", settings.plain,

@@ -234,7 +234,7 @@ def forecast(settings, processes):
     share = replace(settings, prompts=settings.prompts / processes)
     needed, step = estimate(config, share, (memory, *speeds), length, taught)
     minutes = settings.steps * step / 60
-    return (f"{model} takes {needed / 1e9:.1f} of {memory / 1e9:.0f} GB, and uses more if it is free. "
+    return (f"{model} needs {needed / 1e9:.1f} of {memory / 1e9:.0f} GB and uses more if it can. "
             f"{settings.steps} steps of {step:.1f} s take about {minutes:.0f} minutes on an {name}, if "
             f"completions have {length} tokens, half of --max-new-tokens, and {taught:.0%} of the groups are "
             "trained on")

@@ -39,6 +39,8 @@ EFFECTS = {
     "4 bits, under noise minus without": (1, -1, -1, 1),
 }
 DECIDED = ["4 bits", "4 bits and noise"]      # in this order
+SHOWN = {"accuracy_after": "pass@1 after training", "greedy_after": "greedy accuracy after training",
+         "accuracy_training": "mean training accuracy"}
 # The exploratory arms, and the arm with which each is compared.
 EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq",
                "authors-nvfp4": "authors-bf16"}
@@ -169,12 +171,11 @@ def show(title, values, start_variance=0.0):
 
 
 def verdicts(gains):
-    """Yield (effect, its verdict): the second only if the first decides anything."""
-    for name in DECIDED:
-        says = verdict(gains.loc[name])
-        yield name, says
-        if says.startswith("undetermined"):
-            return
+    """Yield (effect, its verdict): the second question is asked only if the first is decided."""
+    first, second = DECIDED
+    says = verdict(gains.loc[first])
+    yield first, says
+    yield second, "not asked" if says.startswith("undetermined") else verdict(gains.loc[second])
 
 
 def pass_1(rows):
@@ -319,13 +320,14 @@ def main():
         atomic_write(args.record, rows.to_json(orient="records", indent=1))
     print("\n".join(arms_table(rows)))
     runs = complete_seeds(rows)
-    for measure in ("accuracy_after", "greedy_after", "accuracy_training"):
-        show(measure, by_seed(runs, measure))
+    for measure, title in SHOWN.items():
+        show(title, by_seed(runs, measure))
     show_exploratory(rows)
     starts = starts_of(rows)
     require_flag(len(starts) == 2, "runs", " ".join(args.runs),
                  "have no start of both formats; make them by decide.sh start")
-    gains = show("gain", by_seed(runs, "accuracy_after", starts), sum(v for _, v in starts.values()))
+    gains = show("gain: pass@1 after training minus the format's start",
+                 by_seed(runs, "accuracy_after", starts), sum(v for _, v in starts.values()))
     if runs.seed.nunique() >= SEEDS or args.final:
         for name, says in verdicts(gains):
             print(f"\n{name}: {says}")
