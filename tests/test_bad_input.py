@@ -49,7 +49,7 @@ from test_answers import chat_text
     "--prompts 99999999999999999999": "--prompts 9+: must be from 1 to 10000",
     "--reward good": "unknown; choose answer, paper, random or FILE.py:FUNCTION",
     "--reward none.py:f": "No such file or directory: .*none.py",
-    "--dry-run --model m --shard": "and no --shard",
+    "--dry-run --model m --shard": "without --shard",
     "--save-quantized out": "saves a real model .* name it with --model",
     "--save-quantized out --model m --eval-only": "--eval-only and torchrun out",
 }.items())
