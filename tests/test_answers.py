@@ -170,6 +170,8 @@ def test_in_evaluation_a_box_or_tag_decides(text):
                        f"so \\boxed{{6}} <answer>{text}</answer> 6"):
         assert not is_right(completion, Fraction(6), anywhere=True)
     assert is_right("so \\boxed{6", Fraction(6), anywhere=True)
+    for answer in ("\\sqrt{2}", "\\sqrt{3}"):
+        assert is_right("so x = $\\sqrt{2}$.", answer, anywhere=True) == (answer == "\\sqrt{2}")
 
 
 @pytest.mark.parametrize("right,answer,equal", [

@@ -13,6 +13,7 @@ import qerl
 from harness import fast
 from harness.data import ChatText
 from harness.errors import UserError
+from harness.export import save_packed
 from test_qerl import TOKENS, compressed_tensors, make_folder, relative
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -198,3 +199,9 @@ def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path):
 
     modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     assert_close(logits(modelopt_layout, modelopt), logits(packed_layer, STORED), rtol=1e-5, atol=1e-5)
+
+
+def test_qerl_reads_a_folder_in_nvfp4_as_fast_does(qwen, tmp_path):
+    folder = str(tmp_path / "packed")
+    save_packed(qwen, folder, "cpu")
+    assert_close(qerl.load_model(folder)(TOKENS), fast.load_model(folder)(TOKENS), rtol=1e-4, atol=1e-4)
