@@ -27,6 +27,7 @@ MARGIN = 1.0                       # points: what is smaller does not matter to 
 SEEDS = 8                          # at which verdicts are due
 QUESTIONS_ASKED = 660
 ARMS = ["bf16", "bf16+noise", "gptq", "gptq+noise"]
+NAMES = ["BF16", "BF16, noise", "NVFP4", "NVFP4, noise"]              # of the arms, in the picture
 # How the four are added up.
 EFFECTS = {
     "4 bits, without noise": (-1, 0, 1, 0),
@@ -66,6 +67,7 @@ def rows_of(folder, session):
 
 
 CURVES = {"accuracy": "accuracy_by_ten", "entropy": "entropy_by_ten"}        # means of ten steps
+UNITS = {"accuracy": "a fraction", "entropy": "nats a token"}
 KEPT = ["session", "codes", "arm", "seed", "samples", "accuracy_now", "pass@2_now", "greedy_now",
         "accuracy_after", "pass@2_after", "greedy_after", "accuracy_training", "entropy_training",
         "length_training", "mismatch_kl_training", *CURVES.values(), "seconds", "hardware", "date"]
@@ -215,21 +217,21 @@ def draw(rows, figure):
     rows = pd.DataFrame(rows)
     figure.set_size_inches(14, 4.4)
     ends, *courses = figure.subplots(1, 1 + len(CURVES))
-    for n, arm in enumerate(ARMS):
+    for n, (arm, name) in enumerate(zip(ARMS, NAMES)):
         runs, color = rows[rows.arm == arm], f"C{n}"
         after = 100 * runs.accuracy_after
         half = after.sem() * stats.t.ppf(0.975, len(after) - 1)
         ends.plot([n - 0.15] * len(after), after, "o", color=color, alpha=0.5)
         ends.errorbar(n + 0.15, after.mean(), half, fmt="D", color=color, capsize=4)
-        for axis, (name, column) in zip(courses, CURVES.items()):
+        for axis, (measure, column) in zip(courses, CURVES.items()):
             lines = np.array(runs[column].tolist())                               # [seeds, tens]
             steps = 10 * np.arange(lines.shape[1]) + 5
             axis.plot(steps, lines.T, color=color, alpha=0.3, linewidth=0.7)
-            axis.plot(steps, lines.mean(0), color=color, linewidth=2.5, label=arm)
-            axis.set(xlabel="step", ylabel=f"{name} of the rollouts, mean of ten steps")
+            axis.plot(steps, lines.mean(0), color=color, linewidth=2.5, label=name)
+            axis.set(xlabel="step", ylabel=f"{measure} of the rollouts, {UNITS[measure]}")
     for arm, (start, _) in starts_of(rows).items():
         ends.axhline(start, color=f"C{ARMS.index(arm)}", linestyle="--", linewidth=1)
-    ends.set_xticks(range(len(ARMS)), ARMS)
+    ends.set_xticks(range(len(ARMS)), NAMES)
     ends.set(ylabel="pass@1 after training, %")
     courses[0].legend(frameon=False)
 
