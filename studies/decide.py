@@ -76,10 +76,12 @@ KEPT = ["session", "codes", "arm", "seed", "samples", "accuracy_now", "pass@2_no
 def read_rows(paths):
     """The rows of folders, a session each, or of a file that --record has written."""
     if len(paths) == 1 and paths[0].endswith(".json"):
-        return pd.DataFrame(read_json(paths[0]))
-    rows = pd.DataFrame([row for n, path in enumerate(paths, 1) for row in rows_of(path, n)])
-    require_flag(len(rows), "runs", " ".join(paths), "hold no finished run")
-    return rows.reindex(columns=KEPT)
+        rows = read_json(paths[0])
+    else:
+        rows = [row for n, path in enumerate(paths, 1) for row in rows_of(path, n)]
+    rows = pd.DataFrame(rows).reindex(columns=KEPT)
+    require_flag(rows.arm.notna().any(), "runs", " ".join(paths), "hold no finished run")
+    return rows
 
 
 def starts_of(rows):
