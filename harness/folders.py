@@ -98,7 +98,12 @@ def read_jsonl(path):
     for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else []:
         with contextlib.suppress(ValueError):
             objects.append(json.loads(line))
-    return objects
+    return [o for o in objects if isinstance(o, dict)]
+
+
+def read_steps(path):
+    """The objects of a run's metrics.jsonl or samples.jsonl that have a step's number."""
+    return [o for o in read_jsonl(path) if isinstance(o.get("step"), int)]
 
 
 def write_jsonl(path, objects):
@@ -113,7 +118,7 @@ def append_jsonl(path, entry):
 def cut_log(folder, last_step):
     """Take from a run's files what a killed process logged after this step."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        kept = [o for o in read_jsonl(f"{folder}/{name}") if o["step"] <= last_step]
+        kept = [o for o in read_steps(f"{folder}/{name}") if o["step"] <= last_step]
         write_jsonl(f"{folder}/{name}", kept)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 
 import qerl
-from harness.folders import atomic_write, read_json, read_jsonl
+from harness.folders import atomic_write, read_json, read_jsonl, read_steps
 from harness.errors import reason
 
 STEPS = 7                              # of samples.jsonl, at most
@@ -26,9 +26,8 @@ def write_report(folder):
 
     Any of them may be missing, as after a kill.
     """
-    metrics, samples, before, after = (
-        read_jsonl(f"{folder}/{name}.jsonl")
-        for name in ("metrics", "samples", "answers_before", "answers_after"))
+    metrics, samples = (read_steps(f"{folder}/{name}.jsonl") for name in ("metrics", "samples"))
+    before, after = (read_jsonl(f"{folder}/answers_{when}.jsonl") for when in ("before", "after"))
     path = Path(folder, "summary.json")
     summary = read_json(path) if path.exists() else {}       # of an unfinished run
     settings = summary.pop("settings", {})

@@ -203,7 +203,7 @@ def test_what_a_killed_run_logged_after_its_checkpoint_is_cut(tmp_path):
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == []
     torn = '{"step": 4, "rew'
-    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
+    log.write_text('{"step": 1}\n{}\n[1]\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n' + torn)
     cut_log(tmp_path, 2)
     assert read_jsonl(log) == [{"step": 1}, {"step": 2}]
 
@@ -341,6 +341,14 @@ def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
             with ends, one_line():
                 print("\xfc")
         assert narrow.buffer.getvalue() == b"\\xfc\n"
+
+
+def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
+    own = tmp_path / "own.py"
+    own.write_text(f"import shutil\ndef remove(*_):\n    shutil.rmtree({str(tmp_path / 'run')!r}, True)\n"
+                   "    return 0\n")
+    line = refused(*quick, "--skip-eval-before", "--reward", f"{own}:remove")
+    assert f"No such file or directory: '{tmp_path}/run/" in line
 
 
 @pytest.mark.parametrize("flags,message,steps", [
