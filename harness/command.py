@@ -68,7 +68,7 @@ def parse_flags(settings_class, description, presets, choices, argv=None):
     parser = Parser(description, usage="%(prog)s [flags]", epilog=legend,
                     argument_default=argparse.SUPPRESS)
     for f in fields(settings_class):
-                parser.add_argument("--" + f.name.replace("_", "-"), help=argparse.SUPPRESS,
+        parser.add_argument("--" + f.name.replace("_", "-"), help=argparse.SUPPRESS,
                             **KINDS.get(f.type, {"type": f.type}))
     return vars(parser.parse_args(argv))
 

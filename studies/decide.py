@@ -62,15 +62,15 @@ def rows_of(folder, session):
             steps = pd.DataFrame(read_jsonl(path.with_name("metrics.jsonl")))
             means = steps[["accuracy", "entropy", "length", "mismatch_kl"]].mean()
             tens = steps[list(CURVES)].groupby(steps.index // 10).mean().round(4)
-            yield (row | means.rename(lambda name: f"{name}_training").to_dict()
-                   | tens.rename(columns=CURVES).to_dict("list"))
+            yield (row | means.add_suffix("_training").to_dict()
+                   | tens.add_suffix("_by_ten").to_dict("list"))
 
 
-CURVES = {"accuracy": "accuracy_by_ten", "entropy": "entropy_by_ten"}        # means of ten steps
-UNITS = {"accuracy": "a fraction", "entropy": "nats a token"}
+CURVES = {"accuracy": "a fraction", "entropy": "nats a token"}        # drawn over the steps; their units
 KEPT = ["session", "codes", "arm", "seed", "samples", "accuracy_now", "pass@2_now", "greedy_now",
         "accuracy_after", "pass@2_after", "greedy_after", "accuracy_training", "entropy_training",
-        "length_training", "mismatch_kl_training", *CURVES.values(), "seconds", "hardware", "date"]
+        "length_training", "mismatch_kl_training", "accuracy_by_ten", "entropy_by_ten", "seconds",
+        "hardware", "date"]
 
 
 def read_rows(paths):
@@ -197,7 +197,7 @@ def arms_table(rows):
 
 def show_exploratory(rows):
     """Print pass@1 of the exploratory arms minus that of a trained arm of their seed and session."""
-    rows = rows[rows.arm.isin([*EXPLORATORY, *EXPLORATORY.values()])].assign(reached=pass_1)
+    rows = rows.assign(reached=pass_1)
     values = 100 * rows.pivot(index=["session", "seed"], columns="arm", values="reached")
     lines = []
     for arm in values.columns.intersection(list(EXPLORATORY)):
@@ -225,12 +225,12 @@ def draw(rows, figure):
         half = after.sem() * stats.t.ppf(0.975, len(after) - 1)
         ends.plot([n - 0.15] * len(after), after, "o", color=color, alpha=0.5)
         ends.errorbar(n + 0.15, after.mean(), half, fmt="D", color=color, capsize=4)
-        for axis, (measure, column) in zip(courses, CURVES.items()):
-            lines = np.array(runs[column].tolist())                               # [seeds, tens]
+        for axis, (measure, unit) in zip(courses, CURVES.items()):
+            lines = np.array(runs[f"{measure}_by_ten"].tolist())                  # [seeds, tens]
             steps = 10 * np.arange(lines.shape[1]) + 5
             axis.plot(steps, lines.T, color=color, alpha=0.3, linewidth=0.7)
             axis.plot(steps, lines.mean(0), color=color, linewidth=2.5, label=name)
-            axis.set(xlabel="step", ylabel=f"{measure} of the rollouts, {UNITS[measure]}")
+            axis.set(xlabel="step", ylabel=f"{measure} of the rollouts, {unit}")
     for arm, (start, _) in starts_of(rows).items():
         ends.axhline(start, color=f"C{ARMS.index(arm)}", linestyle="--", linewidth=1)
     ends.set_xticks(range(len(ARMS)), NAMES)

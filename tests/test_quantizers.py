@@ -18,7 +18,7 @@ from harness.data import read_questions
 from harness.small_policy import ByteText
 from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
-from test_qerl import WEIGHTS, make_folder, relative, seeded, stacked_layer, with_lora
+from test_qerl import WEIGHTS, make_folder, relative, stacked_layer
 
 decoded = partial(fast.FORMATS["nvfp4"].dequantize, dtype=torch.float32)
 

@@ -60,6 +60,10 @@ def test_the_experiment_has_four_arms_a_seed():
         5, "bf16", 0.07, 0.0035)
     assert runs["gptq-5"].sigma_start == 0
     assert listed("decide.sh", "entropy", *model_and_data)
+    authors = listed("decide.sh", "authors", *model_and_data, "4")
+    assert [(name, run.quantizer, run.sigma_start, run.train_norms, run.reward)
+            for name, run in authors.items()] == [
+        ("authors-nvfp4-4", "awq", 0.01, True, "paper"), ("authors-bf16-4", "rtn", 0, True, "paper")]
     starts = listed("decide.sh", "start", *model_and_data)
     assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
 
