@@ -87,19 +87,23 @@ def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
     completions: of a step; recomputed: blocks; itemsize: bytes of an activation. Flags win. By default
     all completions of a step are decoded at once, and 256 of an evaluation if a step has fewer; or as
     many as 0.7 of the memory holds. If a step's cache takes at most a quarter, it stays during the
-    updates, so that a rollout's recorded graphs serve the next one, too.
+    updates, so that a rollout's recorded graphs serve the next one, too. A pass has up to 16,384
+    tokens, or up to 32,768 if no block need be recomputed.
     """
     slots = settings.slots or max(1, min(max(256, completions), int(0.7 * free / sequence)))
     cache = sequence * min(slots, completions)
     stays = 4 * cache <= free
-    values = activations(config, config.num_hidden_layers, recomputed)
-    if settings.plain:
-        # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are there,
-        # some four times in float32.
-        values = 4 * (values + 8 * config.vocab_size)
     logits = 3 * 2048 * config.vocab_size * itemsize                             # of 2,048 tokens
     room = 0.8 * (free - logits) - stays * cache
-    micro_tokens = settings.micro_tokens or max(512, min(16384, int(room / itemsize / values)))
+
+    def fit(most, recomputed):
+        values = activations(config, config.num_hidden_layers, recomputed)
+        if settings.plain:
+            # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are
+            # there, some four times in float32.
+            values = 4 * (values + 8 * config.vocab_size)
+        return min(most, int(room / itemsize / values))
+    micro_tokens = settings.micro_tokens or max(512, fit(16384, recomputed), fit(32768, 0))
     return slots, micro_tokens, room, stays
 
 

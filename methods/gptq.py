@@ -42,7 +42,8 @@ def inverse_factor(gram, order):
     H = gram[order][:, order].double()
     H.diagonal().add_(0.01 * H.diag().mean() + 1e-12)
     L = torch.linalg.cholesky(H.flip(0, 1)).flip(0, 1)
-    return torch.linalg.solve_triangular(L, torch.eye(len(L)).to(L), upper=True).float()
+    identity = torch.eye(len(L), dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, identity, upper=True).float()
 
 
 def round_e2m1(x):

@@ -101,7 +101,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
     layer = stacked_layer("bf16", [weight])
     seen = calibration.Inputs(layer)
     padded = F.pad(x, (0, 0, 0, 5), value=1e6)                     # padding counts nowhere
-    seen.mask = torch.arange(len(padded))[None] < len(x)
+    seen.kept = torch.arange(len(x))
     layer(padded[None])
 
     def error(s):

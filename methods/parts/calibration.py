@@ -49,29 +49,29 @@ class Inputs:
         self.gram = weight.new_zeros(size, size)                                 # Σ x xᵀ
         self.magnitude = weight.new_zeros(size)                                  # Σ |x|
         self.count = 0
-        self.mask = None           # bool [B, T] of the next rows, False at padding
+        self.kept = None           # int64 [n]: the next rows' tokens without padding, of all B T
         self.hook = layer.register_forward_pre_hook(self.add)
 
     def add(self, layer, arguments):
-        x = arguments[0][self.mask].float()                                      # [n, in]
+        x = arguments[0].flatten(0, 1)[self.kept].float()                        # [n, in]
         for part in x.split(2048):         # a GPU's longer sums of outliers are too rough for GPTQ
             self.gram.addmm_(part.T, part)
         self.magnitude += x.abs().sum(0)
         self.count += len(x)
 
 
-def inputs_of(layers, block, batches, hidden, ropes):
+def inputs_of(layers, block, kept, hidden, ropes):
     """{layer: Inputs} of a block's layers.
 
-    Lists with an item for each batch: batches of Rows; hidden [B, T, d], which the block reads; ropes
+    Lists with an item for each batch: kept as in Inputs; hidden [B, T, d], which the block reads; ropes
     of (cos, sin). A GPU multiplies in TF32, whose ten bits hold 16-bit values without loss.
     """
     inputs = {layer: Inputs(layer) for layer in layers}
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    for rows, x, rope in zip(batches, hidden, ropes):
+    for tokens, x, rope in zip(kept, hidden, ropes):
         for seen in inputs.values():
-            seen.mask = rows.mask
+            seen.kept = tokens
         block(x, rope)
     torch.set_float32_matmul_precision(precision)
     for layer, seen in inputs.items():
@@ -91,6 +91,7 @@ def calibrate(model, sequences):
     bar.
     """
     batches = batches_of(sequences, 32, model.device)
+    kept = [rows.mask.flatten().nonzero()[:, 0] for rows in batches]
     hidden = [F.embedding(rows.tokens, model.embedding) for rows in batches]
     ropes = [model.rope(torch.arange(x.shape[1], device=x.device), x.dtype) for x in hidden]
     for block in tqdm(model.blocks, "calibrating", unit="block", delay=2, disable=not Ranks().main):
@@ -98,7 +99,7 @@ def calibrate(model, sequences):
         unread = [layer.weight for layer in layers]
         for layer in layers:
             layer.weight = layer.weight.read()
-        yield block, inputs_of(layers, block, batches, hidden, ropes)
+        yield block, inputs_of(layers, block, kept, hidden, ropes)
         for i, rope in enumerate(ropes):               # in place: there is never a second copy
             hidden[i] = block(hidden[i], rope)
         for layer, weight in zip(layers, unread):
