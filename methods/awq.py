@@ -29,7 +29,6 @@ already, so that GPTQ comes nearer to the 16-bit model.
 import torch
 
 from harness import fast
-from harness.errors import require
 from harness.export import stacked_parts
 from methods.parts.calibration import calibrate
 
@@ -48,8 +47,6 @@ def awq_scale(layer, seen):
         if error < lowest:
             lowest = error
             best = s
-    require(lowest < float("inf"), f"layer {layer.names[0]}: the errors of its outputs overflow, so "
-                                        "that AWQ cannot choose by them; use --quantizer rtn")
     return best
 
 

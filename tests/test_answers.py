@@ -23,7 +23,7 @@ from harness.data import ChatText, load_questions, math_questions, read_question
 from harness.folders import read_jsonl, write_jsonl
 from harness.ranks import Ranks
 from harness.small_policy import ByteText, made_up_problems
-from train_gsm8k import answer_reward, paper_reward, random_reward
+from train_gsm8k import answer_reward, paper_reward
 
 # --------------------------------------------------------------------------------------------------
 # Answers
@@ -263,11 +263,6 @@ PAPER = "<think>6 * 7 = 42</think>\n<answer>$42.00</answer>"
 }.items())
 def test_the_papers_reward_counts_answer_and_format(completion, earned):
     assert paper_reward(completion, {"right": Fraction(42)}) == earned
-
-
-def test_a_random_reward_knows_nothing_of_the_answer():
-    rewards = [random_reward(f"\\boxed{{{n}}}", {"right": Fraction(5)}) for n in range(400)]
-    assert 160 < sum(rewards) < 240
 
 
 def test_what_the_prompt_has_opened_counts_for_the_format():

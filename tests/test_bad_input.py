@@ -24,7 +24,7 @@ from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, nee
 from common import run_python, stop_at, tensors_of_checkpoint, without_times
 from harness import export
 from harness.command import one_line
-from harness.data import ChatText, check_tokens
+from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
 from harness.run import read_checkpoint, write_checkpoint
 from test_answers import chat_text
@@ -147,11 +147,6 @@ def test_bad_input_is_one_line_and_leaves_no_empty_folder(
     line = refused(*quick, *argv.split())
     assert message in line and "; go on with" not in line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_tokenizer_of_another_model_is_refused():
-    with pytest.raises(UserError, match="tokens 1 to 300, its vocabulary has 262"):
-        check_tokens([{"question": "a", "prompt": [1, 300]}], {256}, 262)
 
 
 @pytest.fixture

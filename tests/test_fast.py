@@ -75,14 +75,6 @@ def test_recomputed_blocks_give_the_same_gradient(model, monkeypatch, recompute)
     assert len(decoded) == 2 * layers
 
 
-def test_qerls_functions_run_on_a_fast_model(model):
-    repeated = [prompt for prompt in PROMPTS for _ in range(2)]
-    for samples, scores in ((fast, qerl), (qerl, fast)):
-        rollout = samples.generate(model, PROMPTS, 16, 2, 0.7, eos=range(20), generator=seeded(1))
-        logprobs = scores.token_logprobs(model, repeated, rollout.tokens, rollout.length, 0.7)
-        assert_close(logprobs, rollout.logprobs, **NEAR)
-
-
 def test_a_kept_sampler_samples_anew(family):
     """Other prompts, noise and LoRA than in the rollout before, which ended with fewer slots.
 

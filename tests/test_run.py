@@ -1,7 +1,6 @@
 """A run: the loop, held to the equations; full fine-tuning, float16."""
 import copy
 import itertools
-import json
 from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, all_trained, assert_same_run
 from common import refused, run_main, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows
-from harness.folders import append_jsonl, read_jsonl, write_jsonl
+from harness.folders import read_jsonl
 from harness.run import Run
 from test_qerl import TOKENS, relative, scales, seeded
 
@@ -333,7 +332,7 @@ def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# float16, lines of JSON
+# float16, what a run says
 
 def losses_times(*factors):
     """A patch that multiplies the first losses by these factors, the others by 1."""
@@ -383,13 +382,3 @@ def test_a_run_says_what_there_is_to_learn_from(capsys):
     first, warning = capsys.readouterr().out.splitlines()
     assert "25% of the questions have right and wrong answers" in first
     assert "warning: for three steps all answers to a question had the same reward" in warning
-
-
-def test_a_question_stays_what_it_is(tmp_path):
-    """In a file of one object a line: with whatever ends a line somewhere, and what JSON escapes."""
-    path = tmp_path / "questions.jsonl"
-    row = {"question": 'a\nb\r\nc\u2028d\u2029e\x85f\x0b\x0c\x1c\x1d\x1eg\t{"step": 9}\\ "h" \x00'}
-    write_jsonl(path, [row])
-    append_jsonl(path, row)
-    assert read_jsonl(path) == [row, row]
-    assert list(map(json.loads, path.read_bytes().splitlines())) == [row, row]
