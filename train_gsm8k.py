@@ -137,7 +137,7 @@ class Settings:
     eval_top_p: float = 0.95        # of these answers [E]
     skip_eval_before: bool = False  # do not measure the policy before its training
     eval_only: bool = False         # only measure accuracy; with --resume, of the run's adapter
-    save_every: int = 10            # steps between checkpoints
+    save_every: int = 25            # steps between checkpoints
     dry_run: bool = False           # only say what memory and time the run will take, by
                                     # config.json alone
     gpu: str = None                 # the GPU that --dry-run describes; by default the one here or an H100

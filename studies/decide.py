@@ -298,7 +298,7 @@ def show_before():
         for measure in runs.columns[-5:]:
             values = 100 * runs.pivot_table(measure, "seed", "arm")[ARMS]      # the mean of the rates
             show(measure, values)
-    board = pd.Series({name: 100 * run["greedy_after"] for name, run in
+    board = pd.Series({name: 50 * (run["greedy_after"] + run["accuracy_after"]) for name, run in
                        read_json("results/learning/runs.json").items() if "seed" in name})
     for model in ("0.5B", "1.5B"):
         runs = board.filter(like=f"speedrun-{model.lower()}")
