@@ -183,8 +183,6 @@ def bench_rollout(args):
     batches = (1, 8, 32, 128)
     tokens = 256 if args.device == "cuda" else 8
     for name, rank in itertools.product(args.model, args.ranks):
-        if args.device == "cuda":
-            yield from peers.vllm_rows(name, rank, batches, tokens)
         for weights in args.weights:
             model = random_model(name, weights, rank, args.device)
             decode_seconds(model, 1, tokens)                       # compiles what prefill needs
@@ -197,6 +195,8 @@ def bench_rollout(args):
                        "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
             del model
             release_memory()
+        if args.device == "cuda":
+            yield from peers.vllm_rows(name, rank, batches, tokens)
 
 
 def plot_rollout(result, figure):
