@@ -201,7 +201,8 @@ def show_exploratory(rows):
     values = 100 * rows.pivot(index=["session", "seed"], columns="arm", values="reached")
     lines = []
     for arm in values.columns.intersection(list(EXPLORATORY)):
-        differences = (values[arm] - values[EXPLORATORY[arm]]).dropna()
+        pairs = (values[arm] - values[EXPLORATORY[arm]]).dropna()
+        differences = pairs.groupby("seed").first()               # as in complete_seeds
         low, high = stats.t.interval(0.95, len(differences) - 1, differences.mean(), differences.sem())
         lines.append([f"{arm} minus {EXPLORATORY[arm]}", len(differences), with_error(differences, 1, 2),
                       f"{low:.2f} to {high:.2f}"])

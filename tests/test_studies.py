@@ -174,7 +174,7 @@ def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path
     for format, before in (("bf16", 0.25), ("gptq", 0.24)):
         write(f"1/start-{format}-0", "eval.json", accuracy_now=before, greedy_now=before,
               settings={"eval_samples": 64}, **{"pass@2_now": before + 0.1})
-    for session, seed, after in ((1, 0, 0.38), (2, 1, 0.4)):
+    for session, seed, after in ((1, 0, 0.38), (2, 1, 0.4), (2, 0, 0.9)):
         write(f"{session}/round-gptq-{seed}", "eval.json", accuracy_now=after, greedy_now=after,
               settings={"eval_samples": 8}, **{"pass@2_now": after})
     write("1/bf16-2", "metrics.jsonl", **steps)            # of a seed that another session began anew
