@@ -27,9 +27,10 @@ def test_memory_is_within_a_twentieth_of_the_recorded_peaks():
 
 
 def test_a_step_on_an_h100_is_within_a_quarter_of_the_recorded_one():
-    for row in read_json(RESULTS / "h100-80gb-hbm3/step-peers.json")["rows"]:
-        if row["weights"] == "trl":
-            continue
+    files = (RESULTS / "h100-80gb-hbm3").glob("step-*.json")
+    rows = [row for file in files for row in read_json(file)["rows"] if row["weights"] != "trl"]
+    assert {row["group"] * row["prompts"] for row in rows} == {8, 256, 512}
+    for row in rows:
         settings = Settings(
             weights=row["weights"], prompts=row["prompts"], updates=1, max_new_tokens=int(row["length"]))
         _, seconds = estimate(config_of(row["model"]), settings, GPUS["H100"], row["length"])
