@@ -343,7 +343,7 @@ class TiledWeight:
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
     values = None               # the weight in bfloat16, too, as an object that multiplies, where
-                                # machine.keep_decoded found room for it
+                                # machine.keep_values found room for it
 
     def for_rows(self, rows):
         """What multiplies so many rows fastest: this or, if they are kept, the values.

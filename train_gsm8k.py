@@ -116,9 +116,6 @@ class Settings:
     gradient_clip: float = 0.2      # largest norm of a gradient [code]
     micro_tokens: int = None        # tokens in one pass of an update, in which a shared prompt
                                     # counts once; by default 16384, or what memory holds
-    keep_activations: bool = False  # no gradient checkpointing at all, whatever memory it takes;
-                                    # else on a GPU as many blocks keep what backward needs as fit
-                                    # into most of the free memory
 
     # The run
     shard: bool = False             # cut the frozen weights over torchrun's processes, for models
@@ -396,7 +393,7 @@ def load_model(settings, engine, stored, ranks):
     if settings.shard:
         from harness.layers import SharedPasses
         ranks.serve = SharedPasses(model, ranks.count).serve
-    if settings.device != "cpu" and not settings.keep_activations and not settings.plain:
+    if settings.device != "cpu" and not settings.plain:
         model.recompute_in_backward()
     if settings.lora_rank == 0:
         from harness.layers import TrainedLinear, replace_layers

@@ -89,7 +89,7 @@ def check_device(name):
 
 def full_name(model):
     """Qwen2.5-3B -> Qwen/Qwen2.5-3B-Instruct; other names and folders stay."""
-    if not model or not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
+    if not model.startswith("Qwen") or "/" in model or os.path.isdir(model):
         return model
     chat = "-Instruct" if re.fullmatch(r"Qwen2\.5(-Coder|-Math)?-[\d.]+B", model) else ""
     print(f"--model {model} means Qwen/{model}{chat}")

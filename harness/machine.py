@@ -198,14 +198,13 @@ def estimate(config, settings, gpu, length, taught=1.0):
     completions = settings.prompts * settings.group
     cached = 4 * blocks * kv                                 # a token's keys and values
     sequence = cached * (PROMPT + settings.max_new_tokens)
-    recomputed = 0 if settings.keep_activations else blocks
     slots, micro_tokens, room, _ = plan(
-        settings, config, memory - lasting, sequence, completions, recomputed)
+        settings, config, memory - lasting, sequence, completions, blocks)
     slots = min(completions, max(settings.group, slots))
     # In a pass: a block's decoded weights and 2,048 tokens' logits; the activations of its tokens.
     in_pass = lasting + 2 * block + 4096 * config.vocab_size
     most = 2 * activations(config, blocks, 0)
-    least = 2 * activations(config, blocks, recomputed)
+    least = 2 * activations(config, blocks, blocks)
     tokens = completions * length + settings.prompts * PROMPT
     update = in_pass + least * min(micro_tokens, tokens / settings.updates)
     needed = max(lasting + slots * sequence, update)

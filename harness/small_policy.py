@@ -5,7 +5,6 @@ careless. It can do the format and the arithmetic; which operation a problem nee
 to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then
 "#### number".
 """
-import hashlib
 import random
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from harness.folders import made_once
+from harness.folders import fingerprint, made_once
 
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
@@ -160,5 +159,5 @@ def warm_start(seed=0):
         transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(folder)
 
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    digest = fingerprint([Path(__file__).read_bytes()])
     return made_once(f"warm-start-{digest[:12]}-seed{seed}", make)

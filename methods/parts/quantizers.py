@@ -6,7 +6,6 @@ reads them from there. Meanwhile the device holds one block of the 16-bit model.
 and v share a global scale, and so do gate and up, because vLLM wants it. (Where layers are rounded to
 nearest while loading, each has its own.)
 """
-import hashlib
 import importlib
 import inspect
 import json
@@ -18,7 +17,7 @@ import methods
 import qerl
 from harness import fast
 from harness.export import is_packed, write_packed_folder
-from harness.folders import made_once, policy_fingerprints
+from harness.folders import fingerprint, made_once, policy_fingerprints
 from harness.small_policy import ByteText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
@@ -44,7 +43,7 @@ def cached_folder(source, name, key, make):
     """
     code = inspect.getsource(inspect.getmodule(make))
     made_of = json.dumps([policy_fingerprints(source, ()), code, *key])
-    digest = hashlib.sha256(made_of.encode()).hexdigest()
+    digest = fingerprint([made_of.encode()])
     name = f"{model_name(source)}-{name}-{digest[:12]}"
     return made_once(name, make)
 
