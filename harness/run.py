@@ -56,11 +56,10 @@ def run_folder(settings, ranks):
         yield settings
     except BaseException as e:
         out = settings.out
-        left = os.listdir(out) if out and os.path.isdir(out) else []
-        if lock and left == [LOCK]:
+        if lock and os.path.isdir(out) and os.listdir(out) == [LOCK]:      # rank 0's alone to remove
             lock.release()                  # Windows removes no open file
             shutil.rmtree(out, ignore_errors=True)             # "." or a link stays
-        elif CHECKPOINT in left and not isinstance(e, (UserError, AssertionError)):
+        elif os.path.exists(f"{out}/{CHECKPOINT}") and not isinstance(e, (UserError, AssertionError)):
             e.go_on = f"; go on with --resume --out {out}"
         raise
     finally:

@@ -23,7 +23,7 @@ from common import assert_same_run, needs_fork, refused, run_main, run_python
 from harness import layers
 from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
-from harness.run import read_checkpoint
+from harness.run import read_checkpoint, run_folder
 from methods.deep_grpo import CutSampler
 from studies.step import speed_ups
 from test_qerl import CONFIGS, CUDA, SIZES, WIDE, gpu, gradient_of, make_folder, relative
@@ -176,8 +176,9 @@ def test_torchrun_starts_ranks_of_which_one_says_an_error_of_all_in_one_line(sev
     """After they have met; gloo's threads add no "terminate called"."""
     torchrun = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
     ended = run_python(*torchrun.split(), "train_gsm8k.py", *several, "--data", tmp_path)
-    error, = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert ended.returncode and f"--data {tmp_path}: no " in error
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode and len(errors) == 1, ended.stderr
+    assert f"--data {tmp_path}: no " in errors[0]
     assert "terminate called" not in ended.stderr
 
 
@@ -187,6 +188,14 @@ def as_rank(rank, collect=None):
         ranks = Ranks()
     ranks.collect = collect
     return ranks
+
+
+def test_a_rank_keeps_its_error_while_the_first_removes_the_folder(tmp_path, monkeypatch):
+    """Both had the same one, and the folder was there a moment ago."""
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    settings = train_gsm8k.Settings(out=str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="no such file"), run_folder(settings, as_rank(1, list)):
+        raise UserError("no such file")
 
 
 def test_ranks_have_the_flags_of_the_first_and_the_same_content():
