@@ -59,7 +59,8 @@ def run_folder(settings, ranks):
         if lock and os.path.isdir(out) and os.listdir(out) == [LOCK]:      # rank 0's alone to remove
             lock.release()                  # Windows removes no open file
             shutil.rmtree(out, ignore_errors=True)             # "." or a link stays
-        elif os.path.exists(f"{out}/{CHECKPOINT}") and not isinstance(e, (UserError, AssertionError)):
+        elif (out and os.path.exists(f"{out}/{CHECKPOINT}")
+              and not isinstance(e, (UserError, AssertionError))):
             e.go_on = f"; go on with --resume --out {out}"
         raise
     finally:

@@ -202,7 +202,7 @@ def show_exploratory(rows):
     lines = []
     for arm in values.columns.intersection(list(EXPLORATORY)):
         pairs = (values[arm] - values[EXPLORATORY[arm]]).dropna()
-        differences = pairs.groupby("seed").first()               # as in complete_seeds
+        differences = pairs.groupby("seed").first()               # of two sessions
         low, high = stats.t.interval(0.95, len(differences) - 1, differences.mean(), differences.sem())
         lines.append([f"{arm} minus {EXPLORATORY[arm]}", len(differences), with_error(differences, 1, 2),
                       f"{low:.2f} to {high:.2f}"])

@@ -191,7 +191,7 @@ def as_rank(rank, collect=None):
 
 
 def test_a_rank_keeps_its_error_while_the_first_removes_the_folder(tmp_path, monkeypatch):
-    """Both had the same one, and the folder was there a moment ago."""
+    """Rank 0 had the same error; it removes the folder just after this rank has seen it."""
     monkeypatch.setattr("os.path.isdir", lambda path: True)
     settings = train_gsm8k.Settings(out=str(tmp_path / "gone"))
     with pytest.raises(UserError, match="no such file"), run_folder(settings, as_rank(1, list)):
