@@ -141,6 +141,11 @@ def quantize_nf4(weight):
     return pack_nibbles(codes.flatten(1)), absmax, absmax.new_ones(1)
 
 
+def quantize_bf16(weight):
+    """Not quantised: the weight keeps the dtype that the model computes in, and its scales are 1."""
+    return weight, weight.new_ones(1), weight.new_ones(1)
+
+
 @dataclass(eq=False)
 class Format:
     """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
@@ -157,13 +162,11 @@ class Format:
         return dequantize_blocks(packed, self.table, scale, dtype)
 
 
-# Each looks its function up when it is called, so that --method FILE.py can replace it.
 FORMATS = {
-    "nvfp4": Format(lambda weight: quantize_nvfp4(weight), 16, E2M1),
-    "mxfp4": Format(lambda weight: quantize_mxfp4(weight), 32, E2M1, powers_of_two),
-    "nf4": Format(lambda weight: quantize_nf4(weight), 64, NF4),
-    # Not quantised: a weight has the dtype that the model computes in.
-    "bf16": Format(lambda weight: (weight, *weight.new_ones(2, 1)), 1),
+    "nvfp4": Format(quantize_nvfp4, 16, E2M1),
+    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two),
+    "nf4": Format(quantize_nf4, 64, NF4),
+    "bf16": Format(quantize_bf16, 1),
 }
 
 
@@ -186,9 +189,10 @@ class PackedWeight:
         """The whole weight [out, in], a temporary."""
         return self.format.dequantize(*self.parts, dtype)
 
-    def multiply(self, x):
-        """x [..., in] -> x Ŵᵀ [..., out]."""
-        return FrozenProduct.apply(x, self)
+    def multiply(self, x, bias=None):
+        """x [..., in], bias [out] -> x Ŵᵀ + bias [..., out]."""
+        y = FrozenProduct.apply(x, self)
+        return y if bias is None else y + bias
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -212,8 +216,7 @@ def lora_linear(x, weight, bias, A, B, scale):
 
     R is r, or r times the layers that are stacked; scale is α/r.
     """
-    y = weight.multiply(x) + scale * (x @ A.T) @ B.T                                     # Eq. 2
-    return y if bias is None else y + bias
+    return weight.multiply(x, bias) + scale * (x @ A.T) @ B.T                            # Eq. 2
 
 
 class QuantLinear(nn.Module):
@@ -243,8 +246,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x):
         if not self.use_adapter:
-            y = self.weight.multiply(x)
-            return y if self.bias is None else y + self.bias
+            return self.weight.multiply(x, self.bias)
         # Each stacked layer has its own A and B: one A below the other, the Bs on a diagonal.
         B = torch.block_diag(*self.lora_B.split(self.sizes))
         A, B = self.lora_A.to(x.dtype), B.to(x.dtype)
@@ -299,8 +301,8 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last; of a
-# single one 0.
+# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last. With one
+# noisy stage p is 0.
 SCHEDULES = {
     "exponential": lambda start, end, p, K: start * (end / start) ** p,                        # Eq. 8
     "linear": lambda start, end, p, K: start + (end - start) * p,
@@ -362,8 +364,6 @@ def attention(q, k, v, mask=None):
 
 class Attention(nn.Module):
     """Grouped-query attention: several heads of q share one of k and v."""
-    rotary = staticmethod(rotary)              # subclasses may have another
-
     def __init__(self, config, reader, name, index):
         super().__init__()
         self.index = index
@@ -387,8 +387,8 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None):
         """x [B, T, d] -> [B, T, d]; rope = (cos, sin), see rotary."""
         q, k, v = self.heads(self.qkv(x))                                # [B, T, heads, D]
-        q = self.rotary(self.q_norm(q), *rope)
-        k = self.rotary(self.k_norm(k), *rope)
+        q = rotary(self.q_norm(q), *rope)
+        k = rotary(self.k_norm(k), *rope)
         y = attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
         return self.o(y.flatten(2))
 
@@ -411,17 +411,14 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
-    Attention = Attention          # subclasses may have others
-    MLP = MLP
-
     def __init__(self, config, reader, name, index):
         super().__init__()
         d = config.hidden_size
         eps = config.rms_norm_eps
         self.attention_norm = reader.norm(f"{name}.input_layernorm", d, eps)
-        self.attention = self.Attention(config, reader, f"{name}.self_attn", index)
+        self.attention = Attention(config, reader, f"{name}.self_attn", index)
         self.mlp_norm = reader.norm(f"{name}.post_attention_layernorm", d, eps)
-        self.mlp = self.MLP(config, reader, f"{name}.mlp")
+        self.mlp = MLP(config, reader, f"{name}.mlp")
 
     def forward(self, x, rope, cache=None):
         x = x + self.attention(self.attention_norm(x), rope, cache)
@@ -430,7 +427,6 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """model(tokens int64 [B, T]) -> logits [B, T, V]. config: transformers'; reader: a WeightReader."""
-    Block = Block
 
     def __init__(self, config, reader):
         super().__init__()
@@ -441,11 +437,13 @@ class Transformer(nn.Module):
         self.register_buffer(
             "lm_head", self.embedding if tied else reader.tensor("lm_head.weight", shape))
         self.blocks = nn.ModuleList(
-            self.Block(config, reader, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
+            Block(config, reader, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
         self.norm = reader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+        # How π_ref of section 6 differs: the norms have the scales with which they began. LoRA, which
+        # began at zero, is missing here, and will be switched off.
         self.reference = {name: p.detach().clone() for name, p in trainable(self).items()
-                          if "lora" not in name}       # see reference_policy
+                          if "lora" not in name}
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
         self.register_buffer("frequencies", frequencies.to(self.device))
 
@@ -565,7 +563,7 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, generator):
-    """Decode a completion of each of B prompts: rows (tokens, logprobs, entropy, length, finished)."""
+    """Decode a completion of each of B prompts -> Rollout."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(model.device)                                                     # [B, longest]
@@ -578,17 +576,35 @@ def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, genera
     ends = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     length = torch.zeros_like(token)
     finished = torch.zeros_like(token, dtype=torch.bool)
-    drawn = []                                         # at each step: token, log-probability, entropy
-    while len(drawn) < max_new_tokens and not finished.all():
+    tokens = token.new_zeros(len(prompts), max_new_tokens)                               # [B, C]
+    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    entropy = torch.zeros_like(logprobs)
+    for i in range(max_new_tokens):
         hidden = model.hidden(token[:, None], cache)[:, 0]                               # [B, d]
         cache.filled += 1
-        drawn.append(sample(F.linear(hidden, model.lm_head), temperature, top_p, generator))
-        token = drawn[-1][0]
+        logits = F.linear(hidden, model.lm_head)                                         # [B, V]
+        token, logprobs[:, i], entropy[:, i] = sample(logits, temperature, top_p, generator)
+        tokens[:, i] = token
         length += ~finished                            # a row that is finished decodes on, unread
         finished |= torch.isin(token, ends)
-    tokens, logprobs, entropy = (torch.stack(part, 1) for part in zip(*drawn))           # [B, C]
-    there = length_mask(length, len(drawn))
-    return zip(tokens * there, logprobs * there, entropy * there, length, finished)
+        if finished.all():
+            break
+    longest = int(length.max())
+    there = length_mask(length, longest)
+    return Rollout(tokens[:, :longest] * there, logprobs[:, :longest] * there,
+                   entropy[:, :longest] * there, length, finished)
+
+
+def join_rollouts(rollouts):
+    """Rollouts one below the other, padded to the longest."""
+    longest = max(rollout.tokens.shape[1] for rollout in rollouts)
+
+    def join(name):
+        parts = [getattr(rollout, name) for rollout in rollouts]
+        if parts[0].dim() == 2:
+            parts = [F.pad(part, (0, longest - part.shape[1])) for part in parts]
+        return torch.cat(parts)
+    return Rollout(join("tokens"), join("logprobs"), join("entropy"), join("length"), join("finished"))
 
 
 def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
@@ -609,13 +625,10 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     """
     check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
-    rows = []
-    for i in range(0, len(repeated), slots):
-        some = repeated[i:i + slots]
-        rows += decode_batch(model, some, max_new_tokens, temperature, top_p, eos, generator)
-    *columns, length, finished = zip(*rows)
-    padded = [pad_sequence(column, batch_first=True) for column in columns]              # [N, C] each
-    return Rollout(*padded, torch.stack(length), torch.stack(finished))
+    chunks = [repeated[i:i + slots] for i in range(0, len(repeated), slots)]
+    return join_rollouts([
+        decode_batch(model, chunk, max_new_tokens, temperature, top_p, eos, generator)
+        for chunk in chunks])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -641,8 +654,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 def reference_policy(model):
     """Inside, the model is Eq. 3's π_ref: what is trained has the values that it began with.
 
-    They are in model.reference, {name: tensor}. LoRA that began as zero is not there, and is switched
-    off. Do not use it inside AQN.
+    They are in model.reference, {name: tensor}. LoRA that is not there began at zero: it is switched
+    off. Do not use this inside AQN.
     """
     trained = trainable(model)
     layers = [layer for layer in model.quantized_layers() if layer.use_adapter]
@@ -653,7 +666,7 @@ def reference_policy(model):
         for layer in layers:
             layer.use_adapter = use_adapter
     now = {name: trained[name].data for name in model.reference}
-    put(model.reference, use_adapter=any("lora" in name for name in model.reference))
+    put(model.reference, use_adapter=model.reference.keys() == trained.keys())
     try:
         yield
     finally:
@@ -665,7 +678,7 @@ def has_signal(rewards):
     return (rewards != rewards[:, :1]).any(1)
 
 
-def completion_length(mask, limit=None):
+def completion_length(mask):
     """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
     return mask.sum(1, keepdim=True).clamp_min(1)
 
@@ -674,13 +687,13 @@ def completion_length(mask, limit=None):
 class Objective:
     """What differs between objectives; the defaults are GRPO's.
 
-    The loss of a token is divided by length_divisor of its completion and by batch_divisor, which
-    harness/batches.py sums over processes.
+    The loss of a token is divided by length_divisor of its completion and by batch_divisor.
     """
-    length_divisor: Callable = completion_length       # mask, max_new_tokens -> [N, 1] or a number
+    # mask, max_new_tokens -> [N, 1] or a number
+    length_divisor: Callable = lambda mask, limit: completion_length(mask)
     batch_divisor: Callable = len   # mask -> a number; by default that of the completions
     # rewards [P, G] -> [P, 1] or a number; it divides r - mean(r). 1e-4 as in TRL
-    divisor: Callable = lambda rewards: rewards.std(1, keepdim=True) + 1e-4                  # Eq. 4
+    advantage_divisor: Callable = lambda rewards: rewards.std(1, keepdim=True) + 1e-4        # Eq. 4
     log_ratio: Callable = None      # log ρ of tokens [B, C], mask -> log ρ of completions [B, 1]
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
@@ -695,7 +708,8 @@ OBJECTIVES = {
     "dapo": Objective(length_divisor=lambda mask, limit: 1, batch_divisor=torch.sum,
                       redraw=True, mask_truncated=True),
     # Dr. GRPO, arXiv 2503.20783: a constant length, so that long wrong answers do not weigh less
-    "dr-grpo": Objective(length_divisor=lambda mask, limit: limit, divisor=lambda rewards: 1),
+    "dr-grpo": Objective(length_divisor=lambda mask, limit: limit,
+                         advantage_divisor=lambda rewards: 1),
     # arXiv 2507.18071: the ratio of a completion is the geometric mean of its tokens'
     "gspo": Objective(log_ratio=lambda x, mask:
                       (x * mask).sum(1, keepdim=True) / completion_length(mask),
@@ -705,17 +719,17 @@ OBJECTIVES = {
                        weighted_logprob=True, defaults=dict(clip_low=1.0, clip_high=4.0)),
     # arXiv 2402.14740: the baseline is the mean of the others, (r - mean(r)) G / (G - 1), and the
     # ratio of a completion is the product of its tokens'
-    "rloo": Objective(divisor=lambda rewards: 1 - 1 / rewards.shape[1],
+    "rloo": Objective(advantage_divisor=lambda rewards: 1 - 1 / rewards.shape[1],
                       log_ratio=lambda x, mask: (x * mask).sum(1, keepdim=True)),
 }
 
 
 def group_advantages(rewards, objective="grpo"):
     """rewards [P, G], a name in OBJECTIVES -> advantages [P, G], exactly 0 in groups without signal."""
-    divisor = torch.as_tensor(OBJECTIVES[objective].divisor(rewards))
+    divisor = torch.as_tensor(OBJECTIVES[objective].advantage_divisor(rewards))
     assert divisor.shape in ((), (len(rewards), 1)), (
-        f"OBJECTIVES['{objective}'].divisor gave {list(divisor.shape)}, not [{len(rewards)}, 1] or a "
-        "number")
+        f"OBJECTIVES['{objective}'].advantage_divisor gave {list(divisor.shape)}, not "
+        f"[{len(rewards)}, 1] or a number")
     advantages = (rewards - rewards.mean(1, keepdim=True)) / divisor                     # Eq. 4
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
@@ -820,10 +834,7 @@ class WeightReader:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
-    formats = FORMATS              # subclasses may have others of these four
-    QuantLinear = QuantLinear
-    RMSNorm = RMSNorm
-    PackedWeight = PackedWeight
+    formats = FORMATS
 
     def __post_init__(self):
         self.unread = set(self.files)
@@ -842,7 +853,7 @@ class WeightReader:
         return self.read(name, shape).to(self.dtype)
 
     def norm(self, name, size, eps):
-        return self.RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
+        return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
     def in_4_bits(self, name):
         return f"{name}.weight_packed" in self.files
@@ -865,28 +876,28 @@ class WeightReader:
         return self.quantize(name, self.formats["nvfp4"].dequantize(*parts, self.dtype), weights)
 
     def quantize(self, name, weight, weights):
-        """The three parts of a weight [out, in]; harness/loading.py looks at them, too."""
+        """The three parts of a weight [out, in]."""
         block = self.formats[weights].block
         assert weight.shape[1] % block == 0, (
             f"layer {name} has {weight.shape[1]} input features, not divisible by {weights}'s block of "
-            f"{block}; use other --weights")
+            f"{block}; use another format")
         return self.formats[weights].quantize(weight)
 
     def stacked(self, names, sizes, in_features):
         """The weights of several layers, one below the other, as one that can multiply."""
         packed = {name.removesuffix(".weight_packed") for name in self.files if name.endswith("_packed")}
         assert not packed or packed.issuperset(names), (
-            f"layer {names[0]} is in 16 bit, others are in NVFP4; leave out --plain to read such a folder")
+            f"layer {names[0]} is in 16 bit, others are in NVFP4; the fast engine reads such a folder")
         layers = [self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
-        return self.PackedWeight(self.formats[self.weights], *stack_parts(layers))
+        return PackedWeight(self.formats[self.weights], *stack_parts(layers))
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
         """One QuantLinear of the layers prefix.leaf (leaves: names; sizes: their out_features)."""
         names = [f"{prefix}.{leaf}" for leaf in leaves]
         weight = self.stacked(names, sizes, in_features)
         biases = [self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
-        layer = self.QuantLinear(names, sizes, in_features, weight, torch.cat(biases) if bias else None,
-                                 self.lora_rank, self.lora_alpha)
+        layer = QuantLinear(names, sizes, in_features, weight, torch.cat(biases) if bias else None,
+                            self.lora_rank, self.lora_alpha)
         return layer.to(self.device)
 
 

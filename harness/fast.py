@@ -1,8 +1,8 @@
 """The same as qerl.py, faster: a reader may leave this file closed.
 
 Its functions and classes have the names of those in qerl.py and compute the same. Each says which
-lines it equals, and tests/test_fast.py holds the two together. What this file does not define is
-qerl's: fast.NAME gives that, too. What makes it fast:
+lines it equals, and tests/test_fast.py holds the two together. What this file does not define it
+imports from qerl, by name. What makes it fast:
 
     1. layers             the kernels of fp4_kernels.py; Ŵ and LoRA in one product; recomputation
     2. sampler            continuous batching; a decode step as one recorded CUDA graph
@@ -27,16 +27,14 @@ from harness import loading
 from harness.batches import to_device
 from harness.errors import require
 from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
+# The rest of what an engine has, which the loop calls.
+from qerl import adaptive_quantization_noise, group_advantages, mismatch, policy_loss
+from qerl import reference_policy, token_weights
 
 try:
     import fp4_kernels as kernels
 except ImportError:            # the file is not there, or Triton is not, or the GPU is not NVIDIA's
     kernels = None
-
-
-def __getattr__(name):
-    """What this module lacks is that of qerl."""
-    return getattr(qerl, name)
 
 
 def use_kernels(x):
@@ -306,7 +304,13 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
 
 class Attention(qerl.Attention):
     """qerl.Attention, with kernels."""
-    rotary = staticmethod(rotary)
+
+    def forward(self, x, rope, cache=None):
+        q, k, v = self.heads(self.qkv(x))
+        q = rotary(self.q_norm(q), *rope)
+        k = rotary(self.k_norm(k), *rope)
+        y = qerl.attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
+        return self.o(y.flatten(2))
 
     def decode(self, x, rope, cache, residual):
         """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
@@ -334,8 +338,6 @@ class MLP(qerl.MLP):
 
 class Block(qerl.Block):
     """qerl.Block, which may keep nothing but its input for backward (gradient checkpointing)."""
-    Attention = Attention
-    MLP = MLP
     recomputed = False             # set by Transformer.recompute_in_backward
 
     def forward(self, x, rope, cache=None):
@@ -362,12 +364,25 @@ class Block(qerl.Block):
         return self.mlp.decode(y, residual=x)
 
 
+FASTER = {
+    qerl.QuantLinear: QuantLinear,
+    qerl.RMSNorm: RMSNorm,
+    qerl.Attention: Attention,
+    qerl.MLP: MLP,
+    qerl.Block: Block,
+}
+
+
 class Transformer(qerl.Transformer):
     """qerl.Transformer; `decode` is `hidden` for one new token of every slot of the sampler."""
-    Block = Block
     recompute_blocks = 0           # how many, from the first on
     keep_sampler = False           # whether `sampler` is that of the last rollout; by machine.fitted
     sampler = None
+
+    def __init__(self, config, reader):
+        super().__init__(config, reader)
+        for module in self.modules():          # each keeps its tensors, and gets this file's methods
+            module.__class__ = FASTER.get(type(module), type(module))
 
     def decode(self, tokens, cache):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
@@ -791,11 +806,8 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
 # 4. Loading
 
 class WeightReader(loading.WeightReader):
-    """loading.WeightReader, which hands out the layers of this file."""
+    """loading.WeightReader, which hands out the weights of this file."""
     formats = FORMATS
-    QuantLinear = QuantLinear
-    RMSNorm = RMSNorm
-    PackedWeight = PackedWeight
 
     def weight(self, format, sizes, *parts):
         """In tiles, where a kernel takes them."""
@@ -803,7 +815,7 @@ class WeightReader(loading.WeightReader):
         in_features = 2 * parts[0].shape[1]
         if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
-        return super().weight(format, sizes, *parts)
+        return PackedWeight(format, *parts)
 
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,

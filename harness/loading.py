@@ -167,4 +167,4 @@ class WeightReader(qerl.WeightReader):
 
     def weight(self, format, sizes, *parts):
         """The parts of stacked layers as a weight that can multiply."""
-        return self.PackedWeight(format, *parts)
+        return qerl.PackedWeight(format, *parts)
