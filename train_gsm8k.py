@@ -39,7 +39,7 @@ from harness.machine import GPUS, Clock, fitted, forecast, keep_decoded, keep_va
 from harness.ranks import Ranks
 from harness.run import Run, fingerprints, lasting, require_finite_rollout, restore_policy, resumed
 from harness.run import run_folder
-from harness.small_policy import ByteText, warm_start
+from harness.small_policy import WordText, warm_start
 from harness.errors import UserError, reason
 
 
@@ -341,7 +341,7 @@ def with_functions_of(path):
 def find_model(settings):
     """(folder, tokenizer) of --model or, without it, of the built-in policy."""
     if not settings.model:
-        return warm_start(settings.start_seed), ByteText()
+        return warm_start(settings.start_seed), WordText()
     folder = model_folder(settings.model)
     return folder, ChatText(folder, instruction(settings.reward), settings.chat_template_kwargs)
 

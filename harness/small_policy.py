@@ -6,6 +6,7 @@ to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<c
 "#### number".
 """
 import random
+import re
 from pathlib import Path
 
 import tiktoken
@@ -66,17 +67,31 @@ def made_up_problems(careless=0.0):
     return word_problems(8192, seed=2, exclude=held_out, careless=careless), held_out
 
 
-class ByteText:
-    """Text <-> tokens of the small policy: one token a byte, one for each tag, and one for the end."""
+# A word with the space before it, a run of signs such as "=<<", or one other character, such as a digit.
+PIECES = r" ?[A-Za-z]+|[^\w\s]+|[\s\S]"
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<end>"]
 
-    encoding = tiktoken.Encoding(
-        "bytes",
-        pat_str=r"[\s\S]+",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={
-            "<think>": 256, "</think>": 257, "<answer>": 258, "</answer>": 259, "<end>": 260},
-    )
-    eos = {260}
+
+def word_encoding():
+    """Tokens are the bytes, the problems' words and the tags.
+
+    A merge adds one letter: the beginnings of a word are tokens, too.
+    """
+    problems = word_problems(512, seed=1)
+    text = "\n".join(problem["question"] + problem["answer"] for problem in problems)
+    ranks = {bytes([i]): i for i in range(256)}
+    for word in sorted(set(re.findall(PIECES, text))):
+        for end in range(2, len(word) + 1):
+            ranks.setdefault(word[:end].encode(), len(ranks))
+    tags = {tag: len(ranks) + i for i, tag in enumerate(TAGS)}
+    return tiktoken.Encoding("words", pat_str=PIECES, mergeable_ranks=ranks, special_tokens=tags)
+
+
+class WordText:
+    """Text <-> tokens of the small policy: one token a word, a digit or a tag; else one a byte."""
+
+    encoding = word_encoding()
+    eos = {encoding.encode_single_token("<end>")}
 
     def prompt(self, question):
         return self.encoding.encode_ordinary(f"{question}\n")
@@ -102,7 +117,7 @@ def make_policy():
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=ByteText.encoding.n_vocab,
+        vocab_size=WordText.encoding.n_vocab,
         max_position_embeddings=512,
         tie_word_embeddings=True,
     )
@@ -128,7 +143,7 @@ def train_policy(seed, steps=120, batch=64):
 
     seed: of its first weights and the order of its problems.
     """
-    text = ByteText()
+    text = WordText()
     problems, _ = made_up_problems(careless=0.6)
     torch.manual_seed(seed)
     model = make_policy()

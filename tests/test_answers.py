@@ -22,7 +22,7 @@ from harness.answers import reward_fingerprint, right_answer, terms
 from harness.data import ChatText, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
 from harness.ranks import Ranks
-from harness.small_policy import ByteText, made_up_problems
+from harness.small_policy import WordText, made_up_problems
 from train_gsm8k import answer_reward, paper_reward
 
 # --------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
 
 def test_long_prompts_are_counted_and_skipped(capsys):
     problems = [{"question": "q" * n, "answer": "#### 1"} for n in (5, 50, 500)]
-    assert with_prompts(problems, ByteText(), 60) == problems[:2]
+    assert with_prompts(problems, WordText(), 60) == problems[:2]
     assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
 
 
@@ -459,14 +459,26 @@ def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, toke
     assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
 
 
+def test_the_small_policys_text_has_a_token_for_each_word():
+    text = WordText()
+    encoding = text.encoding
+    cut = [encoding.decode([i]) for i in text.prompt("Ann fills 7 bags with 12 toys each. How many toys?")]
+    assert cut == ["Ann", " fills", " ", "7", " bags", " with", " ", "1", "2", " toys", " each", ".",
+                   " How", " many", " toys", "?", "\n"]
+    cut = [encoding.decode([i]) for i in text.worked_answer("7*9=<<7*9=63>>63", "63")]
+    assert cut == ["<think>", "7", "*", "9", "=<<", "7", "*", "9", "=", "6", "3", ">>", "6", "3",
+                   "</think>", "<answer>", "6", "3", "</answer>", "<end>"]
+
+
 @pytest.mark.parametrize("written", [
-    "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", ""])
-def test_the_small_policys_text_is_its_bytes(written):
-    text = ByteText()
-    assert text.prompt(written) == [*written.encode(), 10]
-    assert text.decode([256, *written.encode(), 259, 260]) == f"<think>{written}</answer>"
+    "\u00e9\u20ac\U0001f600", "\x00\r\n\t", "<think> </answer>", "", "a,b==<<5  Annie's"])
+def test_the_small_policy_reads_and_writes_any_text(written):
+    text = WordText()
+    prompt = text.prompt(written)
+    assert text.decode(prompt) == f"{written}\n"
+    assert max(prompt) < text.encoding.n_vocab - 5             # what a user writes is no tag
     work = written.replace("<", "")
-    assert text.worked_answer(work, "5") == [256, *work.encode(), 257, 258, *b"5", 259, 260]
+    assert text.decode(text.worked_answer(work, "5")) == f"<think>{work}</think><answer>5</answer>"
 
 
 def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import train_gsm8k
 from common import all_trained, assert_same_run, neighbour, refused, run_main, stop_at
 from harness import export
 from harness.batches import effective_size
-from harness.small_policy import ByteText
+from harness.small_policy import WordText
 from methods import deep_grpo, merged, qat, qurl, rilq
 from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
@@ -265,7 +265,7 @@ def test_pivots_are_drawn_by_success_and_depth():
 def test_branches_join_the_samples_behind_their_question(model):
     """Two questions of two completions each: one failed, and one more without a pivot."""
     method = neighbour("deep_grpo", max_new_tokens=12)
-    method.prepare(None, None, None, ByteText())
+    method.prepare(None, None, None, WordText())
     texts = ["ab\ncd", "right\n.", "no end", "right"]
     tokens = torch.tensor([list(text.ljust(8).encode()) for text in texts])
     length = torch.tensor([5, 7, 6, 5])

@@ -15,7 +15,7 @@ from harness import fast
 import train_gsm8k
 from harness import export
 from harness.data import read_questions
-from harness.small_policy import ByteText
+from harness.small_policy import WordText
 from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
 from test_qerl import WEIGHTS, make_folder, relative, stacked_layer
@@ -181,8 +181,8 @@ def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
 def test_worked_answers_may_have_no_steps():
     """MATH's have none. They end with so many tokens as are asked for."""
     question = {"question": "ab", "answer": "\\frac12"}
-    sequence, = worked.worked_sequences([question] * 2, ByteText(), tokens=10)
-    written = ByteText().decode(sequence.prompt + sequence.answer)
+    sequence, = worked.worked_sequences([question] * 2, WordText(), tokens=10)
+    written = WordText().decode(sequence.prompt + sequence.answer)
     assert written == "ab\n<think></think><answer>\\frac12</answer>"
 
 

@@ -18,7 +18,7 @@ import qerl
 from harness import fast
 from harness.export import is_packed, write_packed_folder
 from harness.folders import fingerprint, made_once, policy_fingerprints
-from harness.small_policy import ByteText
+from harness.small_policy import WordText
 from methods.parts import calibration
 from methods.parts.worked import worked_sequences
 
@@ -58,7 +58,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
     if is_packed(folder):
         print(f"{folder} is in 4 bits already: its codes stay, --quantizer {quantizer} chooses none")
         return folder
-    tokens = SMALL_CALIBRATION if isinstance(tokenizer, ByteText) else CALIBRATION_TOKENS
+    tokens = SMALL_CALIBRATION if isinstance(tokenizer, WordText) else CALIBRATION_TOKENS
     sequences = worked_sequences(questions, tokenizer, tokens)
     module = importlib.import_module(f"methods.{methods.QUANTIZERS[quantizer]}")
 

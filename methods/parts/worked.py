@@ -16,7 +16,7 @@ class Worked(NamedTuple):
 def worked_sequences(questions, tokenizer, tokens):
     """Worked questions in a seeded order, until they have so many tokens; all, if all have fewer.
 
-    questions: dicts with "question" and "answer"; tokenizer: a ByteText or a ChatText.
+    questions: dicts with "question" and "answer"; tokenizer: a WordText or a ChatText.
     """
     order = random.Random(0).sample(questions, len(questions))
     sequences = []
