@@ -34,6 +34,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+if not __debug__:
+    raise ImportError("qerl.py: python -O leaves out its checks; start Python without -O")
+
 
 # --------------------------------------------------------------------------------------------------
 # 1. Formats                                     Ŵ = S_FP32 · (S_E4M3 ⊙ W̃)                (Eq. 6)

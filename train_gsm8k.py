@@ -26,7 +26,6 @@ from statistics import fmean
 
 import torch
 
-import qerl
 from harness.answers import is_right, own_reward, terms
 from harness.batches import effective_size, make_batch, pick_groups
 from harness.command import check_settings, full_name, one_line, parse_flags, require_flag
@@ -41,6 +40,7 @@ from harness.run import Run, fingerprints, lasting, require_finite_rollout, rest
 from harness.run import run_folder
 from harness.small_policy import WordText, warm_start
 from harness.errors import UserError, reason
+import qerl                            # behind harness, which refuses python -O in one line
 
 
 @dataclass(frozen=True)

@@ -16,3 +16,9 @@
     run           what lasts of a run: checkpoint, log, summary
     small_policy  the built-in policy and its problems
 """
+import sys
+
+if not __debug__:                      # before qerl.py is imported, which refuses it with a traceback
+    print("error: python -O leaves out the checks of qerl.py; start Python without -O and without "
+          "PYTHONOPTIMIZE", file=sys.stderr)
+    sys.exit(2)

@@ -17,6 +17,7 @@ number words of other languages than English and Chinese count as units if the q
 import functools
 import logging
 import math
+import os
 import re
 import runpy
 import signal
@@ -288,7 +289,7 @@ TERM = re.compile(r"""
 
 def terms(scheme):
     """[(weight, name)] of a --reward, a sum of [WEIGHT*]NAME; the paths in names may hold + and *."""
-    return [(float(weight or 1), name) for weight, name in TERM.findall(scheme)]
+    return [(float(weight or 1), os.path.expanduser(name)) for weight, name in TERM.findall(scheme)]
 
 
 def own_reward(name):

@@ -28,6 +28,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+        # Of arguments without a type. A shell leaves the ~ of --out=~/x; no text but a path begins so.
+        self.register("type", None, os.path.expanduser)
 
     def error(self, message):
         raise UserError(f"{message}; see --help")
@@ -48,7 +50,8 @@ def JSON_object(text):
 KINDS = {
     bool: {"action": "store_true"},
     dict: {"type": JSON_object},
-    list: {"nargs": "+"},
+    list: {"nargs": "+", "action": "extend"},
+    str: {},
 }
 
 
@@ -114,7 +117,9 @@ RANGES = {                          # the least and the greatest value of number
     **dict.fromkeys(["prompts", "eval_samples"], (1, 10000)),
     "group": (2, 10000),            # advantages compare the samples of a prompt
     "lora_rank": (0, 10000),
-    **dict.fromkeys(["lr", "gradient_clip", "lora_alpha"], (1e-30, 1e38)),
+    **dict.fromkeys(["gradient_clip", "lora_alpha"], (1e-30, 1e38)),
+    "lr": (1e-30, 1e30),            # AdamW multiplies it by up to 1000
+    "weight_decay": (0, 1000),
     "temperature": (1e-3, 1e38),
     **dict.fromkeys(["top_p", "eval_top_p"], (1e-30, 1)),
     **dict.fromkeys(["warm_up", "clip_low", "overlong"], (0, 1)),

@@ -37,6 +37,8 @@ from test_answers import chat_text
     "--step 3": "unrecognized arguments: --step 3",
     "--device cuda:99": "--device cuda:99: is none of cpu",
     "--lr -1": "--lr -1.0: must be from 1e-30",
+    "--lr 1e38": r"--lr 1e\+38: must be from 1e-30 to 1e\+30",      # AdamW multiplies it
+    "--weight-decay 1e20": r"--weight-decay 1e\+20: must be from 0 to 1000",
     "--prompts 3 --updates 2": "--prompts 3: is not divisible by --updates 2",
     "--sigma-end 0": "--sigma-end 0.0: an exponential schedule needs both sigmas positive",
     "--lora-rank 0": "--lora-rank 0: trains the weights themselves; use --weights bf16",
@@ -66,6 +68,37 @@ def test_flags_that_cannot_be_meant_are_named(argv, message):
 ])
 def test_every_program_refuses_in_one_line(program, arguments, message):
     assert message in refused(*arguments, program=importlib.import_module(program))
+
+
+@pytest.mark.parametrize("program", [["train_gsm8k.py", "--help"], ["bench.py"], ["-c", "import qerl"]])
+@pytest.mark.parametrize("optimize", ["1", "2"])
+def test_python_without_assertions_starts_no_program(program, optimize):
+    done = run_python(*program, PYTHONOPTIMIZE=optimize)
+    *traceback, last = done.stderr.splitlines()
+    assert "python -O leaves out " in last and done.stdout == ""
+    if program[0] != "-c":
+        assert last.startswith("error: ") and (done.returncode, traceback) == (2, [])
+
+
+@pytest.mark.parametrize("argv,name,value", [
+    (["--out=~/x"], "out", "{home}/x"),
+    (["--model=~/m", "--save-quantized=~"], "save_quantized", "{home}"),
+    (["--model=~/m"], "model", "{home}/m"),
+    (["--data=~/d"], "data", "{home}/d"),
+    (["--eval", "a", "~/b.jsonl", "--eval=~/c.jsonl"], "eval", ["a", "{home}/b.jsonl", "{home}/c.jsonl"]),
+    (["--plain", "--method=~/own.py"], "method", "{home}/own.py"),
+    (["--reward=answer+0.1*~/own.py:f"], "reward", None),
+], ids=str)
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch, argv, name, value):
+    """Behind "=", where a shell leaves it; lists that are given twice are joined."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "own.py").write_text("def f(completion, question):\n    return 1\n")
+    found = getattr(train_gsm8k.arguments(["--device", "cpu", *argv]), name)
+    if value:
+        assert json.dumps(found) == json.dumps(value).format(home=tmp_path)
+    else:
+        assert train_gsm8k.find_reward(found)("", {"right": 1}) == pytest.approx(0.1)
 
 
 def test_help_tells_the_defaults(monkeypatch, capsys):
