@@ -698,7 +698,7 @@ def arguments(argv=None, processes=1):
     if weights != "nvfp4" or flags.shard:
         values["quantizer"] = "rtn"             # the others are for NVFP4, and take long for large models
     if flags.adapter:
-        values |= adapter_settings(flags.adapter, flags.model)
+        values |= adapter_settings(flags.adapter, flags.model, given)
     settings = Settings(**(values | given))
     check_settings(settings, processes)
     find_method(settings)                                # it refuses settings that it cannot use

@@ -15,6 +15,7 @@ from huggingface_hub import save_torch_state_dict
 
 import qerl
 from harness import loading
+from harness.command import require_flag
 from harness.folders import atomic_write, generation_config, new_folder, read_json, write_json
 from harness.errors import UserError, reason, require
 
@@ -83,10 +84,10 @@ def is_plain(name, value):
     return not value or name in ANY_VALUE or value in ONE_VALUE.get(name, [])
 
 
-def adapter_settings(folder, model):
+def adapter_settings(folder, model, given={}):
     """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError.
 
-    model: of --model, of which another one's adapter is warned.
+    model: of --model, of which another one's adapter is warned; given: {setting: value} of the flags.
     """
     path = f"{folder}/adapter_config.json"
     try:
@@ -97,6 +98,9 @@ def adapter_settings(folder, model):
         raise UserError(f"--adapter {folder}: {path} cannot be read ({reason(e)}); name a folder in PEFT's "
                         "format, such as runs/NAME/adapter")
     require(found["lora_rank"] > 0, f"--adapter {folder}: its r is {found['lora_rank']}, must be positive")
+    for name, value in found.items():
+        require_flag(given.get(name, value) == value, name, given.get(name),
+                     f"is {value} in --adapter {folder}; leave it out")
     for name, value in config.items():
         require(is_plain(name, value), f"--adapter {folder}: has {name} = {json.dumps(value)}, which plain "
                                        "LoRA has not; use an adapter without it")

@@ -4,6 +4,7 @@ fast.load_model loads by these. It takes folders in which some layers are in 16 
 NVFP4, and NVFP4 as NVIDIA's ModelOpt writes it, too. What cannot be used is a UserError that names
 the thing and the remedy.
 """
+import glob
 import os
 
 import huggingface_hub
@@ -26,18 +27,26 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 
 def model_folder(name):
-    """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once)."""
-    if os.path.isdir(name):
-        return name
+    """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once).
+
+    It holds one model, whole, that qerl.Transformer computes.
+    """
+    folder = name
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=qerl.MODEL_FILES)
+        if not os.path.isdir(name):
+            folder = huggingface_hub.snapshot_download(name, allow_patterns=qerl.MODEL_FILES)
     except Exception as e:
         raise UserError(f"model {name}: no such folder, and Hugging Face does not give it "
                         f"({reason(e)}); check the name and the connection")
+    read_config(folder)
+    return folder
 
 
 def read_config(folder):
     """The transformers config of a folder or name; of a model that qerl.Transformer computes."""
+    adapter = glob.glob(f"{glob.escape(folder)}/adapter_*")
+    require(not adapter, f"model {folder}: holds an adapter, {', '.join(map(os.path.basename, adapter))}; "
+                         "give that by --adapter, and by --model a folder with the whole model alone")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         smallest = min(getattr(config, name) for name in SIZES)

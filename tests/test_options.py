@@ -112,6 +112,35 @@ def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
     assert f"was trained on {qwen}, not on another/Model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flags,message", {
+    "--lora-alpha 99": "--lora-alpha 99.0: is 8.0 in --adapter ",
+    "--lora-rank 3": "--lora-rank 3: is 2 in --adapter ",
+    "--lora-rank 0 --weights bf16": "--lora-rank 0: is 2 in --adapter ",
+}.items())
+def test_flags_that_differ_from_the_adapter_are_refused(tmp_path, flags, message):
+    import peft
+    peft.LoraConfig(r=2, lora_alpha=8).save_pretrained(tmp_path)
+    argv = ["--device", "cpu", "--adapter", str(tmp_path)]
+    with pytest.raises(UserError, match=message):
+        train_gsm8k.arguments([*argv, *flags.split()])
+    settings = train_gsm8k.arguments([*argv, "--lora-rank", "2", "--lora-alpha", "8"])
+    assert (settings.lora_rank, settings.lora_alpha) == (2, 8)
+
+
+@pytest.mark.parametrize("engine", [[], ["--plain"], ["--save-quantized", "packed"], ["--dry-run"]])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_that_holds_an_adapter_says_so(quick, qwen, tmp_path, monkeypatch, engine, whole):
+    """Beside the whole model, where transformers applies it, or alone."""
+    monkeypatch.chdir(tmp_path)
+    peft_adapter(qwen, tmp_path / "model")
+    if whole:
+        shutil.copytree(qwen, tmp_path / "model", dirs_exist_ok=True)
+    command = ["--model", "model", *engine] if "--save-quantized" in engine else [*quick, *engine]
+    line = refused(*command, "--model", "model")
+    assert "model model: holds an adapter, adapter_" in line and "give that by --adapter" in line
+    assert not (tmp_path / "packed").exists()
+
+
 PLAIN = dict(lora_dropout=0.1, init_lora_weights="gaussian", revision="main", task_type="CAUSAL_LM")
 
 
