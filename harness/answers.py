@@ -331,3 +331,21 @@ def guarded(name, function, *arguments):
                   if f.filename != __file__ and not f.filename.startswith("<")]
         raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
                         + "".join(places[-1:]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Completions and their questions
+
+def answers_to(questions, texts):
+    """[(a whole completion, its question)] of the texts, of which each question has as many.
+
+    question["begun"] is what a prompt or a method has begun of the completion.
+    """
+    group = len(texts) // len(questions)
+    asked = [question for question in questions for _ in range(group)]
+    return [(question.get("begun", "") + text, question) for question, text in zip(asked, texts)]
+
+
+def grade(completion, question, anywhere=False):
+    """is_right of a completion: True, False, or None if it is too much work to tell."""
+    return is_right(completion, question["right"], question.get("question", ""), anywhere)

@@ -57,10 +57,10 @@ def with_tensors(record, change):
     return replace(record, **changed)
 
 
-def make_batch(samples, advantages, method, settings, ranks):
+def make_batch(samples, advantages, engine, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    samples: train_gsm8k.Samples; advantages: float32 [P, G]; method: as in train_gsm8k. A
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; engine: as in train_gsm8k. A
     minibatch has neighbouring rows, mostly whole groups. A group whose rewards are equal has
     advantages of 0: without a KL term its rows are left out of the minibatches, and the weights of
     the others stay. (If no group has a signal the first stays, so that there is something to log.)
@@ -81,7 +81,7 @@ def make_batch(samples, advantages, method, settings, ranks):
         count = torch.as_tensor(objective.batch_divisor(part), device=part.device)
         fraction = count / ranks.total(count.clone()).clamp_min(1)
         weights.append(
-            method.token_weights(part, settings.algo, settings.max_new_tokens) * fraction)
+            engine.token_weights(part, settings.algo, settings.max_new_tokens) * fraction)
     minibatches = torch.arange(len(mask), device=mask.device).tensor_split(settings.updates)
     unknown = torch.zeros_like(rollout.logprobs)
     return Batch(

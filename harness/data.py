@@ -374,3 +374,9 @@ def write_prompts(data, tokenizer, config, max_new_tokens, processes):
             "--eval-questions and --validation, give more of them, or start fewer processes")
     print(f"the first prompt: {tokenizer.shown(questions[0]['prompt'])!r}")
     return data
+
+
+def decode_all(tokenizer, rollout):
+    """The texts of a rollout's completions."""
+    rows = zip(rollout.tokens.cpu(), rollout.length.tolist())
+    return [tokenizer.decode(row[:length].tolist()) for row, length in rows]

@@ -505,7 +505,7 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # methods/deep_grpo.py lowers some
+        self.limit = torch.full_like(self.length, max_new_tokens)      # studies/step.py lowers some
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         self.start()
 

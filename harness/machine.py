@@ -98,7 +98,7 @@ def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
 
     def fit(most, recomputed):
         values = activations(config, config.num_hidden_layers, recomputed)
-        if settings.plain:
+        if settings.engine == "plain":
             # Rows are padded, at most to four times the tokens (batches.cut_rows). Whole logits are
             # there, some four times in float32.
             values = 4 * (values + 8 * config.vocab_size)

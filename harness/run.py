@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import qerl
 from harness.answers import reward_fingerprint
+from harness.batches import effective_size
 from harness.command import command_line, require_flag
 from harness.export import adapter_tensors, save_adapter, shapes
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
@@ -246,6 +247,46 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
+# A line of metrics.jsonl
+
+def describe(samples, batch, clock, mismatch):
+    """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
+
+    The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
+    usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
+    that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
+    share of questions with right and wrong answers, signal that of the groups whose rewards differ.
+    mismatch: qerl's, or a method's own.
+    """
+    rollout = samples.rollout
+    draws = samples.draws or [samples]
+    drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
+    rows = batch.trained_rows()
+    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
+    kl, largest_ratio = mismatch(*policies)
+    rewards = torch.cat([s.rewards for s in draws])
+    correct = torch.cat([s.correct for s in draws])
+    return {
+        "reward": rewards.mean().item(),
+        "accuracy": correct.mean().item(),
+        "right_and_wrong": qerl.has_signal(correct).float().mean().item(),
+        "signal": qerl.has_signal(rewards).float().mean().item(),
+        "draws": len(draws),
+        "timeouts": float(sum(s.timeouts for s in draws)),
+        "entropy": rollout.entropy[rollout.mask].mean().item(),
+        "groups_left_out": 1 - len(rows) / len(batch.prompts),
+        "mismatch_kl": kl,
+        "mismatch_max_ratio": largest_ratio,
+        "effective_completions": effective_size(*policies),
+        "length": rollout.length.float().mean().item(),
+        "truncated": 1 - rollout.finished.float().mean().item(),
+        "tokens_per_s": drawn_tokens / clock.seconds["rollout"],
+        "seconds": clock.seconds | {"step": clock.since_restart()},
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
 # The checkpoint
 
 PARTS = {"settings", "made_of", "machine", "state", "model", "best_adapter", "optimizer", "scaler",
@@ -329,6 +370,8 @@ def resumed(given):
     """
     out = given.get("out") or newest_run()
     then = read_checkpoint(out)["settings"]
+    if "plain" in then:                                # of the time before --engine
+        then["engine"] = "plain" if then.pop("plain") else "fast"
     fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
     for name in sorted(fixed & given.keys() & then.keys()):
         require(given[name] == then[name],

@@ -1,8 +1,8 @@
 """The neighbours of QeRL: each file has one paper, as the functions of qerl.py that it replaces.
 
-The loop of train_gsm8k.py calls the functions of `method`. For QeRL `method` is harness.fast. For
-`--method FILE` or `--method FILE:VARIANT` it is an object of the class `Neighbour` in that file, and
-what this class does not define is harness.fast's. `python -m methods` (__main__.py) compares a step of each.
+The loop of train_gsm8k.py calls the functions of its `engine`. For `--method FILE` or `--method
+FILE:VARIANT` that is an object of the class `Neighbour` in that file; `Method`, its base, says where the
+functions come from that it does not define. `python -m methods` (__main__.py) compares a step of each.
 """
 import importlib
 import pkgutil
@@ -17,18 +17,26 @@ QUANTIZERS = {"four-over-six": "four_over_six", "awq": "awq", "gptq": "gptq"}
 
 
 class Method:
-    """The base of all neighbours. Functions that neither of the two classes defines are qerl's."""
+    """The base of all neighbours: the functions that a step calls, as QeRL has them.
 
+    A neighbour may also define `resample`, in the place of train_gsm8k.dynamic_sampling.
+    """
     variants = ()                  # the names that may follow FILE: in --method, the default first
+
+    adaptive_quantization_noise = staticmethod(qerl.adaptive_quantization_noise)
+    generate = staticmethod(fast.generate)
+    group_advantages = staticmethod(qerl.group_advantages)
+    token_weights = staticmethod(qerl.token_weights)
+    token_logprobs = staticmethod(fast.token_logprobs)
+    reference_policy = staticmethod(qerl.reference_policy)
+    policy_loss = staticmethod(qerl.policy_loss)
+    mismatch = staticmethod(qerl.mismatch)
 
     def __init__(self, settings, variant=None):
         self.settings = settings
         self.variant = variant
         self.state = {}            # what the method learned during the run; checkpoints keep it as JSON
         self.measured = {}         # {name: number} of the last step, for metrics.jsonl
-
-    def __getattr__(self, name):
-        return getattr(fast, name)
 
     @classmethod
     def defaults(cls, variant):
@@ -60,16 +68,6 @@ class Method:
         (token ids), the training set.
         """
 
-    def sampling(self, draw, complete, generator):
-        """The function that the loop calls in the place of draw() -> train_gsm8k.Samples.
-
-        complete(questions, phase, **options) samples a group for each question and scores it. The
-        "prompt" of such a question may end in the first tokens of a completion; then "begun" holds
-        their text, which is scored, too. phase: the name of these seconds in metrics.jsonl; options:
-        those of fast.generate; generator: on the CPU; checkpoints keep its state.
-        """
-        return draw
-
 
 def names():
     """The names that --method takes, without ":VARIANT": "qerl" and each FILE."""
@@ -88,13 +86,25 @@ def look_up(name):
     return neighbour, variant or next(iter(neighbour.variants), None)
 
 
+def defaults(name):
+    """The settings that --method `name` changes where no flag gives them."""
+    neighbour, variant = look_up(name)
+    return neighbour.defaults(variant)
+
+
+def quantized_folder(*arguments):
+    """parts.quantizers.quantized_folder; that module imports this package."""
+    from methods.parts import quantizers
+    return quantizers.quantized_folder(*arguments)
+
+
 def find(name, settings):
     """The neighbour that --method names, checked against the other settings; raises UserError."""
     neighbour, variant = look_up(name)
     method = neighbour(settings, variant)
     objective = qerl.OBJECTIVES[settings.algo]
     other_ratio = objective.log_ratio or objective.weighted_logprob
-    require(not other_ratio or not hasattr(neighbour, "policy_loss"),
+    require(not other_ratio or neighbour.policy_loss is Method.policy_loss,
             f"--method {name}: its loss is of tokens' ratios, which --algo {settings.algo} does not clip; "
             "use --algo grpo, dapo or dr-grpo")
     method.check()

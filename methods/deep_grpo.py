@@ -23,14 +23,14 @@ tokens behind it are trained on. Ours [I]: a sentence ends at the end of a line 
 space (theirs ends at any token "."), and the question itself is no pivot (theirs counts it as the
 first sentence). The authors' later versions ask a teacher instead, which this file does not.
 
-What differs from QeRL: `sampling` adds groups after scoring, and `group_advantages` has two streams.
+What differs from QeRL: `resample` adds groups after scoring, and `group_advantages` has two streams.
 AQN stays; --sigma-start 0 --sigma-end 0 compares without it.
 
 The paper's result: on GSM8K a model of 0.5B parameters reaches 64.1 by GRPO with 8 completions and
 67.7 by DEEP-GRPO [S]. Ours: methods/README.md.
 
 When would you use it? Where most completions fail late and sampling is cheap beside the rest: each
-failed completion costs G more. The log has the seconds of "branches".
+failed completion costs G more.
 """
 import functools
 import itertools
@@ -88,12 +88,11 @@ def pivot_utility(cuts, line):
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
 
-class CutSampler(fast.Sampler):
-    """Cuts completion i at limits[i] tokens, int64."""
-
-    def __init__(self, limits, model, *args):
-        super().__init__(model, *args)
-        self.limit[:-1] = limits.to(self.limit.device)
+def cut(rollout, limit):
+    """The rollout with completion i cut at limit[i] tokens, int64 [N]."""
+    kept = qerl.length_mask(limit, rollout.tokens.shape[1])
+    return qerl.Rollout(rollout.tokens * kept, rollout.logprobs * kept, rollout.entropy * kept,
+                        rollout.length.minimum(limit), rollout.finished & (rollout.length <= limit))
 
 
 class Neighbour(Method):
@@ -102,6 +101,7 @@ class Neighbour(Method):
     def __init__(self, settings, variant=None):
         super().__init__(settings, variant)
         self.state = {"outcomes": []}
+        self.begun = {}            # {prompt of a branch: how many of its tokens are the completion's}
 
     def check(self):
         require(not qerl.OBJECTIVES[self.settings.algo].redraw,
@@ -112,10 +112,13 @@ class Neighbour(Method):
         self.tokenizer = tokenizer
         self.piece = functools.cache(lambda token: tokenizer.decode([token]))
 
-    def sampling(self, draw, complete, generator):
-        return lambda: self.explore(draw(), complete, generator)
+    def generate(self, model, prompts, max_new_tokens, group_size, **options):
+        """fast.generate; a branch is cut where its completion would have been."""
+        rollout = fast.generate(model, prompts, max_new_tokens, group_size, **options)
+        begun = torch.tensor([self.begun.get(tuple(p), 0) for p in prompts], device=model.device)
+        return cut(rollout, (max_new_tokens - begun).repeat_interleave(group_size))
 
-    def explore(self, samples, complete, generator):
+    def resample(self, samples, complete, shares, settings, ranks, generator):
         """Add a group of branches for each failed completion that has a pivot, behind its group."""
         pivots = list(self.pivots(samples, generator))
         count = len(samples.questions)
@@ -123,10 +126,10 @@ class Neighbour(Method):
         self.measured = {"branches": len(pivots)}
         if not pivots:
             return samples
-        parents, depths, questions, room = zip(*pivots)
-        limits = torch.tensor(room).repeat_interleave(samples.rewards.shape[1])
-        branched = complete(
-            list(questions), "branches", sampler_class=functools.partial(CutSampler, limits))
+        parents, depths, questions, begun = zip(*pivots)
+        self.begun = {tuple(q["prompt"]): count for q, count in zip(questions, begun)}
+        branched = complete(list(questions))
+        self.begun = {}
         mended = branched.correct.amax(1)
         self.measured["branch_accuracy"] = branched.correct.mean().item()
         self.measured["mended"] = mended.mean().item()
@@ -140,8 +143,8 @@ class Neighbour(Method):
     def pivots(self, samples, generator):
         """Yield where the branches begin, for each failed completion of several sentences.
 
-        That is the number of its question, r, the question with the pivot in its prompt, and the
-        number of tokens that are left.
+        That is the number of its question, r, the question with the pivot in its prompt, and how many
+        tokens the completion has before it.
         """
         line = fit_success(self.state["outcomes"])
         group = samples.rewards.shape[1]
@@ -156,7 +159,7 @@ class Neighbour(Method):
             question = dict(samples.questions[i // group])
             question["prompt"] = question["prompt"] + begun
             question["begun"] = question.get("begun", "") + self.tokenizer.decode(begun)
-            yield i // group, r[chosen].item(), question, self.settings.max_new_tokens - len(begun)
+            yield i // group, r[chosen].item(), question, len(begun)
 
     def group_advantages(self, rewards, algorithm):
         """Branches are not divided by the deviation; each stream is divided by its share of the groups."""

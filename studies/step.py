@@ -15,7 +15,6 @@ from harness import fast
 from harness.batches import make_batch
 from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
-from methods.deep_grpo import CutSampler
 from studies.plots import grouped, plot_bars, plot_lines
 from studies.random_models import random_model, random_prompts
 from train_gsm8k import Samples, Settings, make_optimizer, update
@@ -48,6 +47,14 @@ def device_memory_gb():
 
 # --------------------------------------------------------------------------------------------------
 # A step
+
+class CutSampler(fast.Sampler):
+    """Cuts completion i at limits[i] tokens, int64."""
+
+    def __init__(self, limits, model, *args):
+        super().__init__(model, *args)
+        self.limit[:-1] = limits.to(self.limit.device)
+
 
 def cut_lengths(longest, ranks):
     """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].

@@ -14,10 +14,12 @@ import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
+import methods
 import qerl
 from harness import fast
 import train_gsm8k
 import harness.run
+from harness.engines import find_method
 from harness.folders import read_jsonl
 from harness.layers import TrainedLinear, replace_layers
 from test_qerl import HERE, scales
@@ -54,8 +56,8 @@ def refused(*args, program=train_gsm8k):
 
 def neighbour(name, **settings):
     """A method as --method NAME finds it, with its defaults."""
-    values = {"method": name, **train_gsm8k.method_defaults(name), **settings}
-    return train_gsm8k.find_method(train_gsm8k.Settings(**values))
+    values = {"method": name, **methods.defaults(name), **settings}
+    return find_method(train_gsm8k.Settings(**values))
 
 
 def all_trained(folder):

@@ -16,11 +16,12 @@ from tokenizers.processors import TemplateProcessing
 import qerl
 from harness.errors import UserError
 import train_gsm8k
-from harness import answers
+from harness import answers, evaluation
 from harness.answers import given_answer, is_right, last_number, one_number
 from harness.answers import reward_fingerprint, right_answer, terms
 from harness.data import ChatText, load_questions, math_questions, read_questions, with_prompts
 from harness.folders import read_jsonl, write_jsonl
+from harness.policy import SYSTEM, instruction
 from harness.ranks import Ranks
 from harness.small_policy import WordText, made_up_problems
 from train_gsm8k import answer_reward, paper_reward
@@ -409,7 +410,7 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
             for source, n in (("a", 70), ("a", 70), ("b", 27))]
     texts = [["70", "no", "no"],
              ["\\boxed{70}", "no", "no", "no", "no", "no", "27", "27", "no"]]
-    monkeypatch.setattr(train_gsm8k, "answer_all", lambda *_: texts.pop())
+    monkeypatch.setattr(evaluation, "answer_all", lambda *_: texts.pop())
     settings = train_gsm8k.Settings(eval_samples=3, out=str(tmp_path))
     found = train_gsm8k.evaluate(None, None, rows, settings, "now", Ranks())
     expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}
@@ -495,5 +496,5 @@ def test_a_reward_lies_in_any_folder_and_imports_its_neighbour(tmp_path, monkeyp
         reward = train_gsm8k.find_reward(scheme)
         assert reward is train_gsm8k.find_reward(scheme)                   # the file is run once
         assert reward("\\boxed{5}", {"right": 5}) == pytest.approx(1 + 0.4 * 9 * 5)
-        assert train_gsm8k.instruction(f"{scheme}+ 2 * paper") == train_gsm8k.SYSTEM["paper"]
+        assert instruction(f"{scheme}+ 2 * paper") == SYSTEM["paper"]
         assert reward_fingerprint(path) != reward_fingerprint("answer")

@@ -38,9 +38,9 @@ def test_plain_and_fast_compute_the_same(family, weights):
 def test_a_run_is_the_same_with_both(quiz, tmp_path):
     """All completions in slots at once, greedy evaluation."""
     rows = []
-    for flags in ([], ["--plain"]):
+    for engine in ("fast", "plain"):
         out = tmp_path / str(len(rows))
-        run_main("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags, "--beta", 0.1, "--lr", 1e-3,
+        run_main("--model", quiz, "--data", quiz, *QUICK, *LEARNING, "--engine", engine, "--beta", 0.1, "--lr", 1e-3,
                  "--eval-temperature", 0, "--eval-top-p", 1, "--out", out)
         rows.append(read_jsonl(out / "metrics.jsonl"))
     assert any(row["gradient_norm"] for row in rows[0])

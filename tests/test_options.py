@@ -12,6 +12,7 @@ from harness import fast
 import train_gsm8k
 from common import LEARNING, refused, run_main
 from harness.errors import UserError
+from harness.evaluation import pass_at
 from harness.export import adapter_settings, adapter_tensors, load_adapter
 from harness.folders import read_json, read_jsonl
 from test_qerl import TOKENS, relative
@@ -55,7 +56,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers():
         for k in (1, 2, 4):
             chosen = list(map(any, itertools.combinations(right, k)))
             expected = sum(chosen) / len(chosen)
-            assert train_gsm8k.pass_at(k, sum(right), 4) == pytest.approx(expected)
+            assert pass_at(k, sum(right), 4) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("body,said", {

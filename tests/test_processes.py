@@ -20,12 +20,11 @@ from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, refused, run_main, run_python
-from harness import layers
+from harness import layers, policy
 from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint, run_folder
-from methods.deep_grpo import CutSampler
-from studies.step import speed_ups
+from studies.step import CutSampler, speed_ups
 from test_qerl import CONFIGS, CUDA, SIZES, WIDE, gpu, gradient_of, make_folder, relative
 from test_qerl import with_lora
 
@@ -280,7 +279,7 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
         as_rank(1).start("cuda")
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
     with pytest.raises(UserError, match="held-out questions: 3, fewer than the 4 processes"):
-        train_gsm8k.load_all(settings, fast, as_rank(2, lambda items: items))
+        load_all(settings, None, as_rank(2, lambda items: items))
     cut = train_gsm8k.arguments(["--model", "a/b", "--device", "cpu", "--shard"], 4)
     assert cut.quantizer == "rtn"
 

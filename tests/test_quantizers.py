@@ -14,7 +14,8 @@ import qerl
 from harness import fast
 import train_gsm8k
 from harness import export
-from harness.data import read_questions
+from harness.data import ChatText, read_questions
+from harness.policy import SYSTEM
 from harness.small_policy import WordText
 from methods import awq, four_over_six, gptq, qat, rilq
 from methods.parts import calibration, quantizers, worked
@@ -35,7 +36,7 @@ def correlated():
 def asked(qwen, data):
     """(questions, the tokenizer, both as worked sequences)"""
     questions = read_questions(data, "train*.jsonl")[:20]
-    text = train_gsm8k.ChatText(qwen, "")
+    text = ChatText(qwen, "")
     return questions, text, worked.worked_sequences(questions, text, 10 ** 6)
 
 
@@ -171,7 +172,7 @@ def test_codes_are_found_by_one_process(qwen, cache):
 
 @pytest.mark.parametrize("scheme,whole", [("answer", 1.0), ("paper", 2.2)])
 def test_worked_answers_are_what_the_reward_asks_for(qwen, scheme, whole):
-    text = train_gsm8k.ChatText(qwen, train_gsm8k.SYSTEM[scheme])
+    text = ChatText(qwen, SYSTEM[scheme])
     *tokens, last = text.worked_answer("She has 3*4=<<3*4=12>>12 eggs.", "1,200")
     answer = text.decode(tokens)
     assert last in text.eos and "<<" not in answer

@@ -12,12 +12,14 @@ import transformers
 from safetensors import SafetensorError
 from torch.testing import assert_close
 
-from harness import fast, loading
+from harness import fast, loading, policy
 from harness.errors import UserError
 import train_gsm8k
 from common import refused, run_main
 from harness import export
+from harness.data import ChatText
 from harness.folders import read_json
+from harness.policy import SYSTEM, load_all
 from harness.ranks import Ranks
 from methods import QUANTIZERS
 from test_qerl import HERE, compressed_tensors, make_folder, relative, with_lora
@@ -82,7 +84,7 @@ def test_saved_codes_are_those_of_training_and_nearer_than_rounding(
     folder, theirs = made_qwen
     options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
     run_main(*options)
-    model, _, loaded, _ = train_gsm8k.load_all(train_gsm8k.arguments(options), fast, Ranks())
+    model, _, loaded, _ = load_all(train_gsm8k.arguments(options), None, Ranks())
     saved = tensors_of(tmp_path / "out")
     assert_close(saved, tensors_of(model.name_or_path), rtol=0, atol=0)
     for leaves in FUSED:
@@ -107,7 +109,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
 def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, data):
     """Validation questions are apart when the codes are saved, too."""
     stored = mock.Mock(side_effect=UserError("noted"))
-    monkeypatch.setattr(train_gsm8k, "stored_folder", stored)
+    monkeypatch.setattr(policy, "stored_folder", stored)
     run = ("--data", data, "--quantizer", "gptq", "--validation", 3)
     refused(*saving, *run)
     refused(*saving[:4], *run)
@@ -146,7 +148,7 @@ def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkey
     names = {}
     exec(serving, names)
     tokens = names["inputs"]["input_ids"]
-    text = train_gsm8k.ChatText(base, train_gsm8k.SYSTEM["answer"])
+    text = ChatText(base, SYSTEM["answer"])
     assert tokens[0].tolist() == text.prompt(names["messages"][1]["content"])
     served = names["model"](tokens).logits.float()
     exec(merging, names)
@@ -163,5 +165,5 @@ def test_serving_commands_are_known():
         for line in training.splitlines())
     assert saves.save_quantized == trains.model == "qwen-32b-nvfp4"
     request = json.loads(shlex.split(serving)[-1])
-    assert request["messages"][0]["content"] == train_gsm8k.SYSTEM["answer"]
+    assert request["messages"][0]["content"] == SYSTEM["answer"]
     assert f"--lora-modules {request['model']}=" in serving
