@@ -435,10 +435,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
-        self.register_buffer("embedding", reader.tensor("model.embed_tokens.weight", shape))
+        first, last = "model.embed_tokens.weight", "lm_head.weight"
         tied = config.tie_word_embeddings
-        self.register_buffer(
-            "lm_head", self.embedding if tied else reader.tensor("lm_head.weight", shape))
+        if tied and first not in reader.files:
+            first = last                       # they are one tensor, which may have either name
+        self.register_buffer("embedding", reader.tensor(first, shape))
+        self.register_buffer("lm_head", self.embedding if tied else reader.tensor(last, shape))
         self.blocks = nn.ModuleList(
             Block(config, reader, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
@@ -858,6 +860,10 @@ class WeightReader:
     def norm(self, name, size, eps):
         return RMSNorm(name, self.read(f"{name}.weight", (size,)), eps, self.train_norms)
 
+    def check_all_read(self):
+        """Refuse a tensor that config.json does not ask for."""
+        assert not self.unread, f"config.json does not ask for tensor {min(self.unread)}; use its own"
+
     def in_4_bits(self, name):
         return f"{name}.weight_packed" in self.files
 
@@ -954,5 +960,5 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
         files |= dict.fromkeys(file.keys(), file)
     reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
     model = Transformer(config, reader)
-    assert not reader.unread, f"{path}: config.json does not ask for tensor {min(reader.unread)}; use its own"
+    reader.check_all_read()
     return model

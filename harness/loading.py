@@ -14,9 +14,13 @@ from transformers import AutoConfig
 
 import qerl
 from harness.errors import UserError, reason, require
-from harness.folders import read_json
+from harness.folders import CACHE, read_json
 
-LARGEST = 1e9              # above every weight and global scale of a model; damage makes 1e30 and more
+# Between them are the largest weight of every tensor, and global scales. Damage makes 1e30 and more,
+# and of a tensor below them a format's scales are lost.
+SMALLEST, LARGEST = 1e-30, 1e9
+# The cache holds the built-in policy and the codes that --quantizer has found.
+MEND = f"fetch the model again, or delete its folder in {CACHE} to have it made anew"
 IN_4_BITS = (".weight_packed", ".weight_scale_2")      # of compressed-tensors' layers, of ModelOpt's
 # Names of tensors that a folder may have and nothing here reads: what is computed, or scales of
 # activations and of the KV cache, which stay in 16 bit.
@@ -29,7 +33,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 def model_folder(name):
     """A local folder as it is, or the cached snapshot of a Hugging Face name (downloaded once).
 
-    It holds one model, whole, that qerl.Transformer computes.
+    It holds one model, whole, that qerl.Transformer computes: what is checked before any engine loads it.
     """
     folder = name
     try:
@@ -39,6 +43,7 @@ def model_folder(name):
         raise UserError(f"model {name}: no such folder, and Hugging Face does not give it "
                         f"({reason(e)}); check the name and the connection")
     read_config(folder)
+    open_tensors(folder, "cpu")
     return folder
 
 
@@ -95,8 +100,8 @@ def open_tensors(folder, device):
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{path}: cannot be read ({reason(e)}); fetch the model again (weights that are "
-                        "pickled, .bin or .pt, are never loaded)")
+        raise UserError(f"{path}: cannot be read ({reason(e)}); {MEND} (weights that are pickled, .bin or "
+                        ".pt, are never loaded)")
     return files
 
 
@@ -109,13 +114,14 @@ class WeightReader(qerl.WeightReader):
     def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
         """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
         tensor = super().read(name, shape)
+        tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
         require(tensor.dtype in dtypes,
                 f"tensor {name} is {tensor.dtype}, not in 16 bit or NVFP4; use another model")
         largest = tensor.float().abs().max()                         # NaN if one number is
         may_be_zero = name.endswith(("_proj.weight", "_proj.weight_packed", ".bias"))
-        require(largest < LARGEST and (largest > 0 or may_be_zero),
-                f"tensor {name} holds NaN, infinity, a number above {LARGEST:.0e} or zeros alone; fetch "
-                "the model again")
+        require(SMALLEST < largest < LARGEST or largest == 0 and may_be_zero,
+                f"tensor {name} is damaged: its largest number is {largest:.3g}, not between {SMALLEST:g} "
+                f"and {LARGEST:g}; {MEND}")
         return tensor
 
     def read_nvfp4(self, name, out_features, in_features):
@@ -147,9 +153,8 @@ class WeightReader(qerl.WeightReader):
         require(shapes == wanted, f"{entry}.quantize gave shapes {shapes} for a weight of {[rows, columns]}, "
                                   f"wanted are {wanted}")
         packed, scale, global_scale = parts
-        weight = weight[:16].float()
-        error = format.dequantize(packed[:16], scale[:16], global_scale, torch.float32) - weight
-        require(error.norm() <= weight.norm() / 2, f"{entry} does not dequantise to the weight that it was "
+        error = format.dequantize(packed, scale, global_scale, torch.float32) - weight
+        require(error.norm() <= weight.float().norm() / 2, f"{entry} does not dequantise to the weight that it was "
                                                    "given; compare its quantize, table and scale")
         return parts
 
@@ -158,8 +163,8 @@ class WeightReader(qerl.WeightReader):
         for name in sorted(self.unread):
             if name.endswith(UNUSED):
                 continue
-            pair = [self.files[n].get_tensor(n) for n in (name, "model.embed_tokens.weight")]
-            require(name == "lm_head.weight" and torch.equal(*pair),
+            pair = "lm_head.weight", "model.embed_tokens.weight"
+            require(name == pair[0] and torch.equal(*(self.files[n].get_tensor(n) for n in pair)),
                     f"tensor {name} is not one that config.json asks for (by tie_word_embeddings, "
                     "attention_bias and the like); use the config that belongs to the weights")
 

@@ -66,11 +66,11 @@ def stored_folder(settings, method, folder, questions, tokenizer):
 def load_policy(settings, engine, stored, ranks):
     """The model with what is trained: LoRA on frozen weights or, with --lora-rank 0, the weights."""
     torch.manual_seed(settings.seed)                           # LoRA's A is drawn at random
-    reader_class = engine.WeightReader
+    reader_class = loading.WeightReader if settings.engine == "plain" else engine.WeightReader
     if settings.shard:
         from harness.layers import ShardedReader as reader_class
     model = engine.load_model(
-        stored, settings.weights, settings.lora_rank, settings.device,
+        loading.model_folder(stored), settings.weights, settings.lora_rank, settings.device,
         dtype=getattr(torch, settings.dtype), lora_alpha=settings.lora_alpha,
         train_norms=settings.train_norms or settings.lora_rank == 0, reader_class=reader_class)
     if settings.shard:

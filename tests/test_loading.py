@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import qerl
+import train_gsm8k
 from harness import fast
 from harness.data import ChatText
 from harness.errors import UserError
 from harness.export import save_packed
+from harness.ranks import Ranks
 from test_qerl import TOKENS, compressed_tensors, make_folder, relative
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -41,11 +44,21 @@ def packed_layer(tensors):
         tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
 
 
+ENGINES = [[], ["--plain"]]
+
+
+def load(folder, *flags):
+    """The model of a run, by the engine that the flags choose; its LoRA is still zero."""
+    settings = train_gsm8k.arguments(["--device", "cpu", *flags])
+    return train_gsm8k.load_model(settings, train_gsm8k.find_engine(settings), str(folder), Ranks())
+
+
 def refused(folder, message):
-    """fast.load_model refuses a folder with one line."""
-    with pytest.raises((UserError, AssertionError), match=message) as error:
-        fast.load_model(folder)
-    assert "\n" not in str(error.value)
+    """A run refuses a folder with one line, by either engine."""
+    for flags in ENGINES:
+        with pytest.raises((UserError, AssertionError), match=message) as error:
+            load(folder, *flags)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("sharding", [{}, dict(max_shard_size="200KB")])
@@ -85,6 +98,37 @@ def test_what_needs_no_refusal_loads(qwen, tmp_path):
     folder = break_tensor(qwen, tmp_path, zeros, use_sliding_window=True, sliding_window=8,
                           attention_bias=True, hidden_act="swish")
     assert fast.load_model(folder)(TOKENS).isfinite().all()
+
+
+def dead_head(tensors):
+    """The first rows of a weight, of which a part alone was judged, are as good as zero."""
+    tensors["model.layers.0.self_attn.k_proj.weight"][:16] *= 1e-7
+
+
+def in_float64(tensors):
+    tensors.update({name: t.double() for name, t in tensors.items()})
+
+
+def output_alone(tensors):
+    """Of a model whose output layer is the embedding, by its other name."""
+    tensors["lm_head.weight"] = tensors.pop(EMBEDDING)
+
+
+def copies(tensors):
+    """What is computed, and the embedding once more."""
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
+    tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("edit", [dead_head, in_float64, output_alone, copies])
+def test_what_transformers_loads_a_run_loads(qwen, tmp_path, edit, engine):
+    folder = break_tensor(qwen, tmp_path, edit)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        ours = load(folder, *engine, "--weights", "bf16")(TOKENS)
+        assert relative(ours, theirs(TOKENS).logits) < 1e-4
+        assert load(folder, *engine)(TOKENS).isfinite().all()                       # in NVFP4, too
 
 
 @pytest.mark.parametrize("quantize,message", [
@@ -127,16 +171,22 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
 
 
 @pytest.mark.parametrize("name,edit,message", [
-    (DOWN, lambda t: t / 0, "holds NaN, infinity"),
-    (DOWN, lambda t: t * 1e30, "holds .* a number above 1e"),
+    (DOWN, lambda t: t / 0, "is damaged: its largest number is (inf|nan)"),
+    (DOWN, lambda t: t * 1e30, "is damaged: its largest number is .*e.29, not between"),
+    (DOWN, lambda t: t.double() * 1e-40, "is damaged: its largest number is .*e-4.*fetch the model again"),
     (NORM, None, "is missing"),
-    (NORM, torch.zeros_like, "holds .* zeros alone"),
+    (NORM, torch.zeros_like, "is damaged: its largest number is 0, "),
     (DOWN, lambda t: t[:, :64].contiguous(), r"\[128, 64\].*\[128, 192\]"),
     (DOWN, torch.Tensor.char, "is torch.int8"),
     # of what is stored as NVFP4
     (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
+    (f"{UP}_scale", lambda t: t.view(torch.uint8), "is torch.uint8"),
     (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
-    (f"{UP}_global_scale", lambda t: t * 1e-30, "global scale is above 1e-9"),
+    (f"{UP}_scale", lambda t: (t.float() * float("nan")).to(t.dtype), "is damaged: its largest number is nan"),
+    (f"{UP}_global_scale", lambda t: t * 1e-20, "global scale is above 1e-9"),
+    (f"{UP}_global_scale", torch.neg, "global scale is above 1e-9"),
+    *((f"{UP}_global_scale", lambda t, value=value: t.fill_(value), "is damaged: its largest number is")
+      for value in (0, float("inf"), float("nan"))),
     # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
     *((name, lambda _: torch.ones(128), "is not one that config.json asks for")
       for name in (UP.replace("weight", "bias"), "lm_head.weight")),
@@ -154,6 +204,8 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
 
 @pytest.mark.parametrize("message,config", {
     "config.json cannot be read": dict(model_type="own"),
+    "config.json cannot be read .*num_attention_heads": dict(num_attention_heads="four"),
+    "config.json cannot be read .*rms_norm_eps": dict(rms_norm_eps="small"),
     "architecture gpt2, which is not supported": dict(model_type="gpt2"),
     "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
     "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),
