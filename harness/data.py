@@ -254,23 +254,30 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
+            named = self.tokenizer.chat_template
+            if isinstance(named, dict) and len(named) == 1:
+                self.tokenizer.chat_template, = named.values()
             if self.tokenizer.chat_template and system not in self.chat([["A question?"]], tokenize=False)[0]:
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")
+            for name in self.options:
+                require(re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)),
+                        f"its chat template reads no {name} of --chat-template-kwargs")
             self.prompt("A question?")     # no question later fails where this one does not
         except Exception as e:
             raise UserError(
                 f"model {folder}: its tokenizer, chat template or config cannot be used ({reason(e)}); "
                 "mend it, fetch the model again or use another"
             )
-        added = self.tokenizer.added_tokens_decoder.items()
-        self.silent = {i for i, token in added if token.special and not REWARDED.search(token.content)}
         ends = stored if isinstance(stored, list) else [stored]
         ends = [end for end in [self.tokenizer.eos_token_id, *ends] if end is not None]
         require(ends, f"model {folder}: has no eos_token_id, so that nothing ends a text; mend its "
                       "generation_config.json or config.json")
         self.eos = set(ends)
         self.end = ends[0]
+        added = self.tokenizer.added_tokens_decoder.items()
+        unread = self.eos.union(i for i, token in added if token.special)
+        self.silent = {i for i in unread if not REWARDED.search(self.shown([i]))}
         if self.tokenizer.chat_template:
             self.warn_of_other_ends()
 
@@ -283,7 +290,7 @@ class ChatText:
         if self.tokenizer.chat_template:
             turns = [[question] for question in questions]
             return self.chat(turns, add_generation_prompt=True, return_dict=False)
-        texts = [f"{self.system}\n\nProblem: {question}\n\nSolution: " for question in questions]
+        texts = [f"{self.system}\n\nProblem: {question}\n\nSolution:" for question in questions]
         end = [self.tokenizer.eos_token_id]            # some tokenizers end each text
         return [ids[:-1] if ids[-1:] == end else ids for ids in map(self.tokenizer.encode, texts)]
 
@@ -319,10 +326,12 @@ class ChatText:
         text = f"{work}\n{boxed}"
         if "<think>" in self.system:
             text = f"<think>\n{work}\n</think>\n<answer>\n{boxed}\n</answer>"
+        if not self.tokenizer.chat_template:
+            text = f" {text}"                          # behind "Solution:"
         return self.tokenizer.encode(text, add_special_tokens=False) + [self.end]
 
     def decode(self, ids):
-        """The text of a completion without special tokens, except those that a reward looks for."""
+        """The text of a completion without special tokens and its end, but with what a reward looks for."""
         return self.tokenizer.decode([i for i in ids if i not in self.silent])
 
     def shown(self, ids):

@@ -178,13 +178,16 @@ def stacked_parts(names, sizes, packed, block_scale, global_scale):
 def copy_companions(source, folder):
     """Copy what stands beside the weights, with the quantization_config NVFP4A16.
 
-    These are configs, tokenizer, chat template. The generation_config.json has the token ids alone:
+    These are configs, tokenizer, chat templates. The generation_config.json has the token ids alone:
     whoever serves the folder samples from the policy that was evaluated here, without a
     repetition_penalty, top_k and the like.
     """
     for path in Path(source).iterdir():
         if path.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in path.name:
             shutil.copy(path, folder)
+    templates = "additional_chat_templates"
+    if os.path.isdir(f"{source}/{templates}"):
+        shutil.copytree(f"{source}/{templates}", f"{folder}/{templates}")
     stored = generation_config(source)
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(f"{folder}/generation_config.json", ids)

@@ -28,8 +28,22 @@ RANGES = {                          # the least and the greatest value of number
 }
 
 
-def check_settings(settings, processes):
-    """Refuse, by name, values that cannot be meant."""
+# All that --save-quantized reads.
+SAVING = {"save_quantized", "model", "quantizer", "preset", "device", "data", "eval", "validation", "reward",
+          "chat_template_kwargs"}
+
+
+def check_settings(settings, processes, given):
+    """Refuse, by name, values that cannot be meant, and flags {setting: value} that nothing reads."""
+    read = {                # what some settings are for
+        "lora_alpha": settings.lora_rank,
+        "chat_template_kwargs": settings.model,
+        "start_seed": not settings.model,
+        "gpu": settings.dry_run or settings.device != "cpu",
+    }
+    for name, value in given.items():
+        require_flag(name in SAVING if settings.save_quantized else read.get(name, True), name, value,
+                     "changes nothing here, as the other flags are; leave it out")
     for name, value in vars(settings).items():
         if type(value) in RANGES:
             least, greatest = RANGES.get(name, RANGES[type(value)])
@@ -63,11 +77,8 @@ def check_settings(settings, processes):
         ("shard", settings.shard, processes > 1,
          "cuts the weights over several processes, but this is one; start by torchrun "
          "--nproc_per_node=2 or more"),
-        ("save_quantized", settings.save_quantized is not None,
-         settings.model and settings.weights == "nvfp4" and settings.method == "qerl"
-         and not settings.resume and not settings.eval_only and not settings.adapter and processes == 1,
-         "saves a real model as --quantizer makes it, and does nothing else; name it with --model, and "
-         "leave --weights, --method, --adapter, --resume, --eval-only and torchrun out"),
+        ("save_quantized", settings.save_quantized, settings.model and processes == 1,
+         "saves a real model as --quantizer makes it; name it with --model, and leave torchrun out"),
     ]
     for name, counts, ok, what in together:
         require_flag(not counts or ok, name, getattr(settings, name), what)
@@ -89,7 +100,7 @@ def settings_of(settings_class, description, presets, choices, argv=None, proces
     its full name; engine and dtype are the usual ones, if no flag names them. processes: how many
     torchrun started.
     """
-    given = parse_flags(settings_class, description, presets, choices, argv)
+    typed = given = parse_flags(settings_class, description, presets, choices, argv)
     if "model" in given:
         given["model"] = full_name(given["model"])
     if given.get("resume"):
@@ -114,7 +125,7 @@ def settings_of(settings_class, description, presets, choices, argv=None, proces
         values |= adapter_settings(flags.adapter, flags.model, given)
     settings = settings_class(**(values | given))
     settings = replace(settings, engine=settings.engine or usual_engine(settings))
-    check_settings(settings, processes)
+    check_settings(settings, processes, typed)
     if is_neighbour(settings.method):
         find_method(settings)                            # it refuses settings that it cannot use
     usual = str(default_dtype(settings.device)).removeprefix("torch.")

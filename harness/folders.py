@@ -170,14 +170,12 @@ def new_folder(out):
 
     A kill leaves at most OUT.tmp, which the next call removes.
     """
-    require_empty(out)
+    require(not os.path.lexists(out), f"{out}: is there already; name a new folder")
     temporary = f"{os.path.abspath(out)}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         os.makedirs(temporary)
         yield temporary
-        if os.path.isdir(out):                         # Windows renames onto no folder
-            os.rmdir(out)
         os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -457,7 +457,7 @@ def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, toke
     ids = text.tokenizer.encode(f"a{token}b<|pad|>c")
     assert ids[-1] in text.eos
     assert text.decode(ids) == f"a{token}bc"
-    assert text.shown(text.prompt("2+3?")).endswith("Solution: ")
+    assert text.shown(text.prompt("2+3?")).endswith("Solution:")
 
 
 def test_the_small_policys_text_has_a_token_for_each_word():

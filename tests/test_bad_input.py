@@ -53,7 +53,15 @@ from test_answers import chat_text
     "--reward none.py:f": "No such file or directory: .*none.py",
     "--dry-run --model m --shard": "without --shard",
     "--save-quantized out": "saves a real model .* name it with --model",
-    "--save-quantized out --model m --eval-only": "--eval-only and torchrun out",
+    # What nothing reads.
+    "--save-quantized out --model m --eval-only": "--eval-only: changes nothing",
+    "--save-quantized out --model m --out run": "--out run: changes nothing",
+    "--save-quantized out --model m --train-norms": "--train-norms: changes nothing",
+    "--save-quantized out --model m --lora-rank 8": "--lora-rank 8: changes nothing",
+    "--weights bf16 --lora-rank 0 --beta 0 --lora-alpha 8": "--lora-alpha 8.0: changes nothing",
+    "--chat-template-kwargs {}": "--chat-template-kwargs {}: changes nothing",
+    "--model m --start-seed 3": "--start-seed 3: changes nothing",
+    "--gpu H100": "--gpu H100: changes nothing",
 }.items())
 def test_flags_that_cannot_be_meant_are_named(argv, message):
     with pytest.raises(UserError, match=message):
@@ -170,9 +178,9 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
     "--reward nan*answer": "nan*answer: unknown",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
+    '--chat-template-kwargs {"enable_thinkin":true}': "its chat template reads no enable_thinkin of --chat",
     "--out used": "used: is not empty",
     "--out used/metrics.jsonl": "used/metrics.jsonl: is a file",
-    "--save-quantized run --model packed": "is in 4 bits already",
     "--resume": "run: no checkpoint is there",
 }.items())
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
@@ -180,6 +188,23 @@ def test_bad_input_is_one_line_and_leaves_no_empty_folder(
     line = refused(*quick, *argv.split())
     assert message in line and "; go on with" not in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("argv,message", {
+    "--save-quantized new --model packed": "is in 4 bits already",
+    "--save-quantized no-end": "no-end: is there already",
+    "--save-quantized .": ".: is there already",
+    "--save-quantized empty": "empty: is there already",
+    "--save-quantized link": "link: is there already",
+    "--save-quantized used/metrics.jsonl/new": "Not a directory: '",
+}.items())
+def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monkeypatch, argv, message):
+    """It is refused before the work."""
+    monkeypatch.setattr(export, "write_packed_folder", None)
+    Path("empty").mkdir()
+    Path("link").symlink_to("empty")
+    assert message in refused("--model", qwen, "--device", "cpu", "--quantizer", "rtn", *argv.split())
+    assert not list(tmp_path.glob("*.tmp")) and not Path("new").exists()
 
 
 @pytest.fixture
@@ -200,6 +225,54 @@ def test_an_end_of_turn_that_ends_no_completion_is_said(chatty, capsys):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, end]}))
     ChatText(str(folder), "")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("ends,kept", [
+    (dict(additional_special_tokens=["<|im_end|>"]), ""),
+    (["<|im_end|>"], ""),                      # an added token that is not special
+    ([], ""),                                  # one of the vocabulary
+    (["</answer>"], "</answer>"),              # a reward looks for it
+], ids=str)
+def test_the_token_that_ended_a_completion_is_not_in_its_text(qwen, tmp_path, ends, kept):
+    shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    (tokenizer.add_special_tokens if isinstance(ends, dict) else tokenizer.add_tokens)(ends)
+    tokenizer.save_pretrained(tmp_path)
+    end = len(tokenizer) - 1
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    text = ChatText(str(tmp_path), "")
+    ids = tokenizer.encode("5", add_special_tokens=False)
+    assert end in text.eos and text.decode([*ids, end]) == f"5{kept}"
+
+
+def test_a_base_model_is_asked_as_it_has_seen_text(qwen, tmp_path):
+    """A space stands before a word, not alone at a prompt's end."""
+    text = chat_text(qwen, tmp_path / "base")
+    prompt, answer = text.prompt("1+1?"), text.worked_answer("It is 2.", "2")
+    assert text.shown(prompt).endswith("Problem: 1+1?\n\nSolution:")
+    assert text.shown(prompt + answer).count("Solution: It is 2.") == 1
+
+
+@pytest.mark.parametrize("names,used", [(["chat"], "chat"), (["tool_use", "default"], "default")])
+def test_templates_with_names_are_used_and_saved(qwen, tmp_path, names, used):
+    """As tokenizer_config.json lists them, and as transformers saves them today."""
+    for listed in (True, False):
+        folder = shutil.copytree(qwen, tmp_path / str(listed))
+        templates = {name: f"{name} {{{{ messages[-1]['content'] }}}}" for name in names}
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        config = read_json(folder / "tokenizer_config.json")
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        if not listed:
+            transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+            assert (folder / "additional_chat_templates").exists()
+        saved = tmp_path / f"saved-{listed}"
+        export.save_packed(folder, saved, "cpu")
+        for path in (folder, saved):
+            text = ChatText(str(path), "")
+            assert text.shown(text.prompt("1?")).startswith(f"{used} ")
+        stored = transformers.AutoTokenizer.from_pretrained(saved).chat_template
+        assert stored == templates
 
 
 def test_a_run_goes_on_tomorrow_whose_template_writes_the_date(chatty, cache, monkeypatch, quick):
