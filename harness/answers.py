@@ -19,15 +19,13 @@ import logging
 import math
 import os
 import re
-import runpy
 import signal
-import sys
 import traceback
 from fractions import Fraction
 from pathlib import Path
 
 from harness.errors import UserError, require
-from harness.folders import fingerprint
+from harness.folders import fingerprint, run_file
 
 LONGEST = 1000                 # characters: no answer that is meant is longer
 PATIENCE = 5                   # seconds of the process: no comparison of TeX that is meant takes longer
@@ -289,7 +287,12 @@ TERM = re.compile(r"""
 
 def terms(scheme):
     """[(weight, name)] of a --reward, a sum of [WEIGHT*]NAME; the paths in names may hold + and *."""
-    return [(float(weight or 1), os.path.expanduser(name)) for weight, name in TERM.findall(scheme)]
+    found = [(float(weight or 1), os.path.expanduser(name)) for weight, name in TERM.findall(scheme)]
+    for weight, name in found:
+        require(abs(weight) < 1e30 and re.fullmatch(r"answer|paper|random|.+\.py:\w+", name),
+                f"--reward {scheme}: {name or 'an empty term'} is unknown, or its weight is not below 1e30; "
+                "choose answer, paper, random or FILE.py:FUNCTION, or a sum as 2*answer+0.1*FILE.py:FUNCTION")
+    return found
 
 
 def own_reward(name):
@@ -299,11 +302,7 @@ def own_reward(name):
     as a Fraction or TeX. What goes wrong in it is a UserError that names file and line.
     """
     path, _, function = name.rpartition(":")
-    require(path.endswith(".py"),
-            f"--reward {name}: unknown; choose answer, paper, random or FILE.py:FUNCTION, or a sum as "
-            "2*answer+0.1*FILE.py:FUNCTION")
-    sys.path.append(str(Path(path).resolve().parent))         # it may import its neighbours
-    own = guarded(name, runpy.run_path, path).get(function)
+    own = getattr(guarded(name, run_file, path), function, None)
     require(callable(own), f"--reward {name}: {path} has no function {function}")
 
     def earned(completion, question):
@@ -328,7 +327,7 @@ def guarded(name, function, *arguments):
         frames = traceback.extract_tb(e.__traceback__)
         # None if the function takes other arguments.
         places = [f" ({f.filename}:{f.lineno})" for f in frames
-                  if f.filename != __file__ and not f.filename.startswith("<")]
+                  if os.path.dirname(f.filename) != os.path.dirname(__file__) and not f.filename.startswith("<")]
         raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
                         + "".join(places[-1:]))
 

@@ -1,10 +1,10 @@
 """What computes a run: an engine, which is qerl or harness.fast, or a neighbour of the folder methods."""
 import importlib
 import inspect
-import runpy
 
 import qerl
 from harness.errors import UserError, reason
+from harness.folders import run_file
 
 
 def usual_engine(settings):
@@ -44,7 +44,7 @@ def replace_functions(path):
     A function in which NotImplementedError still stands is not written yet; qerl's stays.
     """
     try:
-        found = runpy.run_path(path)
+        found = vars(run_file(path))
     except (Exception, SystemExit) as e:
         raise UserError(f"--method {path}: cannot be run ({reason(e)}); mend the file")
     taken = []

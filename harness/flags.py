@@ -9,6 +9,7 @@ from harness.engines import find_method, is_neighbour, neighbours, usual_engine
 from harness.export import adapter_settings
 from harness.loading import default_dtype
 from harness.run import resumed
+from harness.errors import require
 
 RANGES = {                          # the least and the greatest value of numbers
     int: (0, 1e18),                 # unless their name stands below
@@ -34,16 +35,17 @@ SAVING = {"save_quantized", "model", "quantizer", "preset", "device", "data", "e
 
 
 def check_settings(settings, processes, given):
-    """Refuse, by name, values that cannot be meant, and flags {setting: value} that nothing reads."""
+    """Refuse, by name, values that cannot be meant, and flags (their settings) that nothing reads."""
     read = {                # what some settings are for
         "lora_alpha": settings.lora_rank,
         "chat_template_kwargs": settings.model,
         "start_seed": not settings.model,
         "gpu": settings.dry_run or settings.device != "cpu",
     }
-    for name, value in given.items():
-        require_flag(name in SAVING if settings.save_quantized else read.get(name, True), name, value,
-                     "changes nothing here, as the other flags are; leave it out")
+    if settings.save_quantized:
+        read = {name: name in SAVING for name in given}
+    unread = ["--" + name.replace("_", "-") for name in given if not read.get(name, True)]
+    require(not unread, f"{' '.join(unread)}: changes nothing with the other flags; leave it out")
     for name, value in vars(settings).items():
         if type(value) in RANGES:
             least, greatest = RANGES.get(name, RANGES[type(value)])

@@ -18,6 +18,8 @@ import itertools
 import json
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -44,6 +46,16 @@ def atomic_write(path, data):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)              # so that a full disk is not filled by it
+
+
+def run_file(path):
+    """A user's Python file as a module, which pickle and type hints find by its name."""
+    module = types.ModuleType(Path(path).stem)
+    module.__file__ = path
+    sys.modules.setdefault(module.__name__, module)
+    sys.path.append(str(Path(path).resolve().parent))          # it may import its neighbours
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    return module
 
 
 def newest_run():

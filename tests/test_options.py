@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from harness import fast
 import train_gsm8k
-from common import LEARNING, refused, run_main
+from common import LEARNING, refused, run_main, run_python
 from harness.errors import UserError
 from harness.evaluation import pass_at
 from harness.export import adapter_settings, adapter_tensors, load_adapter
@@ -75,6 +75,37 @@ def test_an_own_reward_that_fails_is_one_line(quick, tmp_path, monkeypatch, body
     line = refused(*quick, "--reward", f"{path}:short")
     assert line.startswith(f"error: --reward {path}:short")
     assert said.format(path=path) in line
+
+
+IN_A_POOL = """
+from __future__ import annotations
+import concurrent.futures, dataclasses, multiprocessing, pickle, typing
+
+@dataclasses.dataclass
+class Words:
+    count: int
+
+def counted(text):
+    return Words(len(text.split()))
+
+def short(completion: str, question: dict):
+    assert typing.get_type_hints(Words) == {"count": int}
+    assert pickle.loads(pickle.dumps(counted)) is counted
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(counted, completion).result().count
+"""
+
+
+def test_an_own_reward_is_a_module(tmp_path):
+    """It may have dataclasses, pickles and processes."""
+    path = tmp_path / "reward_with_a_pool.py"
+    path.write_text(IN_A_POOL)
+    assert run_python("-c", f"""
+import train_gsm8k
+if __name__ == "__main__":
+    print(train_gsm8k.find_reward("{path.as_posix()}:short")("a b c", {{}}))
+""").stdout == "3.0\n"
 
 
 def peft_adapter(folder, out, layers="all-linear"):

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -82,9 +83,10 @@ def test_saved_codes_are_those_of_training_and_nearer_than_rounding(
     four-over-six is calibrated on none: its weights are nearer (test_quantizers.py).
     """
     folder, theirs = made_qwen
-    options = (*saving, "--data", data, "--quantizer", quantizer, "--max-new-tokens", "8")
+    options = (*saving, "--data", data, "--quantizer", quantizer)
     run_main(*options)
-    model, _, loaded, _ = load_all(train_gsm8k.arguments(options), None, Ranks())
+    settings = replace(train_gsm8k.arguments(options), max_new_tokens=8)
+    model, _, loaded, _ = load_all(settings, None, Ranks())
     saved = tensors_of(tmp_path / "out")
     assert_close(saved, tensors_of(model.name_or_path), rtol=0, atol=0)
     for leaves in FUSED:
