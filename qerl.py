@@ -568,7 +568,10 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, generator):
-    """Decode a completion of each of B prompts -> Rollout."""
+    """Decode a completion of each of B prompts -> the five tensors of a Rollout, C = max_new_tokens.
+
+    A row that is finished decodes on. What comes behind its length is not part of it.
+    """
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(model.device)                                                     # [B, longest]
@@ -590,26 +593,11 @@ def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, genera
         logits = F.linear(hidden, model.lm_head)                                         # [B, V]
         token, logprobs[:, i], entropy[:, i] = sample(logits, temperature, top_p, generator)
         tokens[:, i] = token
-        length += ~finished                            # a row that is finished decodes on, unread
+        length += ~finished
         finished |= torch.isin(token, ends)
         if finished.all():
             break
-    longest = int(length.max())
-    there = length_mask(length, longest)
-    return Rollout(tokens[:, :longest] * there, logprobs[:, :longest] * there,
-                   entropy[:, :longest] * there, length, finished)
-
-
-def join_rollouts(rollouts):
-    """Rollouts one below the other, padded to the longest."""
-    longest = max(rollout.tokens.shape[1] for rollout in rollouts)
-
-    def join(name):
-        parts = [getattr(rollout, name) for rollout in rollouts]
-        if parts[0].dim() == 2:
-            parts = [F.pad(part, (0, longest - part.shape[1])) for part in parts]
-        return torch.cat(parts)
-    return Rollout(join("tokens"), join("logprobs"), join("entropy"), join("length"), join("finished"))
+    return tokens, logprobs, entropy, length, finished
 
 
 def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
@@ -630,10 +618,13 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     """
     check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
-    chunks = [repeated[i:i + slots] for i in range(0, len(repeated), slots)]
-    return join_rollouts([
-        decode_batch(model, chunk, max_new_tokens, temperature, top_p, eos, generator)
-        for chunk in chunks])
+    parts = [
+        decode_batch(model, repeated[i:i + slots], max_new_tokens, temperature, top_p, eos, generator)
+        for i in range(0, len(repeated), slots)]
+    *columns, length, finished = map(torch.cat, zip(*parts))
+    there = length_mask(length, int(length.max()))
+    cut = [column[:, :there.shape[1]] * there for column in columns]                     # [N, C] each
+    return Rollout(*cut, length, finished)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -894,9 +885,6 @@ class WeightReader:
 
     def stacked(self, names, sizes, in_features):
         """The weights of several layers, one below the other, as one that can multiply."""
-        packed = {name.removesuffix(".weight_packed") for name in self.files if name.endswith("_packed")}
-        assert not packed or packed.issuperset(names), (
-            f"layer {names[0]} is in 16 bit, others are in NVFP4; the fast engine reads such a folder")
         layers = [self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
         return PackedWeight(self.formats[self.weights], *stack_parts(layers))
 

@@ -45,17 +45,15 @@ import qerl                            # behind harness, which refuses python -O
 class Settings:
     """What a run depends on. Each is a flag: lora_rank is --lora-rank; --help prints these remarks.
 
-    The defaults are for a real model; PRESETS have others. Brackets tell where a default comes from.
-    T4: Table 4 of the paper; §, E (its appendix), Eq., Fig.: the paper's; code: the authors'; DAPO:
-    arXiv 2503.14476.
+    The defaults are for a real model; PRESETS have others. Brackets tell where one comes from: T4 is the
+    paper's Table 4, E its appendix E; §, Eq., Fig. are its, too; code: the authors'; DAPO: 2503.14476.
     """
     model: str = None               # Hugging Face name or folder; by default the built-in policy
     data: str = None                # folder of train*.jsonl and test*.jsonl, or a dataset's file,
                                     # NAME or NAME:CONFIG:SPLIT; with --model GSM8K is fetched
     eval: list = None               # held-out questions from elsewhere: names or files of datasets
     start_seed: int = 0             # the built-in policy's; another seed makes another policy
-    chat_template_kwargs: dict = None           # what the chat template gets, such as
-                                    # '{"enable_thinking": false}' for Qwen3
+    chat_template_kwargs: dict = None           # for Qwen3 such as '{"enable_thinking": false}'
     preset: str = None              # other defaults; without --model: small
 
     # The policy: frozen weights, trained LoRA.
@@ -73,14 +71,11 @@ class Settings:
     group: int = 8                  # completions a question [T4]
     max_new_tokens: int = 512       # tokens of a completion at most
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
-    top_p: float = 1.0              # sample among the likeliest tokens that reach this;
-                                    # log-probabilities are of all
-    slots: int = None               # sequences decoded at once; by default the completions of a step,
-                                    # at least 256, or what memory holds
+    top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
+    slots: int = None               # sequences decoded at once; by default a step's, or what fits
 
     # Adaptive Quantization Noise
-    sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; 0 here and
-                                    # below: none
+    sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
     sigma_end: float = 5e-4         # noise of the last stage [T4]
     stages: int = 10                # stages of the noise, the first without any [§3.3]
     schedule: str = "exponential"   # noise decay [Eq. 8, Fig. 9]
@@ -102,14 +97,12 @@ class Settings:
 
     # The optimiser
     steps: int = 300                # rollouts, each followed by its updates
-    updates: int = 4                # minibatches a rollout, an optimiser step each; a completion is
-                                    # in one [T4]
+    updates: int = 4                # minibatches of a rollout, an optimiser step each [T4]
     lr: float = 1e-4                # learning rate; paper with --weights bf16: 5e-6
     warm_up: float = 0.1            # fraction of the steps in which the learning rate rises [code]
     weight_decay: float = 0.1       # weight decay of AdamW, for matrices alone [code]
     gradient_clip: float = 0.2      # largest norm of a gradient [code]
-    micro_tokens: int = None        # tokens in one pass of an update, in which a shared prompt
-                                    # counts once; by default 16384, or what memory holds
+    micro_tokens: int = None        # tokens in one pass of an update; by default 16384, or what fits
 
     # The run
     shard: bool = False             # cut the frozen weights over torchrun's processes; slower
@@ -117,11 +110,9 @@ class Settings:
     engine: str = None              # plain: qerl.py computes; fast: harness/fast.py, the same, faster;
                                     # by default plain for the built-in policy, fast with --model
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
-    dtype: str = None               # of activations; by default bfloat16, float16 on old GPUs,
-                                    # float32 on a CPU
+    dtype: str = None               # of activations: bfloat16, float16 on old GPUs, float32 on a CPU
     validation: int = 0             # how many questions, from the end of training's, are kept apart
-    eval_every: int = 0             # steps between evaluations on these; the best adapter is kept
-                                    # in adapter-best; 0: none
+    eval_every: int = 0             # steps between evaluations on these, which make adapter-best
     eval_questions: int = 0         # held-out questions of each set, 0: all
     eval_samples: int = 1           # answers to each of them, for pass@1, pass@2, pass@4 and so on
     eval_temperature: float = 0.6   # of these answers [E]
@@ -132,8 +123,7 @@ class Settings:
     dry_run: bool = False           # only say what memory and time the run will take
     gpu: str = None                 # the GPU that --dry-run describes; by default the one here or an H100
     out: str = None                 # folder of the run; by default a new one under runs/
-    save_quantized: str = None      # only write the model in NVFP4 to this new folder, for vLLM and
-                                    # transformers: docs/serving.md
+    save_quantized: str = None      # only write the model in NVFP4 to this folder: docs/serving.md
     resume: bool = False            # go on from --out's last checkpoint, by default the newest run's
 
 
@@ -355,9 +345,8 @@ def dynamic_sampling(samples, complete, shares, settings, ranks, generator):
     """DAPO's way: draw until enough groups have rewards that differ; keep as many as `samples` has.
 
     Groups whose rewards are all equal teach nothing. After four draws they fill the rest. (DAPO itself
-    asks for right and wrong answers; --reward paper tells formats apart, too.) Each process keeps its
-    share of the groups that all processes have drawn. Other objectives keep `samples`. A method may
-    have another such function, `resample`.
+    asks for right and wrong answers.) Each process keeps its share of the groups that all have drawn.
+    Other objectives keep `samples`. A method may have another such function, `resample`.
     """
     if not qerl.OBJECTIVES[settings.algo].redraw:
         return samples

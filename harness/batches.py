@@ -6,6 +6,7 @@ the memory allows. How the latter are cut changes the memory and the speed, not 
 from dataclasses import dataclass, is_dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 import qerl
 
@@ -145,12 +146,22 @@ def pick_groups(parts, order):
     rows = [k * group + g for k in order for g in range(group)]
     questions = sum([s.questions for s in parts], [])
     texts = sum([s.texts for s in parts], [])
-    joined = qerl.join_rollouts([s.rollout for s in parts])
     return replace(
         parts[0],
         questions=[questions[k] for k in order],
-        rollout=with_tensors(joined, lambda t: t[rows]),
+        rollout=join_rollouts([s.rollout for s in parts], rows),
         texts=[texts[i] for i in rows],
         rewards=torch.cat([s.rewards for s in parts])[order],
         correct=torch.cat([s.correct for s in parts])[order],
     )
+
+
+def join_rollouts(rollouts, rows):
+    """These rows of rollouts that lie one below the other, padded to the longest."""
+    longest = max(r.tokens.shape[1] for r in rollouts)
+
+    def stack(parts):
+        padded = [F.pad(t, (0, longest - t.shape[1])) if t.dim() == 2 else t for t in parts]
+        return torch.cat(padded)[rows]
+
+    return qerl.Rollout(*map(stack, zip(*(vars(r).values() for r in rollouts))))

@@ -27,7 +27,7 @@ import torch
 
 import qerl
 from harness import fast
-from harness.batches import with_tensors
+from harness.batches import join_rollouts
 from methods import rollout_correction
 from harness.errors import require
 
@@ -62,5 +62,4 @@ class Neighbour(rollout_correction.Neighbour):
             with qerl.adaptive_quantization_noise(model, *self.noise):
                 rollouts.append(fast.generate(model, prompts, max_new_tokens, share, **options))
         rows = torch.arange(DRAWS * len(prompts) * share).view(DRAWS, len(prompts), share)
-        order = rows.transpose(0, 1).flatten()
-        return with_tensors(qerl.join_rollouts(rollouts), lambda t: t[order])
+        return join_rollouts(rollouts, rows.transpose(0, 1).flatten())

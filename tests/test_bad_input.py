@@ -97,7 +97,7 @@ def test_python_without_assertions_starts_no_program(program, optimize):
     (["--model=~/m"], "model", "{home}/m"),
     (["--data=~/d"], "data", "{home}/d"),
     (["--eval", "a", "~/b.jsonl", "--eval=~/c.jsonl"], "eval", ["a", "{home}/b.jsonl", "{home}/c.jsonl"]),
-    (["--plain", "--method=~/own.py"], "method", "{home}/own.py"),
+    (["--engine=plain", "--method=~/own.py"], "method", "{home}/own.py"),
     (["--reward=answer+0.1*~/own.py:f"], "reward", None),
 ], ids=str)
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch, argv, name, value):

@@ -44,7 +44,7 @@ def packed_layer(tensors):
         tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
 
 
-ENGINES = [[], ["--plain"]]
+ENGINES = [[], ["--engine", "plain"]]
 
 
 def load(folder, *flags):

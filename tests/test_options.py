@@ -159,7 +159,7 @@ def test_flags_that_differ_from_the_adapter_are_refused(tmp_path, flags, message
     assert (settings.lora_rank, settings.lora_alpha) == (2, 8)
 
 
-@pytest.mark.parametrize("engine", [[], ["--plain"], ["--save-quantized", "packed"], ["--dry-run"]])
+@pytest.mark.parametrize("engine", [[], ["--engine", "plain"], ["--save-quantized", "packed"], ["--dry-run"]])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_model_that_holds_an_adapter_says_so(quick, qwen, tmp_path, monkeypatch, engine, whole):
     """Beside the whole model, where transformers applies it, or alone."""
