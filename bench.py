@@ -9,8 +9,8 @@ picture.
                                                        reads and multiplies a second; vLLM's, too
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py tables                             tables and pictures of results/ again, from the
-                                                       files beside them: studies/results.py
+    python bench.py tables [STUDY_OR_FOLDER]           a study's means and differences; without a name
+                                                       the pictures of results/: studies/results.py
 
 kernels, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU all
 but kernels run a tiny shape, to step through; its times, and memory, mean nothing. step may be

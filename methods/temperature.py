@@ -14,7 +14,7 @@ What differs from QeRL: the weights carry no noise; log-probabilities of the rol
 temperature, so that the mismatch with training shows it.
 
 Results. On ten small policies it harms, by 4 points of pass@1 if T begins at 1.1
-(results/claims/details.md). On 0.5B a first T of 1.0096, which raises the entropy as GPTQ's codes do,
+(results/claims/README.md). On 0.5B a first T of 1.0096, which raises the entropy as GPTQ's codes do,
 changes 0.1 points (1.4 less to 1.6 more; results/claims/experiment.md).
 
 When would you use it? As a control beside a run with noise whose first entropy is the same.

@@ -4,15 +4,11 @@
     python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, in a file
     python -m studies.decide FILE.json                  the effects from this file
     python -m studies.decide FILE.json --final          and the verdicts, once: no run will follow
-    python -m studies.decide --power                    how often the rule finds what is there
-    python -m studies.decide --before                   the same analysis of results/runs.csv
 
 Runs are those of studies/decide.sh, all measures in points of percent. A seed has a run in each of the
 four arms. An effect is a difference between these, one for each seed; its error is that of their mean
 (Student's t), to which a gain adds the error of the starts, which all seeds share.
 """
-import math
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +39,7 @@ DECIDED = ["4 bits", "4 bits and noise"]      # in this order
 SHOWN = {"accuracy_after": "pass@1 after training", "greedy_after": "greedy accuracy after training",
          "accuracy_training": "mean training accuracy"}
 # The exploratory arms, and the arm with which each is compared.
-EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq",
-               "authors-nvfp4": "authors-bf16"}
+EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -58,7 +53,7 @@ def rows_of(folder, session):
         row = {"session": session, "codes": codes, "arm": arm, "seed": seed, **read_json(path)}
         if path.name == "eval.json":
             yield {**row, "samples": row["settings"]["eval_samples"]}
-        elif path.name == "summary.json" and not arm.startswith("entropy"):
+        elif path.name == "summary.json":
             steps = pd.DataFrame(read_jsonl(path.with_name("metrics.jsonl")))
             means = steps[["accuracy", "entropy", "length", "mismatch_kl"]].mean()
             tens = steps[list(CURVES)].groupby(steps.index // 10).mean().round(4)
@@ -239,86 +234,12 @@ def draw(rows, figure):
     courses[0].legend(frameon=False)
 
 
-# --------------------------------------------------------------------------------------------------
-# The rule's power
-
-def power(seeds, format_effect, noise_effect, own=0.5, residual=0.9, start_error=0.08, trials=1000):
-    """{effect: how often each verdict comes} of simulated experiments.
-
-    Errors are normal, in points; the two effects add up. residual: of a run, with four answers a
-    question, and own: how much a seed changes what 4 bits cost, both as in results/runs.csv;
-    start_error: of 256 answers.
-    """
-    rng = np.random.default_rng(0)
-    four_bits, noise = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
-    said = {name: Counter() for name in DECIDED}
-    for _ in range(trials):
-        cost = rng.normal(format_effect, own, (seeds, 1)) + rng.normal(0, start_error * 2 ** 0.5)
-        runs = rng.normal(0, residual, (seeds, 4)) + noise_effect * noise
-        gains = effects(pd.DataFrame(runs + cost * four_bits), 2 * start_error ** 2)
-        for name, says in verdicts(gains):
-            said[name][says.split(",")[0]] += 1 / trials
-    return said
-
-
-def show_power():
-    kinds = ["helps", "changes less than a point", "costs", "undetermined"]
-    truths = [(0, 0), (-0.5, 0), (-1, 0), (-2, 0), (0, 1), (0, 2)]
-    print("\n".join(table(["seeds", "truth: 4 bits, noise", "asked", *kinds], [
-        [seeds, f"{four_bits:g}, {noise:g}", name, *(f"{said[v]:.0%}" for v in kinds)]
-        for seeds in (16, 8, 4) for four_bits, noise in truths
-        for name, said in power(seeds, four_bits, noise).items()])))
-
-
-# --------------------------------------------------------------------------------------------------
-# The same analysis of earlier runs
-
-def runs_before(model, codes, rates):
-    """The runs of results/runs.csv with these codes and in BF16; arms have the names of ARMS."""
-    runs = pd.read_csv("results/runs.csv")
-    runs = runs[(runs.study == "claims") & (runs.model == f"Qwen2.5-Coder-{model}-Instruct")]
-    arms = {codes: "gptq", f"{codes}+aqn": "gptq+noise", "bf16": "bf16", "bf16+aqn": "bf16+noise"}
-    runs = runs[runs.lr.isin(rates) & runs.arm.isin(arms)]
-    steps = pd.read_csv("results/steps.csv.gz").query("study == 'claims' and step <= 3")
-    begun = runs.name.map(steps.groupby("run").accuracy.mean())
-    return runs.assign(**{
-        "arm": runs.arm.map(arms),
-        "pass@1": runs.accuracy_after,
-        "pass@1 gained": runs.accuracy_after - runs.accuracy_before,
-        "greedy": runs.greedy_after,
-        "training minus test accuracy": runs.training_accuracy - runs.accuracy_after,
-        "training accuracy of the last ten steps minus the first three": runs.training_accuracy - begun,
-    })
-
-
-def show_before():
-    for model, codes, rates in (("0.5B", "nvfp4", [5e-5, 1.5e-4]), ("0.5B", "gptq", [1.5e-4]),
-                                ("1.5B", "nvfp4", [5e-5, 1.5e-4])):
-        runs = runs_before(model, codes, rates)
-        print(f"\n{model}, NVFP4 ({codes}) and BF16 at {rates}; the starts' error is not counted")
-        for measure in runs.columns[-5:]:
-            values = 100 * runs.pivot_table(measure, "seed", "arm")[ARMS]      # the mean of the rates
-            show(measure, values)
-    board = pd.Series({name: 50 * (run["greedy_after"] + run["accuracy_after"]) for name, run in
-                       read_json("results/learning/runs.json").items() if "seed" in name})
-    for model in ("0.5B", "1.5B"):
-        runs = board.filter(like=f"speedrun-{model.lower()}")
-        rows = runs.groupby(lambda name: name.rpartition("-")[0])
-        spread = math.sqrt((rows.var() * (rows.size() - 1)).sum() / (rows.size() - 1).sum())
-        print(f"the board's runs of {model}: standard deviation {spread:.2f}, pooled over its rows")
-
-
 def main():
     p = Parser(__doc__)
     p.add_argument("runs", nargs="*", help="folders of sessions, or a file of --record")
     p.add_argument("--record", metavar="FILE", help="write a row a run to this file")
-    for name in ("final", "power", "before"):
-        p.add_argument(f"--{name}", action="store_true")
+    p.add_argument("--final", action="store_true", help="no run will follow: print the verdicts")
     args = p.parse_args()
-    if args.power:
-        return show_power()
-    if args.before:
-        return show_before()
     require_flag(args.runs, "runs", "", "name the folders of the sessions")
     rows = read_rows(args.runs)
     if args.record:

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # Print the runs of the experiment in results/claims/experiment.md, a line each, for studies/runs.sh.
 #
-#     studies/decide.sh entropy MODEL DATA                          before training
 #     studies/decide.sh start MODEL DATA                            each format's start: 256 answers
 #     studies/decide.sh train MODEL DATA SIGMA SEED SEED ...        four arms with these seeds
 #     studies/decide.sh control MODEL DATA SIGMA SEED SEED ...      BF16, hotter rollouts, no noise
-#     studies/decide.sh authors MODEL DATA SEED SEED ...            as the authors' scripts train
 #     studies/decide.sh round MODEL DATA FOLDER SEED SEED ...       its BF16 adapters, 4-bit codes
 set -eu
 what=$1 model=$2 data=$3
@@ -18,18 +16,7 @@ rtn="--weights nvfp4 --quantizer rtn"
 test="--eval-questions 660"
 learn="--steps 100 --save-every 50 --lr 1.5e-4 --skip-eval-before $test --eval-samples 8 $common"
 
-# A learning rate of 1e-30 changes nothing. The first of nine steps has no noise, the others have $3.
-untrained() {
-    echo "entropy-$1-$3 $2 --sigma-start $3 --sigma-end $3 --stages 9 --steps 9 --lr 1e-30" \
-        "--prompts 256 --group 4 --updates 1 --skip-eval-before --eval-questions 1 $common"
-}
-
 case $what in
-entropy)
-    untrained gptq "$gptq" 0
-    untrained rtn "$rtn" 0
-    for sigma in 0 0.03 0.05 0.07; do untrained bf16 "$bf16" $sigma; done
-    for sigma in 0.02 0.05 0.1; do untrained temperature "$bf16 --method temperature" $sigma; done ;;
 start)
     for seed in 0 1 2 3; do
         for format in gptq bf16; do
@@ -48,13 +35,6 @@ train | control)
         for format in gptq bf16; do
             echo "$format-$seed ${!format} $no_noise --seed $seed $learn"
             echo "$format+noise-$seed ${!format} $noise --seed $seed $learn"
-        done
-    done ;;
-authors)
-    for seed in "$@"; do
-        for format in "nvfp4 --quantizer awq" "bf16 $no_noise"; do
-            echo "authors-${format%% *}-$seed --weights $format --train-norms --reward paper" \
-                "--seed $seed $learn"
         done
     done ;;
 round)

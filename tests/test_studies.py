@@ -13,7 +13,7 @@ import train_gsm8k
 from harness import fast, small_policy
 from harness.errors import UserError
 from harness.folders import CHECKPOINT, write_jsonl
-from studies import decide, entropy, results
+from studies import decide, results
 from test_qerl import HERE
 
 
@@ -59,11 +59,6 @@ def test_the_experiment_has_four_arms_a_seed():
     assert (noisy.seed, noisy.weights, noisy.sigma_start, noisy.sigma_end) == (
         5, "bf16", 0.07, 0.0035)
     assert runs["gptq-5"].sigma_start == 0
-    assert listed("decide.sh", "entropy", *model_and_data)
-    authors = listed("decide.sh", "authors", *model_and_data, "4")
-    assert [(name, run.quantizer, run.sigma_start, run.train_norms, run.reward)
-            for name, run in authors.items()] == [
-        ("authors-nvfp4-4", "awq", 0.01, True, "paper"), ("authors-bf16-4", "rtn", 0, True, "paper")]
     starts = listed("decide.sh", "start", *model_and_data)
     assert sum(run.eval_samples for run in starts.values() if run.weights == "nvfp4") == 256
 
@@ -134,23 +129,6 @@ def test_effects_are_those_of_the_arms_and_starts_add_to_the_error():
 ])
 def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
     assert decide.verdict(pd.Series({"estimate": estimate, "error": error, "df": 27})) == says
-
-
-def test_sigma_is_where_noise_raises_the_entropy_as_rounding_does(tmp_path, capsys):
-    """BF16's entropy rises as 4 sigma squared; the first step, without noise, does not count."""
-    def untrained(name, nats):
-        folder = tmp_path / f"entropy-{name}"
-        folder.mkdir()
-        write_jsonl(folder / "metrics.jsonl", [{"entropy": 9.0}, *(
-            {"entropy": nats + wobble} for wobble in (0.0, 0.1))])
-    for sigma in (0, 0.05, 0.1):
-        untrained(f"bf16-{sigma}", 0.3 + 4 * sigma ** 2)
-    untrained("gptq-0", 0.3 + 4 * 0.08 ** 2)
-    untrained("temperature-0.1", 0.3512)
-    entropy.matching_sigma(tmp_path)
-    printed = capsys.readouterr().out
-    assert "bf16: sigma* = 0.08, where the rise is 0.0256" in printed
-    assert "temperature: sigma* = 0.05, where" in printed
 
 
 def test_finished_runs_have_verdicts_from_folders_and_from_their_record(tmp_path, monkeypatch, capsys):
