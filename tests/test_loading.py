@@ -50,7 +50,7 @@ ENGINES = [[], ["--engine", "plain"]]
 def load(folder, *flags):
     """The model of a run, by the engine that the flags choose; its LoRA is still zero."""
     settings = train_gsm8k.arguments(["--device", "cpu", *flags])
-    return train_gsm8k.load_model(settings, train_gsm8k.find_engine(settings), str(folder), Ranks())
+    return load_policy(settings, find_engine(settings), str(folder), Ranks())
 
 
 def refused(folder, message):

@@ -343,7 +343,7 @@ def losses_times(*factors):
         loss, kl = policy_loss(*args, **options)
         return loss * next(factors), kl
 
-    return mock.patch.object(qerl, "policy_loss", multiplied)
+    return mock.patch.object(fast, "policy_loss", multiplied)
 
 
 def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(quick, tmp_path):
