@@ -325,9 +325,9 @@ def guarded(name, function, *arguments):
         return function(*arguments)
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
+        ours = os.path.dirname(__file__), "<"
         # None if the function takes other arguments.
-        places = [f" ({f.filename}:{f.lineno})" for f in frames
-                  if os.path.dirname(f.filename) != os.path.dirname(__file__) and not f.filename.startswith("<")]
+        places = [f" ({f.filename}:{f.lineno})" for f in frames if not f.filename.startswith(ours)]
         raise UserError(f"--reward {name}, a function of (completion, question): {type(e).__name__}: {e}"
                         + "".join(places[-1:]))
 

@@ -175,8 +175,8 @@ def stacked_parts(names, sizes, packed, block_scale, global_scale):
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def copy_companions(source, folder):
-    """Copy what stands beside the weights, with the quantization_config NVFP4A16.
+def copy_companions(source, folder, quantization=NVFP4A16):
+    """Copy what stands beside the weights, with this quantization_config.
 
     These are configs, tokenizer, chat templates. The generation_config.json has the token ids alone:
     whoever serves the folder samples from the policy that was evaluated here, without a
@@ -192,21 +192,36 @@ def copy_companions(source, folder):
     ids = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(f"{folder}/generation_config.json", ids)
     config = read_json(f"{source}/config.json")
-    write_json(f"{folder}/config.json", config | {"quantization_config": NVFP4A16})
+    write_json(f"{folder}/config.json", config | {"quantization_config": quantization})
 
 
-def write_packed_folder(source, found, folder):
-    """Write the model of the 16-bit folder `source` with other tensors in their place.
+def write_folder(source, found, folder, quantization=NVFP4A16):
+    """Write the model of the folder `source` with other tensors in their place.
 
-    found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight".
+    found: {name: tensor}; a layer's "NAME.weight_packed" stands for its "NAME.weight", or this for that.
     """
     files = loading.open_tensors(source, "cpu")
+    replaced = {name.partition(".weight")[0] for name in found}
     kept = {name: file.get_tensor(name) for name, file in files.items()
-            if name not in found and f"{name}_packed" not in found}
+            if name.partition(".weight")[0] not in replaced}
     # Copies, because tensors that share a storage are not saved.
     found = {name: tensor.cpu().clone() for name, tensor in found.items()}
     save_torch_state_dict(kept | found, folder, max_shard_size=SHARD_BYTES)
-    copy_companions(source, folder)
+    copy_companions(source, folder, quantization)
+
+
+def save_trained(model, folder):
+    """Write a model whose weights are trained themselves (--lora-rank 0), in the dtype of its activations."""
+    found = {f"{norm.name}.weight": norm.weight for norm in trained_norms(model)}
+    for layer in model.quantized_layers():
+        for kind, tensor in layer.named_parameters():
+            names = [f"{name}.{kind.replace('master', 'weight')}" for name in layer.names]
+            found |= zip(names, tensor.split(layer.sizes))
+    dtype = model.embedding.dtype
+    found = {name: tensor.detach().to(dtype) for name, tensor in found.items()}
+    shutil.rmtree(folder, ignore_errors=True)                  # of the run before it became longer
+    with new_folder(folder) as temporary:
+        write_folder(loading.model_folder(model.name_or_path), found, temporary, None)
 
 
 def rounded(folder, device):
@@ -238,6 +253,6 @@ def save_packed(source, out, device, calibrated=None):
                 shutil.copy(path, temporary)
             copy_companions(source, temporary)
         else:
-            write_packed_folder(source, rounded(source, device), temporary)
+            write_folder(source, rounded(source, device), temporary)
     size = sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
     print(f"saved {out}, {size / 1e9:.3g} GB of weights; docs/serving.md says who reads it")

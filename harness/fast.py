@@ -731,7 +731,8 @@ def pack(prompts, lengths, device):
     ends = torch.tensor([0, *itertools.accumulate(sizes)])
     places = ends[P:] - ends[P]                        # where completions begin, and the last ends
     before = torch.arange(ends[P], ends[-1]) - 1
-    before[places[:-1]] = ends[1:][owner] - 1          # a first token follows its prompt's last
+    first = torch.tensor(lengths) > 0                  # of a completion that has one
+    before[places[:-1][first]] = ends[1:][owner][first] - 1              # it follows its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     largest = int(group_ends.diff().max())
     position, before, ends, group_ends = (

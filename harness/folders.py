@@ -8,6 +8,7 @@ A run's has
     answers_after.jsonl      and after it
     checkpoint               what --resume goes on from; one file, so that it is whole or absent
     adapter/                 LoRA as PEFT stores it
+    model/                   with --lora-rank 0, at the end: a folder that transformers loads
     summary.json, curve.png, report.html; eval.json and answers_now.jsonl with --eval-only
     .lock                    held while a process runs here
 """
@@ -32,6 +33,16 @@ CHECKPOINT = "checkpoint"
 LOCK = ".lock"
 
 
+@contextlib.contextmanager
+def named(path):
+    """Inside, an error of the system that names no file, as of a full disk, names this one."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
 def atomic_write(path, data):
     """Write str or bytes beside `path`, then rename.
 
@@ -39,7 +50,7 @@ def atomic_write(path, data):
     """
     temporary = Path(f"{path}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with named(path), open(temporary, "wb") as f:
             f.write(data.encode("utf-8", "replace") if isinstance(data, str) else data)
             f.flush()
             os.fsync(f.fileno())
@@ -81,7 +92,8 @@ def open_folder(out, resume):
     os.makedirs(out, exist_ok=True)
     lock = FileLock(f"{out}/{LOCK}")
     try:
-        lock.acquire(blocking=False)
+        with named(lock.lock_file):            # a file system may have no locks
+            lock.acquire(blocking=False)
     except Timeout:
         raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
     return lock
@@ -123,7 +135,7 @@ def write_jsonl(path, objects):
 
 
 def append_jsonl(path, entry):
-    with open(path, "ab") as f:
+    with named(path), open(path, "ab") as f:
         f.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
 
 
@@ -186,8 +198,9 @@ def new_folder(out):
     temporary = f"{os.path.abspath(out)}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        os.makedirs(temporary)
-        yield temporary
+        with named(out):
+            os.makedirs(temporary)
+            yield temporary
         os.rename(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -207,7 +220,7 @@ def made_once(name, make):
     folder = os.path.join(CACHE, name)
     if not os.path.isdir(folder):
         os.makedirs(CACHE, exist_ok=True)           # what cannot be kept is not made
-        with FileLock(f"{CACHE}.lock"):
+        with named(f"{CACHE}.lock"), FileLock(f"{CACHE}.lock"):
             if not os.path.isdir(folder):           # else another process has made it meanwhile
                 with new_folder(folder) as temporary:
                     make(temporary)

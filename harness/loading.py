@@ -154,8 +154,9 @@ class WeightReader(qerl.WeightReader):
                                   f"wanted are {wanted}")
         packed, scale, global_scale = parts
         error = format.dequantize(packed, scale, global_scale, torch.float32) - weight
-        require(error.norm() <= weight.float().norm() / 2, f"{entry} does not dequantise to the weight that it was "
-                                                   "given; compare its quantize, table and scale")
+        require(error.norm() <= weight.float().norm() / 2,
+                f"{entry} does not dequantise to the weight that it was given; compare its quantize, table "
+                "and scale")
         return parts
 
     def check_all_read(self):

@@ -15,7 +15,7 @@ import qerl
 from harness.answers import reward_fingerprint
 from harness.batches import effective_size
 from harness.command import command_line, require_flag
-from harness.export import adapter_tensors, save_adapter, shapes
+from harness.export import adapter_tensors, save_adapter, save_trained, shapes
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
 from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
 from harness.folders import write_json
@@ -223,7 +223,7 @@ class Run:
                   "questions too hard or too easy, does --max-new-tokens cut the answers off?")
 
     def finish(self, held_out_questions):
-        """Write summary.json, report.html and curve.png, say what came of the run."""
+        """Write summary.json, model/ and the report; say what came of the run."""
         if not self.ranks.main:
             return
         self.state["seconds"] = time.perf_counter() - self.started
@@ -236,6 +236,8 @@ class Run:
             **environment(self.settings.device),
         }
         write_json(f"{self.folder}/summary.json", summary)
+        if not self.settings.lora_rank:
+            save_trained(self.model, f"{self.folder}/model")
 
         if self.state["best"]:
             print("best in validation: step {step}, {accuracy:.1%} right".format(**self.state["best"]))

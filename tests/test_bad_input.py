@@ -22,7 +22,7 @@ from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import run_python, stop_at, tensors_of_checkpoint, without_times
-from harness import export
+from harness import export, folders
 from harness.command import one_line
 from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
@@ -203,7 +203,7 @@ def test_bad_input_is_one_line_and_leaves_no_empty_folder(
 }.items())
 def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monkeypatch, argv, message):
     """It is refused before the work."""
-    monkeypatch.setattr(export, "write_packed_folder", None)
+    monkeypatch.setattr(export, "write_folder", None)
     Path("empty").mkdir()
     Path("link").symlink_to("empty")
     assert message in refused("--model", qwen, "--device", "cpu", "--quantizer", "rtn", *argv.split())
@@ -469,7 +469,7 @@ def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, flags, message, ste
 
 
 @pytest.mark.parametrize("place,name,number,error,message", [
-    (os, "fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "No space left"),
+    (os, "fsync", 6, OSError(errno.ENOSPC, "No space left on device"), "No space left on device: '/"),
     (torch.optim.AdamW, "step", 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
      "out of memory; lower --slots (rollout) or --micro-tokens"),
     (fast, "generate", 3, RuntimeError("DefaultCPUAllocator: can't allocate memory"),
@@ -489,3 +489,30 @@ def test_what_the_system_refuses_is_one_line(
     said = refused(*quick)
     assert message in said and f"--resume --out {tmp_path}/run" in said
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("flags,place", [
+    (["--out", "run"], "run/.lock"),
+    (["--eval-only"], "cache.lock"),           # in which the small policy is kept
+])
+def test_a_file_system_without_locks_is_named(tmp_path, cache, monkeypatch, flags, place):
+    def fails(*given, **options):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders.FileLock, "acquire", fails)
+    line = refused("--device", "cpu", *flags)
+    assert "Operation not supported: '" in line and line.endswith(f"{place}'")
+
+
+def test_a_full_disk_is_named_wherever_it_is_noticed(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(*given):
+        raise full
+
+    with pytest.raises(OSError) as error, folders.new_folder(tmp_path / "new") as made:
+        with open(f"{made}/half", "w"):
+            fails()
+    assert str(error.value).endswith(f"No space left on device: '{tmp_path}/new'")
+    assert not list(tmp_path.iterdir())

@@ -113,3 +113,12 @@ def test_output_layer_runs_in_chunks(model):
     rows = [len(call.args[0]) for call in spy.call_args_list]
     assert max(rows) == 8
     assert sum(rows) == length.sum()
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 2], [0, 2, 4], [2, 3, 0], [0, 0, 1], [1, 0, 0]])
+def test_a_completion_may_be_empty(model, lengths):
+    """Also the last one."""
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    completions, length = TOKENS[[0, 1, 1], :4], torch.tensor(lengths)
+    ours, theirs = (engine.token_logprobs(model, prompts, completions, length) for engine in (fast, qerl))
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

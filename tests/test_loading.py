@@ -1,6 +1,7 @@
 """Loading: a folder is read as it is, and what cannot be right is refused in one line."""
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -182,11 +183,11 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
     (f"{UP}_scale", lambda t: t.view(torch.uint8), "is torch.uint8"),
     (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
-    (f"{UP}_scale", lambda t: (t.float() * float("nan")).to(t.dtype), "is damaged: its largest number is nan"),
+    (f"{UP}_scale", lambda t: (t.float() * math.nan).to(t.dtype), "is damaged: its largest number is nan"),
     (f"{UP}_global_scale", lambda t: t * 1e-20, "global scale is above 1e-9"),
     (f"{UP}_global_scale", torch.neg, "global scale is above 1e-9"),
     *((f"{UP}_global_scale", lambda t, value=value: t.fill_(value), "is damaged: its largest number is")
-      for value in (0, float("inf"), float("nan"))),
+      for value in (0, math.inf, math.nan)),
     # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
     *((name, lambda _: torch.ones(128), "is not one that config.json asks for")
       for name in (UP.replace("weight", "bias"), "lm_head.weight")),

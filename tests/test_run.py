@@ -1,6 +1,7 @@
 """A run: the loop, held to the equations; full fine-tuning, float16."""
 import copy
 import itertools
+import shutil
 from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 import qerl
@@ -18,7 +20,8 @@ from common import refused, run_main, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows
 from harness.folders import read_jsonl
-from harness.run import Run
+from harness.export import save_packed
+from harness.run import Run, read_checkpoint
 from test_qerl import TOKENS, relative, scales, seeded
 
 
@@ -320,6 +323,27 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(made_qwen):
     for ours, parts in names.items():
         gradient = torch.cat([theirs.get_parameter(part).grad for part in parts])
         assert relative(ours.grad, gradient) < 1e-4, parts
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_path, packed):
+    """Also of a model that began in 4 bits, and of a run that goes on."""
+    source = str(tmp_path / "source")
+    if packed:
+        save_packed(qwen, source, "cpu")
+    else:
+        shutil.copytree(qwen, source)
+    options = (*quick, "--model", source, *LEARNING, *"--reward random --weights bf16 --lora-rank 0".split())
+    run_main(*options, "--steps", 1)
+    run_main(*options, "--steps", 2, "--resume")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
+    begun = all_trained(source)
+    ours = copy.deepcopy(begun)
+    ours.load_state_dict(read_checkpoint(tmp_path / "run")["model"], strict=False)
+    with torch.no_grad():
+        assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-5 < relative(ours(TOKENS), begun(TOKENS))
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "run/model" / name).exists()
 
 
 def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):

@@ -16,7 +16,7 @@ import torch
 import methods
 import qerl
 from harness import fast
-from harness.export import is_packed, write_packed_folder
+from harness.export import is_packed, write_folder
 from harness.folders import fingerprint, made_once, policy_fingerprints
 from harness.small_policy import WordText
 from methods.parts import calibration
@@ -66,7 +66,7 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device):
         print(f"finding NVFP4 codes by {quantizer}, once")
         model = fast.load_model(
             folder, "bf16", device=device, reader_class=calibration.LeftInFiles)
-        write_packed_folder(folder, module.choose_codes(model, sequences), path)
+        write_folder(folder, module.choose_codes(model, sequences), path)
 
     code = [inspect.getsource(part) for part in (module, calibration, qerl.quantize_nvfp4)]
     key = [quantizer, sequences, torch.device(device).type, *code]
