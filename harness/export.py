@@ -210,15 +210,14 @@ def write_folder(source, found, folder, quantization=NVFP4A16):
     copy_companions(source, folder, quantization)
 
 
+@torch.no_grad()
 def save_trained(model, folder):
     """Write a model whose weights are trained themselves (--lora-rank 0), in the dtype of its activations."""
     found = {f"{norm.name}.weight": norm.weight for norm in trained_norms(model)}
     for layer in model.quantized_layers():
         for kind, tensor in layer.named_parameters():
             names = [f"{name}.{kind.replace('master', 'weight')}" for name in layer.names]
-            found |= zip(names, tensor.split(layer.sizes))
-    dtype = model.embedding.dtype
-    found = {name: tensor.detach().to(dtype) for name, tensor in found.items()}
+            found |= zip(names, tensor.to(model.embedding.dtype).split(layer.sizes))
     shutil.rmtree(folder, ignore_errors=True)                  # of the run before it became longer
     with new_folder(folder) as temporary:
         write_folder(loading.model_folder(model.name_or_path), found, temporary, None)

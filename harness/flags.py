@@ -40,7 +40,6 @@ def check_settings(settings, processes, given):
         "lora_alpha": settings.lora_rank,
         "chat_template_kwargs": settings.model,
         "start_seed": not settings.model,
-        "gpu": settings.dry_run or settings.device != "cpu",
     }
     if settings.save_quantized:
         read = {name: name in SAVING for name in given}

@@ -87,8 +87,11 @@ def new_run(stem):
 
 def open_folder(out, resume):
     """Create and lock the folder of a run; returns the lock, to be kept until the process ends."""
-    if not resume:
-        require_empty(out)
+    if os.path.lexists(out) and not resume:
+        require(os.path.isdir(out), f"{out}: is a file; choose a folder")
+        # A stop before the first step leaves these.
+        require(set(os.listdir(out)) <= {LOCK, f"{CHECKPOINT}.tmp"},
+                f"{out}: is not empty; choose another folder, or go on by --resume if a run is in it")
     os.makedirs(out, exist_ok=True)
     lock = FileLock(f"{out}/{LOCK}")
     try:
@@ -97,15 +100,6 @@ def open_folder(out, resume):
     except Timeout:
         raise UserError(f"--out {out}: in use by a running process; wait for it or choose another folder")
     return lock
-
-
-def require_empty(folder):
-    """Refuse to write into a folder with files in it, but for what a stop before the first step leaves."""
-    if not os.path.lexists(folder):
-        return
-    require(os.path.isdir(folder), f"{folder}: is a file; choose a folder")
-    require(set(os.listdir(folder)) <= {LOCK, f"{CHECKPOINT}.tmp"},
-            f"{folder}: is not empty; choose another folder, or go on by --resume if a run is in it")
 
 
 def read_json(path):

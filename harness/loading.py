@@ -49,9 +49,9 @@ def model_folder(name):
 
 def read_config(folder):
     """The transformers config of a folder or name; of a model that qerl.Transformer computes."""
-    adapter = glob.glob(f"{glob.escape(folder)}/adapter_*")
-    require(not adapter, f"model {folder}: holds an adapter, {', '.join(map(os.path.basename, adapter))}; "
-                         "give that by --adapter, and by --model a folder with the whole model alone")
+    require(not glob.glob(f"{glob.escape(folder)}/adapter_*"),
+            f"model {folder}: holds an adapter, adapter_*; give that by --adapter, and by --model a folder "
+            "with the whole model alone")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         smallest = min(getattr(config, name) for name in SIZES)
@@ -111,10 +111,9 @@ class WeightReader(qerl.WeightReader):
     Override `read` to make a model without files (random weights).
     """
 
-    def read(self, name, shape, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
+    def read(self, name, shape, dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)):
         """The stored tensor `name`, checked to be of `shape` and a dtype, and undamaged."""
         tensor = super().read(name, shape)
-        tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
         require(tensor.dtype in dtypes,
                 f"tensor {name} is {tensor.dtype}, not in 16 bit or NVFP4; use another model")
         largest = tensor.float().abs().max()                         # NaN if one number is

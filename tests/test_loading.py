@@ -15,8 +15,10 @@ import qerl
 import train_gsm8k
 from harness import fast
 from harness.data import ChatText
+from harness.engines import find_engine
 from harness.errors import UserError
 from harness.export import save_packed
+from harness.policy import load_policy
 from harness.ranks import Ranks
 from test_qerl import TOKENS, compressed_tensors, make_folder, relative
 
