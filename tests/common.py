@@ -34,6 +34,8 @@ QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", r"\boxed{1}", r"\boxed{2}",
 QUICK = ("--prompts 2 --group 2 --updates 1 --steps 5 --max-new-tokens 8 --lora-rank 2 --lr 1e-3 "
          "--save-every 2 --device cpu --quantizer rtn").split()
 LEARNING = "--prompts 4 --group 4 --lr 0.02".split()        # behind QUICK: each step has a signal
+# Of a test with the fixture `quick`: it runs by either engine.
+by_both_engines = pytest.mark.parametrize("quick", ["plain", "fast"], indirect=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,11 +126,11 @@ def run_python(*args, cwd=HERE, **environment):
 # --------------------------------------------------------------------------------------------------
 # What a run did
 
-def recorded(monkeypatch):
+def recorded(monkeypatch, engine):
     """A list that fills with each call of `generate`: the policy, its noise, what was drawn how."""
     calls = []
-    generate = fast.generate
-    draw = fast.sample
+    generate = engine.generate
+    draw = engine.sample
 
     def recorded_sample(logits, temperature, top_p, generator):
         calls[-1].drawn_with.add((temperature, top_p))
@@ -143,8 +145,8 @@ def recorded(monkeypatch):
         calls[-1].rollout = generate(model, prompts, *args, **options)
         return calls[-1].rollout
 
-    monkeypatch.setattr(fast, "sample", recorded_sample)
-    monkeypatch.setattr(fast, "generate", recorded_generate)
+    monkeypatch.setattr(engine, "sample", recorded_sample)
+    monkeypatch.setattr(engine, "generate", recorded_generate)
     return calls
 
 

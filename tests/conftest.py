@@ -56,9 +56,10 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def quick(qwen, data, tmp_path):
+def quick(request, qwen, data, tmp_path):
     """The command line of a run of a few seconds in tmp_path/run; flags behind it win."""
-    return ("--model", qwen, "--data", data, *QUICK, "--out", tmp_path / "run")
+    engine = getattr(request, "param", "fast")
+    return ("--model", qwen, "--data", data, *QUICK, "--engine", engine, "--out", tmp_path / "run")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
-from common import run_python, stop_at, tensors_of_checkpoint, without_times
+from common import by_both_engines, run_python, stop_at, tensors_of_checkpoint, without_times
 from harness import export, folders
 from harness.command import one_line
 from harness.data import ChatText
@@ -185,6 +185,7 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--out used/metrics.jsonl": "used/metrics.jsonl: is a file",
     "--resume": "run: no checkpoint is there",
 }.items())
+@by_both_engines
 def test_bad_input_is_one_line_and_leaves_no_empty_folder(
         bad_things, tmp_path, quick, argv, message):
     line = refused(*quick, *argv.split())
@@ -347,6 +348,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     assert "has done 4; give more" in refused("--resume", "--steps", 3)
 
 
+@by_both_engines
 def test_a_run_does_not_go_on_with_what_has_changed(qwen, data, tmp_path, quick):
     folder = tmp_path / "all"
     for source in (qwen, data):
@@ -393,12 +395,13 @@ def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_
 
 
 @needs_fork
-def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path):
+@pytest.mark.parametrize("engine", ["plain", "fast"])
+def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path, engine):
     """Adapter, AdamW's moments, both generators, the questions drawn, the log: all go on."""
     importlib.import_module("matplotlib.figure")                        # once, not in each child
     flags = ("--steps 2 --save-every 1 --eval-questions 2 --algo dapo --train-norms --tis 2 "
              "--sigma-start 0.2 --sigma-end 0.1 --stages 2")
-    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags.split())
+    options = ("--model", quiz, "--data", quiz, *QUICK, *LEARNING, *flags.split(), "--engine", engine)
     rename = os, "replace"
     whole = tmp_path / "whole"
     renames = killed_at(rename, 0, *options, "--out", whole)
@@ -459,6 +462,7 @@ def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
     ("--lr 1e30 --updates 2", "step 1: the values of", 0),
     ("--sigma-start 1e38", "the policy's logits are NaN or infinite", 1),
 ])
+@by_both_engines
 def test_nan_ends_a_run_before_it_is_stored(tmp_path, quick, flags, message, steps):
     """The checkpoint of the step before stays; of 1e38 that is the first, which has no noise."""
     flags = f"--reward random --save-every 1 {flags}"

@@ -1,6 +1,7 @@
-"""Layers: what lies above can be taken away, and imports point down only."""
+"""Layers: what lies above can be taken away, imports point down only, names lead to what runs."""
 import ast
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,28 @@ def test_a_run_needs_no_upper_layer(qwen, data, tmp_path, engine):
     done = run_python("train_gsm8k.py", *model, *QUICK, *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_json(tmp_path / "run/metrics.jsonl")["step"] == 1
+
+
+def test_an_editor_finds_each_call_of_the_loop():
+    """One definition, of the engine's functions that in qerl.py."""
+    jedi = pytest.importorskip("jedi")
+    cache = pytest.importorskip("parso.cache")
+    loop = HERE / "train_gsm8k.py"
+    source = loop.read_text(encoding="utf-8")
+    script = jedi.Script(source, path=loop, project=jedi.Project(HERE))
+    functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
+    calls = [node.func for name in ("train", "update", "forward") for node in ast.walk(functions[name])
+             if isinstance(node, ast.Call)]
+    by_name = {}
+    for call in calls:
+        owner = getattr(getattr(call, "value", None), "id", None)
+        if isinstance(call, ast.Name) or owner in ("engine", "qerl"):
+            by_name[ast.unparse(call)] = call
+    assert len(by_name) > 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_CACHED_SIZE_TRIGGER", 10 ** 6)        # jedi fails once its cache is cut
+        for name, call in by_name.items():
+            found = script.goto(call.end_lineno, call.end_col_offset - 1, follow_imports=True)
+            assert len(found) == 1, (name, found)
+            if name.startswith(("engine.", "qerl.")):
+                assert Path(found[0].module_path) == HERE / "qerl.py", (name, found)

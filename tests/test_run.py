@@ -19,6 +19,7 @@ from common import LEARNING, QUIZ_EOS, QUIZ_TOKENS, all_trained, assert_same_run
 from common import refused, run_main, stop_at
 from harness.answers import is_right
 from harness.batches import cut_rows
+from harness.engines import find_engine
 from harness.folders import read_jsonl
 from harness.export import save_packed
 from harness.run import Run, read_checkpoint
@@ -215,6 +216,7 @@ def assert_evaluated(calls, quiz, out, when):
 @pytest.mark.parametrize("options,rates,sigmas", [
     # Two steps of warm-up, then half a cosine to zero; and without warm-up.
     (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
+    (GRPO_LOOP | {"engine": "plain"}, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
     (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
     (DAPO_LOOP | {"overlong": 0.5}, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
     (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
@@ -222,7 +224,7 @@ def assert_evaluated(calls, quiz, out, when):
 def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
     """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **LOOP | options)
-    calls = recorded(monkeypatch)
+    calls = recorded(monkeypatch, find_engine(settings))
     train_gsm8k.train(settings)
     assert_evaluated(calls[:2], quiz, tmp_path, "before")
     assert_evaluated(calls[-2:], quiz, tmp_path, "after")
