@@ -31,9 +31,10 @@ from argparse import ArgumentTypeError
 import torch
 
 from harness import fast, loading
-from harness.command import Parser, check_device, command_line, full_name, one_line
+from harness.command import Parser, command_line, full_name, one_line
 from harness.command import require_flag
 from harness.errors import require
+from harness.flags import check_device
 from harness.folders import read_json, write_json
 from harness.machine import Clock, environment
 from harness.ranks import Ranks

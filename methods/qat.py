@@ -42,7 +42,7 @@ from transformers import get_cosine_schedule_with_warmup
 import qerl
 from harness import fast
 from harness.errors import require
-from harness.export import require_16_bit, stacked_parts, write_packed_folder
+from harness.export import require_16_bit, stacked_parts, write_folder
 from harness.layers import TrainedLinear, replace_layers
 from methods import Method
 from methods.parts.quantizers import cached_folder
@@ -157,7 +157,7 @@ class Neighbour(Method):
             distilled = self.variant == "distil"
             teacher = fast.load_model(folder, "bf16", device=device) if distilled else None
             losses = cold_start(student, teacher, sequences, **recipe)
-            write_packed_folder(folder, packed_tensors(student), path)
+            write_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
 
         key = [start, self.variant, sequences, recipe, torch.device(device).type]

@@ -266,7 +266,7 @@ def test_qat_starts_at_the_quantised_model_and_ends_in_its_bytes(qwen, asked, tm
     before = loss(ordinary)
     assert loss(student) == pytest.approx(before, rel=1e-4)
     qat.cold_start(student, teacher, sequences, lr=3e-4, steps=6, batch=8)
-    export.write_packed_folder(qwen, qat.packed_tensors(student), tmp_path)
+    export.write_folder(qwen, qat.packed_tensors(student), tmp_path)
     trained = fast.load_model(str(tmp_path))
     assert loss(trained) == pytest.approx(loss(student), rel=1e-4)
     assert loss(trained) < before
