@@ -184,6 +184,12 @@ WRONG = {
         "adaptive_quantization_noise", "you have no `yield`",
         "        yield", "        pass"),
 
+    "other schedules allowed": (
+        "noise_sigma", "you take any schedule",
+        "schedule != ", "schedule > "),
+    "three stages as four": (
+        "noise_sigma", "random input",
+        "max(K - 1, 1)", "max(K - 1, 2)"),
     "start and end not used": (
         "noise_sigma", "they should be the arguments start and end",
         "start * (end / start)", "0.01 * (5e-4 / 0.01)"),
@@ -292,6 +298,9 @@ WRONG = {
     "ratio to the rollout": (
         "policy_loss", "you divide by π_rollout",
         "- old_logprobs", "- (old_logprobs if rollout_logprobs is None else rollout_logprobs)"),
+    "negative tis allowed": (
+        "policy_loss", "you take any tis",
+        "tis != 0:", "tis > 0:"),
     "no rollout allowed": (
         "policy_loss", "log π_rollout",
         "tis != 0:", "tis != 0 or rollout_logprobs is not None:"),
