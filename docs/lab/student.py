@@ -8,6 +8,10 @@ NotImplementedError` by your code: a function that still has this line counts as
 the names and the arguments, because the training program calls your functions by them. You need
 only PyTorch, and from qerl the class RMSNorm. README.md in this folder tells the rest.
 
+Where a docstring names no dtype, a tensor is float32. No function changes a tensor or a model that
+it is given. What a docstring leaves open, such as another shape or an input that is not finite, is
+yours to choose.
+
 Letters in shapes: P prompts, G completions of each, B sequences, T tokens of a sequence, C tokens of
 the longest completion, V tokens of the vocabulary, r the rank of LoRA.
 """
@@ -27,7 +31,7 @@ def quantize_nvfp4(weight):
     weight: float32 [out, in]; in is divisible by 16. Returns three tensors:
 
     packed: uint8 [out, in/2]. A code has 4 bits. Codes 0 to 7 are the magnitudes 0, 0.5, 1, 1.5, 2,
-        3, 4, 6. Adding 8 makes a code negative; a negative number has this bit even if its
+        3, 4, 6. Adding 8 makes a code negative; a negative number (x < 0) has this bit even if its
         magnitude becomes 0. A byte holds two neighbours along `in`: the one of even index in its
         lower four bits, the one of odd index in its upper four.
     block_scale: torch.float8_e4m3fn [out, in/16], one for each 16 neighbours along `in`.
@@ -49,7 +53,8 @@ def dequantize_blocks(packed, table, scale, dtype):
     """Decode (Eq. 6): bytes uint8 [out, in/2] -> weight [out, in] of this dtype.
 
     table: float32 [16], the value of each code. scale: float32 [out, in/block], what a value of each
-    block is multiplied by. The block's size follows from the shapes; it is not always 16.
+    block is multiplied by. The block's size follows from the shapes; it is not always 16. Multiply in
+    float32 and convert last.
     """
     raise NotImplementedError
 
@@ -61,8 +66,8 @@ def lora_linear(x, weight, bias, A, B, scale):
     """LoRA (Eq. 2): y = x Ŵᵀ + b + scale * (x Aᵀ) Bᵀ.
 
     x [..., in]; weight: an object whose weight.multiply(x) is x Ŵᵀ [..., out]; bias [out] or None;
-    A [r, in]; B [out, r]; scale: the number α/r. Gradients reach x, A and B. Do not compute B A,
-    which has the size of the weight.
+    A [r, in]; B [out, r]; scale: the number α/r. x, bias, A, B and y have one dtype, float32 or
+    bfloat16. Gradients reach x, A and B. Do not compute B A, which has the size of the weight.
     """
     raise NotImplementedError
 
@@ -76,11 +81,12 @@ def adaptive_quantization_noise(model, sigma, generator=None):
 
     Put w + Z as a tensor into `norm.noisy_weight` of every module of `model` (itself included) that
     is a qerl.RMSNorm: there the norm uses it in the place of `norm.weight` (w, float32 [size]).
-    norm.weight stays as it is. Each norm and each channel has a draw of its own, from this
-    torch.Generator. When the block ends, with an error too, noisy_weight is None again: updates run
-    without noise. (A function with this decorator runs as far as `yield` when the block begins, and
-    goes on from there when it ends. An error in the block is raised at the `yield`.) Replace the
-    line `raise NotImplementedError` and the `yield` below it.
+    noisy_weight is float32, no Parameter; norm.weight stays as it is. Each norm and each channel has
+    a draw of its own, from this torch.Generator or, if it is None, from PyTorch's own. With sigma 0
+    the norms compute as without noise. When the block ends, with an error too, noisy_weight is None
+    again: updates run without noise. (A function with this decorator runs as far as `yield` when the
+    block begins, and goes on from there when it ends. An error in the block is raised at the `yield`.)
+    Replace the line `raise NotImplementedError` and the `yield` below it.
     """
     raise NotImplementedError
     yield
@@ -94,8 +100,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 
         σ_k = start * (end / start) ** ((k - 1) / (K - 1)),    k = 1 ... K
 
-    A single noisy stage (K = 1) has `start`. start = end = 0 switches noise off: σ is 0.0. Only this
-    schedule is asked for; raise a ValueError for another name.
+    A single noisy stage (K = 1) has `start`. start = end = 0 switches noise off: σ is 0.0. The result
+    is a number, no tensor. Only this schedule is asked for; raise a ValueError for another name.
     """
     raise NotImplementedError
 
@@ -106,13 +112,16 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """Draw one token for each row: logits [B, V] -> (token, logprob, entropy), each [B].
 
+    logits: float32 or bfloat16; compute in float32. Each row has a draw of its own.
+
     token: int64, drawn from softmax(logits / temperature), but only among the smallest set of the
         likeliest tokens whose probabilities reach top_p together (the token that reaches it belongs
         to the set; probabilities after the temperature). At temperature 0 the likeliest.
     logprob: float32, log-probability of that token, before top_p cuts.
     entropy: float32, -Σ p log p of the row in nats, before top_p cuts.
 
-    At temperature 0, logprob and entropy are those of temperature 1. generator: a torch.Generator.
+    At temperature 0, logprob and entropy are those of temperature 1. generator: a torch.Generator, or
+    None for PyTorch's own.
     """
     raise NotImplementedError
 
@@ -133,10 +142,11 @@ def group_advantages(rewards, objective="grpo"):
 def token_logprobs(model, prompts, completions, length, temperature=1.0):
     """log π(token) of each completion's tokens after its prompt -> float32 [B, C].
 
-    model(tokens int64 [B, T]) gives logits [B, T, V]; those at a position depend on it and on what
-    stands before, and predict the NEXT token. prompts: B lists of token ids, of several lengths.
-    completions: int64 [B, C], padded with any ids; length: int64 [B], of the completions. The
-    log-probabilities are of softmax(logits / temperature). At padding the result is 0.
+    model(tokens int64 [B, T]) gives logits [B, T, V], float32 or bfloat16; compute in float32. Those at
+    a position depend on it and on what stands before, and predict the NEXT token. prompts: B lists of
+    token ids, of several lengths. completions: int64 [B, C], padded with any ids of the vocabulary;
+    length: int64 [B], of the completions, at least 1. The log-probabilities are of softmax(logits /
+    temperature). The result has a gradient. At padding it is 0.
     """
     raise NotImplementedError
 
@@ -152,7 +162,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
     logprobs, old_logprobs, ref_logprobs [B, C]; advantages [B] or [B, C]; weights [B, C]: how much a
     token counts, 0 at padding, already divided by the number of tokens. clip_low and clip_high are
-    numbers. Without ref_logprobs kl is 0. Only objective "grpo" and tis = 0 are asked for; raise a
-    ValueError for others. rollout_logprobs is for tis alone.
+    numbers, and nothing but clip bounds ρ or the gain. ref_logprobs may be there with beta = 0; without
+    them kl is 0. Only objective "grpo" and tis = 0 are asked for; raise a ValueError for others.
+    rollout_logprobs is for tis alone, and may be there without it: do nothing with it.
     """
     raise NotImplementedError
