@@ -139,8 +139,8 @@ CHOICES = {
 }
 PRESETS = {
     # What the built-in policy learns from within minutes.
-    "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", beta=0.04,
-                  lr=3e-3, steps=50, eval_questions=256, save_every=5, quantizer="rtn"),
+    "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", lr=1.5e-3, steps=30,
+                  eval_questions=256, save_every=5, quantizer="rtn"),
     # Table 4, whose batch of 128 is read as questions. AWQ: section 4.1, which has it for MXFP4, too.
     # Appendix E has no KL loss, the authors' code --beta 0.04.
     "paper": dict(prompts=128, max_new_tokens=4096, reward="paper", lr=1e-5, quantizer="awq"),

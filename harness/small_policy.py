@@ -120,6 +120,7 @@ def make_policy():
         vocab_size=WordText.encoding.n_vocab,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=0.08,            # transformers' 0.02 is for wider models
     )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -138,7 +139,7 @@ def imitation_loss(model, text, problems):
     return model(tokens, labels=labels).loss
 
 
-def train_policy(seed, steps=120, batch=64):
+def train_policy(seed, steps=250, batch=64):
     """The small policy, trained on worked answers of which 60 % are careless.
 
     seed: of its first weights and the order of its problems.
@@ -147,20 +148,14 @@ def train_policy(seed, steps=120, batch=64):
     problems, _ = made_up_problems(careless=0.6)
     torch.manual_seed(seed)
     model = make_policy()
-    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.03, momentum=0.95),
-        torch.optim.AdamW(others, lr=3e-3),
-    ]
-    schedules = [LambdaLR(optimizer, lambda step: min((step + 1) / 10, max(0.1, 1 - step / steps)))
-                 for optimizer in optimizers]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, max(0.1, 1 - step / steps)))
     rng = random.Random(seed)
     for _ in tqdm(range(steps), desc="warm start on worked answers", unit="step"):
         imitation_loss(model, text, rng.sample(problems, batch)).backward()
-        for part in optimizers + schedules:
-            part.step()
-        model.zero_grad()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
     return model
 
 
