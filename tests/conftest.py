@@ -1,6 +1,6 @@
 """Fixtures that several test files use."""
 # First, because test_qerl sets the number of threads before PyTorch starts.
-from test_qerl import family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
+from test_qerl import CUDA, family, made_qwen, model, qwen, same_random_numbers  # noqa: F401
 
 from unittest import mock
 
@@ -11,10 +11,30 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, run_main
-from harness import folders, run
+from common import QUICK, QUIZ_EOS, QUIZ_TOKENS, needs_fork, run_main, run_python
+from harness import answers, folders, run
 from harness.folders import write_jsonl
 from harness.small_policy import made_up_problems
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """On a machine with a GPU a test that forks runs in a pytest of its own that sees none.
+
+    A child of a process that has used a GPU can use neither CUDA nor autograd.
+    """
+    if CUDA and needs_fork.mark in pyfuncitem.iter_markers():
+        ended = run_python("-m", "pytest", pyfuncitem.nodeid, CUDA_VISIBLE_DEVICES="")
+        assert "1 passed" in ended.stdout, ended.stdout
+        return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tex_needs_math_verify():
+    """A test that comes to compare TeX skips where math-verify is missing."""
+    comparison = answers.tex_comparison
+    with mock.patch.object(answers, "tex_comparison",
+                           lambda: pytest.importorskip("math_verify") and comparison()):
+        yield
 
 
 @pytest.fixture(scope="module")

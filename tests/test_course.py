@@ -8,11 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jupytext
 import pytest
 from _pytest.doctest import _get_checker, _get_number_flag
-from nbclient import NotebookClient
-from nbformat.v4 import new_notebook
 
 from common import run_python
 from harness.folders import fingerprint
@@ -30,12 +27,13 @@ DECIMALS = r"-?\d+\.\d+(?:e-\d+)?"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | _get_number_flag()
 
 
-def course_cells(number):
+def course_notebook(number):
     """The cells before the exercises, then those of one of them."""
+    jupytext = pytest.importorskip("jupytext")
     text = (HERE / "docs/course.md").read_text(encoding="utf-8")
     before, *exercises = re.split(r"^(?=## \d)", text, flags=re.MULTILINE)
     assert len(exercises) == 8
-    return jupytext.reads(before + exercises[number - 1], "md").cells
+    return jupytext.reads(before + exercises[number - 1], "md")
 
 
 def decimals(text):
@@ -56,6 +54,9 @@ def run_session(text, folder, environment):
 @pytest.mark.parametrize("number", [*range(1, 8), pytest.param(8, marks=needs_interpreter)])
 def test_course_exercise(tmp_path, number):
     """Its code runs, no snippet with the names of the one before, and prints what stands there."""
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = course_notebook(number)
     policy = Path(warm_start(), "model.safetensors").read_bytes()
     same_policy = fingerprint([policy]) == COURSE_POLICY
     folder = tmp_path / "copy"
@@ -65,14 +66,13 @@ def test_course_exercise(tmp_path, number):
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
         "TRITON_INTERPRET": "0", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path),
         "PYTHONPATH": str(folder), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    cells = course_cells(number)
-    for cell in cells:
+    for cell in notebook.cells:
         if cell.cell_type == "code" and not cell.source.startswith("%%"):
             cell.source = f"%reset -f\n{cell.source}"
-    NotebookClient(new_notebook(cells=cells), timeout=None, kernel_name="python3").execute(
+    nbclient.NotebookClient(notebook, timeout=None, kernel_name="python3").execute(
         cwd=folder / "docs", env=environment)
 
-    for cell in cells:
+    for cell in notebook.cells:
         if cell.cell_type == "code":
             printed = "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
             (folder / "try.py").write_text(cell.source.removeprefix("%reset -f\n"))

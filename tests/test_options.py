@@ -110,7 +110,7 @@ if __name__ == "__main__":
 
 def peft_adapter(folder, out, layers="all-linear"):
     """A random adapter that PEFT made and saved -> PEFT's model."""
-    import peft
+    peft = pytest.importorskip("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=layers, init_lora_weights=False)
     model = peft.get_peft_model(model, config)
@@ -182,7 +182,7 @@ PLAIN = dict(lora_dropout=0.1, init_lora_weights="gaussian", revision="main", ta
 ], ids=str)
 def test_only_plain_lora_is_taken(tmp_path, fields):
     """With the fields of PEFT that do not change the function; others are refused by name."""
-    import peft
+    peft = pytest.importorskip("peft")
     peft.LoraConfig(r=2, lora_alpha=3).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     config = read_json(path) | PLAIN

@@ -1,6 +1,5 @@
 """studies/peers.py without its peers: TRL's settings, and the refusal."""
 import pytest
-import trl
 
 import bench
 from common import refused
@@ -10,6 +9,7 @@ from studies.step import settings_for
 
 @pytest.mark.parametrize("name,prompts,group", [("Qwen2.5-1.5B", 64, 8), ("Qwen2.5-3B", 3, 5)])
 def test_trl_makes_one_update_of_all_completions(name, prompts, group):
+    trl = pytest.importorskip("trl")
     settings = settings_for("cpu")
     tuning = peers.tuning_for(name, prompts * group, settings.max_new_tokens)
     arguments = peers.trainer_arguments("out", settings, prompts, group, 4, tuning)
