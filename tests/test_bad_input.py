@@ -210,6 +210,19 @@ def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monk
     assert not list(tmp_path.glob("*.tmp")) and not Path("new").exists()
 
 
+@pytest.mark.parametrize("engine", [[], ["--plain"]])
+@pytest.mark.parametrize("damage", [lambda stored: stored[:-9], lambda stored: stored[:-8] + b"\xff" * 8],
+                         ids=["cut", "NaN"])
+def test_a_damaged_policy_in_the_cache_is_made_anew_when_its_folder_is_deleted(
+        qwen, tmp_path, monkeypatch, engine, damage):
+    kept = shutil.copytree(qwen, tmp_path / "kept")
+    stored = (kept / "model.safetensors").read_bytes()
+    (kept / "model.safetensors").write_bytes(damage(stored))
+    monkeypatch.setattr(train_gsm8k, "warm_start", lambda seed: str(kept))
+    line = refused("--device", "cpu", "--out", tmp_path / "run", *engine)
+    assert "or delete its folder in " in line and "to have it made anew" in line
+
+
 @pytest.fixture
 def chatty(qwen, tmp_path):
     """(folder of a model whose template writes the date and ends turns, the token that ends them)"""
