@@ -279,7 +279,7 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
         as_rank(1).start("cuda")
     settings = train_gsm8k.arguments([*map(str, several), "--eval-questions", "3"])
     with pytest.raises(UserError, match="held-out questions: 3, fewer than the 4 processes"):
-        load_all(settings, None, as_rank(2, lambda items: items))
+        policy.load_all(settings, None, as_rank(2, lambda items: items))
     cut = train_gsm8k.arguments(["--model", "a/b", "--device", "cpu", "--shard"], 4)
     assert cut.quantizer == "rtn"
 
