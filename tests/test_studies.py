@@ -1,12 +1,11 @@
 """The studies of learning: lists of runs, the shell loop, means, and the rule of an experiment."""
 import os
+import re
 import shlex
 import subprocess
 import sys
 from functools import partial
 
-import numpy as np
-import pandas as pd
 import pytest
 
 import train_gsm8k
@@ -79,47 +78,16 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
     assert not one.embedding.equal(other.embedding)
 
 
-# --------------------------------------------------------------------------------------------------
-# The experiment's analysis
-
-def experiment():
-    """Two seeds: 4 bits cost 3 points, under noise 2; noise gives BF16 1, NVFP4 2."""
-    arms = np.array([0, 1, -3, -1])
-    return pd.DataFrame([20 + arms, 25 + arms + [0, 0, 1, 1]], columns=decide.ARMS)
-
-
-def test_effects_are_those_of_the_arms_and_starts_add_to_the_error():
-    """A seed is one value of each effect, whatever else it changes in all arms."""
-    found = decide.effects(experiment())
-    assert found.estimate.to_dict() == {
-        "4 bits and noise": -0.5, "4 bits": -2, "noise": 1.5, "4 bits, without noise": -2.5,
-        "4 bits, under noise": -1.5, "noise in NVFP4": 2, "noise in BF16": 1,
-        "4 bits, under noise minus without": 1}
-    assert found.error[["4 bits", "noise"]].tolist() == pytest.approx([0.5, 0])
-    added = decide.effects(experiment(), 0.7)
-    variance = added.error ** 2 - found.error ** 2
-    three = ["4 bits", "4 bits, under noise", "noise"]
-    assert variance[three].tolist() == pytest.approx([0.7, 0.7, 0])
-    assert added.df["4 bits"] == pytest.approx((1 + 0.7 / 0.25) ** 2) and found.df["4 bits"] == 1
-
-
-@pytest.mark.parametrize("estimate,error,says", [
-    (2, 0.5, "helps"),
-    (-2, 0.5, "costs"),
-    (0.5, 0.1, "helps, by less than a point"),
-    (0.2, 0.3, "changes less than a point"),
-    (-0.5, 0.5, "undetermined, but a gain of a point is excluded"),
-    (0.5, 0.5, "undetermined, but a loss of a point is excluded"),
-    (-0.6, 0.9, "undetermined, but a gain of a point is excluded"),
-    (0, 1, "undetermined"),
-])
-def test_the_rule_has_a_verdict_for_every_interval(estimate, error, says):
-    assert decide.verdict(pd.Series({"estimate": estimate, "error": error, "df": 27})) == says
-
-
-def test_the_record_has_the_verdict_of_its_page(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["decide", f"{HERE}/results/claims/experiment.json"])
+def test_the_record_has_the_effects_and_the_verdict_of_its_page(monkeypatch, capsys):
+    page = HERE / "results/claims/experiment.md"
+    monkeypatch.setattr("sys.argv", ["decide", str(page.with_suffix(".json"))])
     decide.main()
-    printed = capsys.readouterr().out
-    assert "| 4 bits | -0.19 ± 0.81 | -2.10 to 1.71 |" in printed
-    assert printed.endswith("4 bits: undetermined\n\n4 bits and noise: not asked\n")
+    *_, gains = capsys.readouterr().out.split("gain: ")
+    assert gains.endswith("4 bits: undetermined\n\n4 bits and noise: not asked\n")
+    rows = re.findall(r"^\| ([^|]+) \| (.+) ± .+ \| (.+) to (.+) \|$", gains, flags=re.MULTILINE)
+    assert [name for name, *_ in rows] == list(decide.EFFECTS)
+    shown = page.read_text(encoding="utf-8").replace("**", "")
+    for name, *numbers in rows:
+        line = re.search(rf"^\| {name}\b[^|]*\| (\S+) \((\S+) to (\S+)\)", shown, flags=re.MULTILINE)
+        rounded = list(map(float, line.groups()))
+        assert rounded == pytest.approx(list(map(float, numbers)), abs=0.051), name
