@@ -260,17 +260,6 @@ def scales(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
 
 
-def test_noise_equals_multiplicative_noise_on_weights():
-    """Appendix G: w + Z is 1 + Z/w on the input channels of the layers that read the norm."""
-    norm = qerl.RMSNorm("a norm", 1 + torch.rand(128), eps=1e-6)
-    x = torch.randn(4, 128)
-    weight = torch.randn(192, 128)
-    with qerl.adaptive_quantization_noise(norm, 0.1, seeded(3)):
-        noisy = norm(x) @ weight.T
-        factor = norm.noisy_weight / norm.weight
-    assert_close(noisy, norm(x) @ (weight * factor).T, **NEAR)
-
-
 def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
     """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too."""
     folder, theirs = family

@@ -1,26 +1,20 @@
 """Does RL on 4-bit weights, or noise, gain or lose? The rule of results/claims/experiment.md.
 
-    python -m studies.decide RUNS/1 RUNS/2              the effects, of a folder a session
-    python -m studies.decide RUNS/1 RUNS/2 --record FILE.json       and a row a run, in a file
-    python -m studies.decide FILE.json                  the effects from this file
-    python -m studies.decide FILE.json --final          and the verdicts, once: no run will follow
+    python -m studies.decide results/claims/experiment.json         the effects and the verdicts
 
-Runs are those of studies/decide.sh, all measures in points of percent. A seed has a run in each of the
-four arms. An effect is a difference between these, one for each seed; its error is that of their mean
+The record has a row a run, all measures in points of percent. A seed has a run in each of the four
+arms. An effect is a difference between these, one for each seed; its error is that of their mean
 (Student's t), to which a gain adds the error of the starts, which all seeds share.
 """
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from harness.command import Parser, one_line, require_flag
-from harness.folders import atomic_write, read_json, read_jsonl
+from harness.command import Parser, one_line
+from harness.folders import read_json
 from studies.plots import table, with_error
 
 MARGIN = 1.0                       # points: what is smaller does not matter to a user
-SEEDS = 8                          # at which verdicts are due
 QUESTIONS_ASKED = 660
 ARMS = ["bf16", "bf16+noise", "gptq", "gptq+noise"]
 NAMES = ["BF16", "BF16, noise", "NVFP4", "NVFP4, noise"]              # of the arms, in the picture
@@ -38,46 +32,13 @@ EFFECTS = {
 DECIDED = ["4 bits", "4 bits and noise"]      # in this order
 SHOWN = {"accuracy_after": "pass@1 after training", "greedy_after": "greedy accuracy after training",
          "accuracy_training": "mean training accuracy"}
+CURVES = {"accuracy": "a fraction", "entropy": "nats a token"}        # drawn over the steps; their units
 # The exploratory arms, and the arm with which each is compared.
 EXPLORATORY = {"control": "bf16", "round-gptq": "gptq", "round-rtn": "gptq"}
 
 
 # --------------------------------------------------------------------------------------------------
 # The runs
-
-def rows_of(folder, session):
-    """A row for each finished run and start in a session's folder."""
-    codes = Path(folder, "codes.txt").read_text().split()[0]
-    for path in sorted(Path(folder).glob("*/*.json")):
-        arm, _, seed = path.parent.name.rpartition("-")
-        row = {"session": session, "codes": codes, "arm": arm, "seed": seed, **read_json(path)}
-        if path.name == "eval.json":
-            yield {**row, "samples": row["settings"]["eval_samples"]}
-        elif path.name == "summary.json":
-            steps = pd.DataFrame(read_jsonl(path.with_name("metrics.jsonl")))
-            means = steps[["accuracy", "entropy", "length", "mismatch_kl"]].mean()
-            tens = steps[list(CURVES)].groupby(steps.index // 10).mean().round(4)
-            yield (row | means.add_suffix("_training").to_dict()
-                   | tens.add_suffix("_by_ten").to_dict("list"))
-
-
-CURVES = {"accuracy": "a fraction", "entropy": "nats a token"}        # drawn over the steps; their units
-KEPT = ["session", "codes", "arm", "seed", "samples", "accuracy_now", "pass@2_now", "greedy_now",
-        "accuracy_after", "pass@2_after", "greedy_after", "accuracy_training", "entropy_training",
-        "length_training", "mismatch_kl_training", "accuracy_by_ten", "entropy_by_ten", "seconds",
-        "hardware", "date"]
-
-
-def read_rows(paths):
-    """The rows of folders, a session each, or of a file that --record has written."""
-    if len(paths) == 1 and paths[0].endswith(".json"):
-        rows = read_json(paths[0])
-    else:
-        rows = [row for n, path in enumerate(paths, 1) for row in rows_of(path, n)]
-    rows = pd.DataFrame(rows).reindex(columns=KEPT)
-    require_flag(rows.arm.notna().any(), "runs", " ".join(paths), "hold no finished run")
-    return rows
-
 
 def starts_of(rows):
     """{format: (pass@1 before training, its variance)} in points, by all answers.
@@ -90,20 +51,6 @@ def starts_of(rows):
         variance = (p2 - p1) / (same.samples.sum() * QUESTIONS_ASKED)
         starts[arm.removeprefix("start-")] = 100 * p1, 1e4 * variance
     return starts
-
-
-def complete_seeds(rows):
-    """The trained runs of the seeds that have all four arms in a session; others are named and left out.
-
-    Of a seed that is complete in two sessions the first counts.
-    """
-    require_flag(rows.codes.nunique() == 1, "runs", ", ".join(rows.codes.unique()),
-                 "are checksums of different codes of NVFP4; such sessions have no common verdict")
-    trained = rows[rows.arm.isin(ARMS)]
-    arms = trained.groupby(["session", "seed"]).arm.transform("nunique")
-    for (session, seed), left_out in trained[arms < len(ARMS)].groupby(["session", "seed"]):
-        print(f"seed {seed} of session {session} is left out: it has only {', '.join(left_out.arm)}")
-    return trained[arms == len(ARMS)].drop_duplicates(["seed", "arm"])
 
 
 def by_seed(runs, measure, starts=None):
@@ -191,25 +138,23 @@ def arms_table(rows):
 
 
 def show_exploratory(rows):
-    """Print pass@1 of the exploratory arms minus that of a trained arm of their seed and session."""
-    rows = rows.assign(reached=pass_1)
-    values = 100 * rows.pivot(index=["session", "seed"], columns="arm", values="reached")
+    """Print pass@1 of the exploratory arms minus that of a trained arm of their seed."""
+    values = 100 * rows.assign(reached=pass_1).pivot(index="seed", columns="arm", values="reached")
     lines = []
-    for arm in values.columns.intersection(list(EXPLORATORY)):
-        pairs = (values[arm] - values[EXPLORATORY[arm]]).dropna()
-        differences = pairs.groupby("seed").first()               # of two sessions
+    for arm, other in EXPLORATORY.items():
+        differences = values[arm] - values[other]
         low, high = stats.t.interval(0.95, len(differences) - 1, differences.mean(), differences.sem())
-        lines.append([f"{arm} minus {EXPLORATORY[arm]}", len(differences), with_error(differences, 1, 2),
+        lines.append([f"{arm} minus {other}", len(differences), with_error(differences, 1, 2),
                       f"{low:.2f} to {high:.2f}"])
-    if lines:
-        print("\nexploratory, pass@1 after training:\n")
-        print("\n".join(table(["arms", "seeds", "points ± standard error", "95 % interval"], lines)))
+    print("\nexploratory, pass@1 after training:\n")
+    print("\n".join(table(["arms", "seeds", "points ± standard error", "95 % interval"], lines)))
+
 
 
 def draw(rows, figure):
     """Panels of the trained arms: pass@1 after training, and two curves over the steps.
 
-    rows: those of a file of --record. A dot, or a thin line, is a run; a diamond has the 95 % interval
+    rows: those of the record. A dot, or a thin line, is a run; a diamond has the 95 % interval
     of an arm's mean, a thick line is the mean. Dashed lines are the starts.
     """
     rows = pd.DataFrame(rows)
@@ -236,29 +181,17 @@ def draw(rows, figure):
 
 def main():
     p = Parser(__doc__)
-    p.add_argument("runs", nargs="*", help="folders of sessions, or a file of --record")
-    p.add_argument("--record", metavar="FILE", help="write a row a run to this file")
-    p.add_argument("--final", action="store_true", help="no run will follow: print the verdicts")
-    args = p.parse_args()
-    require_flag(args.runs, "runs", "", "name the folders of the sessions")
-    rows = read_rows(args.runs)
-    if args.record:
-        atomic_write(args.record, rows.to_json(orient="records", indent=1))
+    p.add_argument("record", metavar="FILE.json")
+    rows = pd.DataFrame(read_json(p.parse_args().record))
     print("\n".join(arms_table(rows)))
-    runs = complete_seeds(rows)
     for measure, title in SHOWN.items():
-        show(title, by_seed(runs, measure))
+        show(title, by_seed(rows, measure))
     show_exploratory(rows)
     starts = starts_of(rows)
-    require_flag(len(starts) == 2, "runs", " ".join(args.runs),
-                 "have no start of both formats; make them by decide.sh start")
     gains = show("gain: pass@1 after training minus the format's start",
-                 by_seed(runs, "accuracy_after", starts), sum(v for _, v in starts.values()))
-    if runs.seed.nunique() >= SEEDS or args.final:
-        for name, says in verdicts(gains):
-            print(f"\n{name}: {says}")
-    else:
-        print(f"\nno verdict: {runs.seed.nunique()} of {SEEDS} seeds are complete")
+                 by_seed(rows, "accuracy_after", starts), sum(v for _, v in starts.values()))
+    for name, says in verdicts(gains):
+        print(f"\n{name}: {says}")
 
 
 if __name__ == "__main__":

@@ -398,15 +398,6 @@ def test_a_checkpoint_of_another_version_is_refused(finished, tmp_path, change, 
     assert re.search(message, refused("--resume", "--out", run))
 
 
-def test_a_resumed_run_says_that_the_number_of_threads_is_another(finished, tmp_path, capsys):
-    run = shutil.copytree(finished, tmp_path / "run")
-    saved = read_checkpoint(run)
-    for begun_on in (saved["machine"], saved["machine"].replace(" threads", "0 threads")):
-        write_checkpoint(run, saved | {"machine": begun_on})
-        run_main("--resume", "--out", run)
-    assert capsys.readouterr().out.count("it was begun on ") == 1
-
-
 @needs_fork
 @pytest.mark.parametrize("engine", ["plain", "fast"])
 def test_a_kill_at_any_rename_resumes_bit_for_bit(quiz, tmp_path, engine):
@@ -460,14 +451,6 @@ def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
             with ends, one_line():
                 print("\xfc")
         assert narrow.buffer.getvalue() == b"\\xfc\n"
-
-
-def test_a_run_whose_folder_is_removed_ends_in_one_line(tmp_path, quick):
-    own = tmp_path / "own.py"
-    own.write_text(f"import shutil\ndef remove(*_):\n    shutil.rmtree({str(tmp_path / 'run')!r}, True)\n"
-                   "    return 0\n")
-    line = refused(*quick, "--skip-eval-before", "--reward", f"{own}:remove")
-    assert f"No such file or directory: '{tmp_path}/run/" in line
 
 
 @pytest.mark.parametrize("flags,message,steps", [

@@ -70,15 +70,6 @@ def test_report_of_what_is_there(tmp_path):
     assert page.endswith("</html>") and "<img" not in page
 
 
-def test_report_of_long_completions_stays_small(tmp_path, monkeypatch):
-    """Of 14 completions of ten tokens each, here seven."""
-    monkeypatch.setattr(report, "TOKENS", 7)
-    made_up_run(tmp_path)
-    page = report_of(tmp_path)
-    assert page.count("data-s=") == 7 * 14
-    assert page.count("3 tokens left out here") == 14
-
-
 def test_a_picture_that_cannot_be_drawn_is_one_warning(tmp_path, monkeypatch, capsys):
     """As where matplotlib's settings ask for TeX, which is not there."""
     monkeypatch.setattr(report, "learning_curve", None)

@@ -22,7 +22,7 @@ from harness.batches import cut_rows
 from harness.engines import find_engine
 from harness.folders import read_jsonl
 from harness.export import save_packed
-from harness.run import Run, read_checkpoint
+from harness.run import read_checkpoint
 from test_qerl import TOKENS, relative, scales, seeded
 
 
@@ -399,12 +399,3 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     with losses_times(1e9):
         line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
     assert "the values of gradient_norm are NaN" in line
-
-
-def test_a_run_says_what_there_is_to_learn_from(capsys):
-    run = SimpleNamespace(steps_without_signal=0)
-    for step, signal in enumerate([0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0], 1):
-        Run.say_what_teaches(run, dict(step=step, signal=signal, right_and_wrong=0.25, accuracy=0.1))
-    first, warning = capsys.readouterr().out.splitlines()
-    assert "25% of the questions have right and wrong answers" in first
-    assert "warning: for three steps all answers to a question had the same reward" in warning

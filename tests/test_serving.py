@@ -13,8 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.testing import assert_close
 
-from harness import fast, loading, policy
-from harness.errors import UserError
+from harness import fast, loading
 import train_gsm8k
 from common import refused, run_main
 from harness import export
@@ -83,7 +82,7 @@ def test_saved_codes_are_those_of_training_and_nearer_than_rounding(
     four-over-six is calibrated on none: its weights are nearer (test_quantizers.py).
     """
     folder, theirs = made_qwen
-    options = (*saving, "--data", data, "--quantizer", quantizer)
+    options = (*saving, "--data", data, "--quantizer", quantizer, "--validation", "3")
     run_main(*options)
     settings = replace(train_gsm8k.arguments(options), max_new_tokens=8)
     model, _, loaded, _ = load_all(settings, None, Ranks())
@@ -106,18 +105,6 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(owner, name, mock.Mock(side_effect=error))
     assert str(error) in refused(*saving)
     assert not list(tmp_path.iterdir())
-
-
-def test_saved_codes_are_found_by_the_questions_of_the_run(monkeypatch, saving, data):
-    """Validation questions are apart when the codes are saved, too."""
-    stored = mock.Mock(side_effect=UserError("noted"))
-    monkeypatch.setattr(policy, "stored_folder", stored)
-    run = ("--data", data, "--quantizer", "gptq", "--validation", 3)
-    refused(*saving, *run)
-    refused(*saving[:4], *run)
-    saved, trained = ([question["question"] for question in call.args[3]]
-                      for call in stored.call_args_list)
-    assert saved == trained and len(saved) == 61
 
 
 def test_a_written_folder_samples_from_the_policy_that_was_evaluated(qwen, tmp_path):
