@@ -112,8 +112,6 @@ def settings_of(settings_class, description, presets, choices, argv=None, proces
         require_flag(value is None or value in known, name, value, f"is none of {', '.join(known)}")
     preset = flags.preset or (None if flags.model else "small")
     values = dict(presets.get(preset, {}))
-    if flags.algo != "grpo":
-        values["beta"] = 0.0                    # the other objectives are without a KL term
     values |= qerl.OBJECTIVES[flags.algo].defaults
     if is_neighbour(flags.method):
         values |= neighbours().defaults(flags.method)

@@ -136,7 +136,7 @@ def compare(before, after):
 
 # Of each panel: the metric, its title, its unit; and whether the noise is drawn into it.
 PANELS = [
-    ("accuracy", "Accuracy of the training samples", "fraction right", False),
+    ("accuracy", "Accuracy", "fraction right", False),
     ("reward", "Reward", "mean", False),
     ("entropy", "Entropy", "nats a token", True),
     ("length", "Completion length", "mean tokens", False),
@@ -163,13 +163,16 @@ def save_figure(path, draw, *data):
     return png.getvalue()
 
 
-def learning_curve(metrics, summary, figure):
-    """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing."""
+def learning_curve(metrics, summary, figure, size=(13, 6.4), shape=(2, 3)):
+    """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing.
+
+    size in inches; shape: rows and columns of panels, (1, 1) for the first one alone.
+    """
     steps = [m["step"] for m in metrics]
-    figure.set_size_inches(13, 6.4)
-    axes = figure.subplots(2, 3)
+    figure.set_size_inches(*size)
+    axes = figure.subplots(*shape, squeeze=False)
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
-        axis.plot(steps, [m.get(key) for m in metrics])
+        axis.plot(steps, [m.get(key) for m in metrics], label="training samples, noisy, temperature 1")
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
         if noisy:
@@ -183,5 +186,5 @@ def learning_curve(metrics, summary, figure):
         accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {title}")
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
-        accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="validation, pass@1")
+        accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="kept apart, pass@1")
     accuracy_axis.legend(loc="upper left", frameon=False)
