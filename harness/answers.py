@@ -2,17 +2,28 @@ r"""Does a completion answer right? GSM8K's answers are numbers, those of other 
 
 Where the right answer is a number, a box or the tags may hold this and nothing else (`one_number`):
 - a currency sign or code, one number, a percent or degree sign, and units, in this order;
-- a number is a decimal with or without thousands, sign and power of ten, or a fraction: 1,250.00,
-  -.5, 1e5, 2 \times 10^3, 1/2, \frac{1}{2}; TeX that only sets type says nothing (`plain`);
+- a number is a decimal with or without thousands, sign and power of ten, a fraction or a mixed number:
+  1,250.00, -.5, 1e5, 2 \times 10^3, 1/2, \frac{1}{2}, 5 1/2; TeX that only sets type says nothing (`plain`);
+- percent are a unit where the question asks for percent, by the word or by % behind a word, else hundredths;
 - units are at most three words behind the number, which the question has, too: in the singular or
   plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
-  (COUNTING), or one word further on; "dollars" also where it has $, "percent" where it has %;
+  (COUNTING), or one word further on; "dollars" also where it has $; "/" or "per" may stand before them;
+- of one or two letters only measures are units (UNIT), not unknowns;
 - number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many";
-- before the number may stand calculations, each with "=" behind it, that have its value (2 + 3 = 5),
-  and one letter (x = 5).
+- before the number, or behind it, may stand calculations, with "=" between, that have its value
+  (2 + 3 = 5, 5 = 2 + 3), and one letter (x = 5).
 
-Other TeX is compared by math-verify (pip install math-verify), each side of an equation for itself. Known:
-number words of other languages than English and Chinese count as units if the question has them so.
+A right answer in TeX is a number if it is one by the same rule and no letter stands behind a digit (5x).
+The words in its \text{} are units, too. If it has %, ° or the power of a unit, a box has no other.
+
+Other TeX is compared by math-verify (pip install math-verify), each side of an equation for itself.
+
+Known. Right and refused: 25 % for 0.25 where the question asks for percent; units of TeX that are not in
+\text{} (\sqrt{2} cm) or that the question lacks (50 km for 50 kilometers); a bracket that is [ for (.
+Wrong and not refused: any unit of the question, also one that is not asked for (41 cows for $41); any
+currency, ° for a number from "####", a power of a unit (cm^3) where the right answer has none; number words
+of other languages than English and Chinese, if the question has them so.
+A right answer of one or two words ("twelve") is compared as text.
 """
 import functools
 import logging
@@ -22,6 +33,7 @@ import re
 import signal
 import traceback
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 
 from harness.errors import UserError, require
@@ -31,49 +43,67 @@ LONGEST = 1000                 # characters: no answer that is meant is longer
 PATIENCE = 5                   # seconds of the process: no comparison of TeX that is meant takes longer
 
 # TeX and typography that say nothing about a number, and how `plain` spells them.
-PLAIN = [(re.compile(pattern), spelling) for pattern, spelling in [
-    (r"\\[dtc]?frac\s?(?:\{([^{}]*)\}|(\d))\s?(?:\{([^{}]*)\}|(\d))", r"(\1\2)/(\3\4)"),
-    (r"\^?\s?\{?\\circ\}?", "°"),
-    (r"\\(?:text|math|mbox|f?box|left|right|underline|displaystyle|bf|[lL]arge|LARGE|[hH]uge)[a-z]*"
-     r"|\\[()\[\],:; ]|[~\u00a0\u202f]", " "),
-    (r"(?<!\\)[{}]|\\!", ""),
-    (r"\\([$%])", r"\1"),
-    (r"[\u2010-\u2015\u2212\ufe63\uff0d]", "-"),
-    (r"\\times|\\cdot|[×·]|(?<=\d)\s?x\s?(?=\d)", "*"),
-    (r"\\div|÷", "/"),
-    (r"\\approx|≈", "="),
-    (r"(?<![\d.,^])10\s?\^\s?([-+]?\d{1,3})(?!\d)", r"1e\1"),
-]]
+PLAIN = {
+    r"(?<=\d)\s?\\[dtc]?frac\s?(?:\{(\d+)\}|(\d))\s?(?:\{(\d+)\}|(\d))": r" \1\2/\3\4",     # 5\frac{1}{2}
+    r"\\[dtc]?frac\s?(?:\{([^{}]*)\}|(\d))\s?(?:\{([^{}]*)\}|(\d))": r"(\1\2)/(\3\4)",
+    r"\^?\s?\{?\\circ\}?": "°",
+    r"\\(?:(?:text|math)?(?:bf|it|rm|sf|tt|normal)|text|math|boldsymbol|bm|mbox|f?box(?:ed)?|left|right"
+    r"|underline|displaystyle|small|[lL]arge|LARGE|[hH]uge|q?quad)(?![A-Za-z])"
+    r"|\\[()\[\],:; ]|[~\u00a0\u202f]": " ",
+    r"\\[hv]?phantom\s?\{[^{}]*\}|(?<!\\)[{}]|\\!|[\u200b-\u200d\u2060\ufeff]": "",
+    r"\\([$%])": r"\1",
+    "¢": " cents ",
+    "²": "^2",
+    "³": "^3",
+    r"[\u2010-\u2015\u2212\ufe63\uff0d]": "-",
+    r"\\times|\\cdot|[×·]|(?<=\d)\s?x\s?(?=\d)": "*",
+    r"\\div|÷": "/",
+    r"\\approx|≈": "=",
+    r"(?<![\d.,^])10\s?\^\s?([-+]?\d{1,3})(?!\d)": r"1e\1",
+}
 DECIMAL = r"(?:(?:[1-9]\d{,2}(?:[,\ ]\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
-MONEY = r"(?:US\s?\$|[$¢-¥฿\u20a0-\u20cf]|(?:USD?|EUR|GBP|INR|JPY|CNY|RMB|AUD|CAD|CHF|Rs)\b\.?)"
-OPEN = r"[\s*$(\[]{,5}"
-CLOSE = r"[\s*$)\](.,]{,5}"
-WORD = r"[^\W\d_²³]+(?:['’][^\W\d_²³]+)?"
+MONEY = (r"(?:[A-Z]{,2}\s?\$|[£-¥฿\u20a0-\u20cf]|\\pounds\b"
+         r"|(?:USD?|EUR|GBP|INR|JPY|CNY|RMB|AUD|CAD|CHF|Rs)\b\.?)")
+OPEN = r"[\s*`$(\[]{,5}"
+CLOSE = r"[\s*`$)\](.,]{,5}"
+LETTER = r"[^\W\d_²³¹¼-¾\u2070-\u218b\u2460-\u24ff]"
+WORD = rf"{LETTER}+(?:['’]{LETTER}+)?"
 NUMBER = re.compile(rf"""
     {OPEN} {MONEY}? {OPEN} (?P<sign> [-+]? ) {OPEN} {MONEY}? {OPEN}
+    (?: (?P<whole> \d+ ) \s (?= \d{{1,2}} / \d{{1,3}} (?!\d) ) )?
     (?P<above> {DECIMAL} )
     (?: \s?\*\s? (?P<power> 1e[-+]?\d+ ) | \s?\)?\s? / \s?\(?\s? (?P<below> {DECIMAL} ) )?
-    {CLOSE} (?: % | °[CF]? | {MONEY} )? {CLOSE}
-    (?P<units> (?: {WORD} (?: \^?[23] | [²³] )? (?!\w) [\s/-]* ){{,3}} ) {CLOSE}
+    {CLOSE} (?: (?P<percent> % | percent\b ) | °\s?(?:[CF]\b)? | {MONEY} )? {CLOSE}
+    (?: (?: / | per\b ) \s? (?={LETTER}) )? (?P<units> (?: {WORD} (?: \^?[23] )? (?!\w) [\s/-]* ){{,3}} )
+    (?<! [\s\d]a ) {CLOSE}
 """, re.VERBOSE)
 NAME = re.compile(r"[\s$*]*[A-Za-z]?\s*")                # of an unknown, before "="
 # What numerals are made of; behind a number it makes another number.
 NUMERAL = r"""(?: \d\S* | (?: one | two | three | four | five | six | seven | eight | nine | ten | eleven
-    | twelve | (?: thir | four | fif | six | seven | eigh | nine ) (?: teen | ty ) | twenty | forty
-    | hundred | thousand | [mbtr]+illion | lakh | crore | dozen | score
-    | half | halve | third | quarter | (?: four | fif | six | seven | eigh | nin | ten | hundred ) th )s?
+    | twelve | fif | eigh | nin | twelf | hundred | thousand | [mbtr]+illion | lakh | crore | dozen | score
+    | (?: twen | thir | for | four | fif | six | seven | eigh | nine ) (?: teen | ty | tie )
+    | half | halve | third | quarter ) (?: th )? s?
     | [十百万萬亿億半倍]\S* | 千 (?! [克米] ) \S* )"""
 # What is no unit, except in a question with "how many" before it.
-NO_UNIT = rf"""(?: {NUMERAL} | times | more | less | fewer | than | plus | minus | twice | double | triple
-    | and | or | to | not | no )"""
+NO_UNIT = rf"""(?: {NUMERAL} | pairs? | times | more | less | fewer | than | plus | minus | twice | double
+    | triple | and | or | to | not | no )"""
 # What a unit stands behind in a question, or one word further on.
-COUNTING = rf"(?: {NO_UNIT} | (?: many | much ) (?: \s\S+ )? | a | an | the | per | each | every | of | in )"
+COUNTING = rf"""(?: {NO_UNIT} | (?: many | much ) (?: \s\S+ )?
+    | a | an | the | per | each | every | of | in | what )"""
+# A unit of one or two letters, as others are unknowns; or a longer word.
+UNIT = r"""(?: an? | of | in | by | [cdkm]?m | [km]?g | [cdm]?l | [kmgt]b | k?w | [hs] | hr | ft | yd | mi | oz
+    | lb | pt | qt | hz | [ap]m | (?! [a-z]{1,2} $ ) .* )"""
+# A letter behind a digit, but in 1e5 and 2x10.
+UNKNOWN = re.compile(r"\d(?!e[-+]?\d|x\d)[A-Za-z]")
+# What makes units others: two groups.
+SIGN = re.compile(r"([%°])|(?<=[A-Za-z])\^?([23])")
 # The signs of numbers and calculations, and a word behind them that may change them. What parts them.
 RUN = re.compile(rf"""
-    (?: [A-Za-z] (?=\d) )? [-+*/^_|!%:.,\ \d()\[\]$¢-¥฿\u20a0-\u20cf\\]+
-    (?: (?<=\d) [^\W\d_]+ | (?<=\ ) {NUMERAL} \b )?
+    (?: [A-Za-z] (?=\d) )?
+    (?: [-+*/^_|!%:.,\ \d()\[\]$£-¥฿\u20a0-\u20cf\\] | (?<=\d) [eE] (?=[-+]?\d) )+
+    (?: (?<=\d) [^\W_]+ | (?<=\ ) {NUMERAL} \b )?
 """, re.VERBOSE)
-BREAK = re.compile(r"[=<>\n]|\.\.+|[:;?!.,](?=\s|$)|(?<=[^\W\d_])[-.]")
+BREAK = re.compile(r"[=<>\n]|\.\.+|[:;?!.,](?=\s|$)|(?<=[^\W\d_])(?<!\d[eE])[-.]|(?<=[^\W\d_])\^[23]")
 BOX = re.compile(r"""
     \\[{}]                                              # signs, which open and close nothing
     | (?P<box> \\(?:boxed|fbox)\s* )? \{ | \}
@@ -121,10 +151,14 @@ def is_right(completion, answer, question="", anywhere=False):
     given = given_answer(completion)
     if given is None and not anywhere:
         return False
-    number = one_number(answer, question) if isinstance(answer, str) else answer
+    number = answer
+    if isinstance(answer, str):
+        question = " 1 ".join([question, *TEXT.findall(answer)])       # whose words are units, too
+        number = None if UNKNOWN.search(TEXT.sub("", answer)) else one_number(answer, question)
     if number is not None:
         found = last_number(completion, question) if given is None else one_number(given, question)
-        return found == number
+        signs, allowed = (set(SIGN.findall(plain(str(text)))) for text in (given, answer))
+        return found == number and not (allowed and signs - allowed)
     if given is None:
         return is_equal(completion[-LONGEST:], answer, question, prose=True)
     return is_equal(given, answer, question)
@@ -146,12 +180,18 @@ def one_number(text, question=""):
     """The number of a text as a Fraction, if it says nothing else: the rule above; else None."""
     if len(text) > LONGEST:
         return None
-    *before, last = plain(text).strip().split("=")
+    sides = plain(text).strip().split("=")
+    if not NUMBER.fullmatch(sides[-1]):
+        sides.reverse()                        # 5 = 2 + 3
+    *others, last = sides
     number = NUMBER.fullmatch(last)
     if not number or not are_units(re.findall(WORD, number["units"].lower()), question):
         return None
-    value = calculated(f"{number['sign']}{number['above']}*{number['power'] or 1}/{number['below'] or 1}")
-    same = all(NAME.fullmatch(side) or calculated(side) == value for side in before)
+    is_unit = re.search("percent|[a-z] ?%", question.lower())
+    hundredths = "/100" if number["percent"] and not is_unit else ""
+    value = calculated(f"{number['sign']}({number['whole'] or 0}+{number['above']}*{number['power'] or 1}"
+                       f"/{number['below'] or 1}){hundredths}")
+    same = all(NAME.fullmatch(side) or calculated(side) == value for side in others)
     return value if same else None
 
 
@@ -172,8 +212,9 @@ def calculated(text):
 
 def are_units(words, question):
     """Does the question have these words as units, the first behind a numeral or its like?"""
-    # "$12" says 12 dollars.
-    question = question.lower().replace("$", " 1 dollars ").replace("%", " percent ")
+    # Without TeX's commands and unknowns; "$12" says 12 dollars.
+    question = re.sub(r"\$[^$\d]*\$|\\\(\D*?\\\)|\\[a-z]+", " ", question.lower())
+    question = plain(question).replace("$", " 1 dollars ")
     said = " ".join(re.findall(rf"\d[\d.,]*|{WORD}", question))
 
     def follows(before, word):
@@ -185,7 +226,8 @@ def are_units(words, question):
 
     def is_unit(word):
         asked = re.search(rf"\bhow (?:many|much) (?:more )?{word}\b", said)
-        return asked or follows("", word) and not re.fullmatch(NO_UNIT, word, re.VERBOSE)
+        counted = follows(rf"(?! {NO_UNIT} (?:\s|$) )", word)
+        return asked or counted and re.fullmatch(UNIT, word, re.VERBOSE)
 
     return not words or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0]) and all(map(is_unit, words))
 
@@ -198,8 +240,8 @@ def last_number(text, question=""):
 
 def plain(text):
     """A text without TeX's wrappings and braces, and with one kind of minus."""
-    for pattern, spelling in PLAIN:
-        text = pattern.sub(spelling, text)
+    for pattern, spelling in PLAIN.items():
+        text = re.sub(pattern, spelling, text)
     return text
 
 
@@ -229,14 +271,18 @@ def within(seconds, function):
 def tex_comparison():
     """math-verify's (text, text) -> bool; its first call takes seconds, and so is made here."""
     try:
-        from math_verify import parse, verify
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         raise UserError("answers in TeX need the package math-verify; pip install math-verify")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
+    # It would leave units out, and with them unknowns: 12ab would be 12.
+    with_letters = NormalizationConfig(malformed_operators=True, nits=True)
+    config = LatexExtractionConfig(normalization_config=with_letters)
 
     def compare(right, given):
-        texts = (parse(text, parsing_timeout=None) for text in (right, given))
-        return verify(*texts, timeout_seconds=None)
+        texts = (parse(text, [config], parsing_timeout=None) for text in (right, given))
+        return verify(*texts, float_rounding=15, timeout_seconds=None)
 
     compare(r"\boxed{\frac{1}{2}}", r"\boxed{x}")
     return compare
@@ -246,9 +292,13 @@ def tex_comparison():
 HEAVY = re.compile(r"""
     \d{16} | \^\s?\{?\s?-?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9} | \^\s? (?: \{ [^{}]* | \w\s? ) \^
 """, re.VERBOSE)
-# What math-verify does not tell apart: bases, factorials, sets and pairs.
-MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)")
+DEEPEST = 8                    # brackets in brackets
+# What math-verify does not tell apart: bases, factorials, sets, pairs and points.
+MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)|(\[)[^][()]*,")
 TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s?\{([^{}]*)\}")
+# What it does not read: units at the end, and thousands: 1,000x.
+UNREAD = re.compile(rf"(?<=[\w)}}])[\s\\,;]*{TEXT.pattern}(?:\^\{{?[23]\}}?)?$"
+                    r"|(?<=\d)(?:,|\{,\})(?=\d{3}(?:,\d{3})*[A-Za-z\\])")
 
 
 @functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
@@ -262,7 +312,8 @@ def is_equal(given, answer, question="", prose=False):
         return True
     if len(given) > LONGEST:
         return False
-    if HEAVY.search(f"{given} {answer}"):
+    depths = accumulate((sign in "([{") - (sign in ")]}") for sign in given)
+    if HEAVY.search(f"{given} {answer}") or max(depths, default=0) > DEEPEST:
         return None
     sides = [side for side in given.split("=") if not NAME.fullmatch(side)]
     if len(sides) > 1 and "=" not in answer and not prose:
@@ -272,8 +323,8 @@ def is_equal(given, answer, question="", prose=False):
     if not prose and (more_words or MARKS.findall(given) != MARKS.findall(answer)):
         return False
     compare = tex_comparison()
-    text = given if prose else f"\\boxed{{{given}}}"
-    return within(PATIENCE, lambda: compare(f"\\boxed{{{answer}}}", text))
+    right, box = (f"\\boxed{{{UNREAD.sub('', text)}}}" for text in (answer, given))
+    return within(PATIENCE, lambda: compare(right, given if prose else box))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,13 +17,15 @@ import math
 import os
 import random
 import re
+import unicodedata
 import urllib.request
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
 import transformers
 
-from harness.answers import TEXT, last_box, one_number, right_answer
+from harness.answers import NUMERAL, TEXT, is_right, last_box, one_number, right_answer
 from harness.folders import atomic_write, generation_config, made_once
 from harness.small_policy import made_up_problems
 from harness.errors import UserError, reason, require
@@ -55,8 +57,8 @@ def load_questions(settings):
         questions, held_out = math_questions(data), []
     if settings.eval:
         held_out = [q for source in settings.eval for q in math_questions(source)]
-    tested = {q["question"] for q in held_out}
-    kept = [q for q in questions if q["question"] not in tested]
+    tested = {compared(q["question"]) for q in held_out}
+    kept = [q for q in questions if compared(q["question"]) not in tested]
     say_what_is_left_out(questions, kept, "training questions are held out, too,")
     cut = len(kept) - settings.validation
     require(cut > 0, f"--data {data or '(the built-in problems)'}: has {len(kept)} training questions that "
@@ -93,17 +95,23 @@ def read_questions(folder, pattern):
 
 def questions_of(sources):
     """The questions of files and datasets, each once, without those that have different answers."""
-    found = {}                     # by its text: a question, and what it has for answers
+    found = {}                     # by its text: a question, and whether its answers are the same
     for source in sources:
         for number, row in enumerate(rows_of(source), 1):
             question = question_of(row, f"{source}:{number}")
-            _, answers = found.setdefault(question["question"], (question, set()))
-            answers.add(question["right"])
-    kept = [question for question, answers in found.values() if len(answers) == 1]
+            first, same = found.setdefault(compared(question["question"]), (question, []))
+            text, right = question["question"], question["right"]
+            same.append(right == first["right"] or is_right(f"\\boxed{{{right}}}", first["right"], text))
+    kept = [question for question, same in found.values() if all(same)]
     names = ", ".join(sources)
     require(kept, f"{names}: holds no question with one answer; give another file or dataset")
     say_what_is_left_out(found, kept, f"questions of {names} stand there with different answers")
     return kept
+
+
+def compared(text):
+    """A question as it is compared with others: neither its gaps nor the codes of its letters count."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def by_set(questions, values):
@@ -141,6 +149,7 @@ DATASETS = {
 # What these and their like call the two columns, in the order in which they are looked for.
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
+BROKEN = re.compile("[\ud800-\udfff]|[\b\f](?=[a-z])|\t(?=ext|imes|frac|heta)|\r(?=ight)")
 # Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
 # behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.
 DEMANDS = re.compile(r"""
@@ -163,10 +172,11 @@ def question_of(row, place):
         # Of prose with numbers only its box counts: any of them may be meant.
         box = last_box(answer)
         words = re.findall(r"[\u0e00-\ud7af]|(?<![\\\w])[^\W\d_]{2,}", TEXT.sub("", answer))
-        prose = len(words) > 2 and re.search(r"\d", answer) and one_number(answer, question) is None
-        if box is not None or prose:
+        number = re.search(rf"(?xi) (?<![a-z]) {NUMERAL} (?![a-z])", answer)
+        if box is not None or len(words) > 2 and number and one_number(answer, question) is None:
             answer = (box or "").strip()
-    require(question and answer,
+    choices = row.get("choices") or row.get("options")         # the answer is a place among them
+    require(question and answer and not choices,
             f"{place}: no question, or no answer that stands alone; its columns are {', '.join(row)}, "
             f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or "
             "remove it")
@@ -221,12 +231,13 @@ def parsed(content):
 def first_text(row, names):
     """What stands in the first of these columns that holds something: a text or a number; else "".
 
-    JSON can hold halves of characters; a text with them is none.
+    JSON can hold halves of characters, and TeX whose \\boxed became a backspace and "oxed": neither is a
+    text.
     """
     value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
-    if type(value) in (int, float) and abs(value) < math.inf:
+    if type(value) in (int, float, Decimal) and abs(value) < math.inf:
         value = str(value)
-    is_text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+    is_text = isinstance(value, str) and not BROKEN.search(value)
     return value.strip() if is_text else ""
 
 
