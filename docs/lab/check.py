@@ -95,7 +95,7 @@ def wide(function):
 class Identity:
     """A frozen weight that is the identity."""
 
-    def multiply(self, x):
+    def multiply(self, x, bias=None):
         return x.clone()
 
 
@@ -197,8 +197,9 @@ class Frozen:
     """A weight [out, in] of lora_linear."""
     weight: torch.Tensor
 
-    def multiply(self, x):
-        return x @ self.weight.to(x.dtype).T
+    def multiply(self, x, bias=None):
+        y = x @ self.weight.to(x.dtype).T
+        return y if bias is None else y + bias
 
 
 class Toy(torch.nn.Module):
@@ -246,7 +247,7 @@ def sigma_and_weight():
 
 def a_step():
     steps = randint(1, 60)
-    start, end = choice([(0.0, 0.0), (0.1, 0.001), (uniform(1e-2, 1), uniform(1e-4, 1e-2))])
+    start, end = choice([(0.0, 0.0), (0.01, 0.01), (0.001, 0.1), (0.1, 0.001)])
     return {"step": randint(0, steps - 1), "steps": steps, "stages": randint(1, 6),
             "start": start, "end": end}
 
@@ -423,7 +424,7 @@ def grade(name, file, seed=0):
     except Exception as error:
         return 0, [f"{file.name} cannot be loaded: {described(error, file)}"]
     code = getattr(inspect.unwrap(function), "__code__", None)
-    # train_gsm8k.py has the same rule
+    # harness/engines.py has the same rule
     if not code or code.co_filename != str(file) or "NotImplementedError" in code.co_names:
         return 0, ["not written yet: the file has no `def` of it, or still NotImplementedError"]
     fixed = [run_case(function, decoded_case(case), file) for case in CASES[name]["cases"]]
