@@ -44,21 +44,20 @@ if not __debug__:
 # In NVFP4 a weight is 4 bits: a sign and one of eight magnitudes (E2M1: 2 exponent bits, 1
 # mantissa bit). 16 neighbours along the input dimension share an FP8 (E4M3) scale, and a tensor has
 # one FP32 scale: 4 + 8/16 = 4.5 bits a weight. This file rounds to nearest, as the paper's public
-# checkpoints do. The paper's experiments choose the codes by AWQ. train_gsm8k.py chooses those of real
-# models by GPTQ, before training; section 8 then reads the codes from a folder.
+# checkpoints do. The paper's experiments choose the codes by AWQ, train_gsm8k.py those of real
+# models by GPTQ before training; section 8 then reads them from a folder.
 
 E2M1_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1_MAGNITUDES, -E2M1_MAGNITUDES])  # the value of each code; bit 3 is the sign
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 # Halfway points between neighbouring magnitudes. bucketize gives a value on such a point the lower
-# code. A tie must go to the even code. Where that is the upper one (0.75, 1.75, 3.5) the point moves
-# down by the smallest possible step.
+# code, but a tie must go to the even one. Where that is the upper code (0.75, 1.75, 3.5) the point
+# moves down by the smallest possible step.
 E2M1_BOUNDS = (E2M1_MAGNITUDES[1:] + E2M1_MAGNITUDES[:-1]) / 2
-E2M1_BOUNDS[1::2] = torch.nextafter(E2M1_BOUNDS[1::2], torch.zeros(3))
+E2M1_BOUNDS[1::2].nextafter_(torch.zeros(3))
 
-# QLoRA's NF4 (arXiv 2305.14314, appendix E): quantiles of N(0, 1), 7 below and 8 above an exact
-# 0, divided by the largest.
+# QLoRA's NF4 (2305.14314, appendix E): quantiles of N(0, 1), 7 below, 8 above an exact 0, over the largest.
 NF4 = torch.tensor([
     -1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1,
@@ -71,7 +70,7 @@ def pack_nibbles(codes):
 
 
 def dequantize_blocks(packed, table, scale, dtype):
-    """Bytes uint8 [out, in/2], table float32 [16], scale float32 [out, in/block] -> weight [out, in]."""
+    """Bytes uint8 [out, in/2], table float32 [16], scale float32 [out, in/block] -> [out, in]."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).int()                # [out, in/2, 2]
     values = table.to(packed.device)[codes]
     return (values.view(*scale.shape, -1) * scale[..., None]).flatten(1).to(dtype)           # Eq. 6
@@ -91,9 +90,8 @@ def encode_e2m1(weight, scale):
 def quantize_nvfp4(weight, encode=encode_e2m1):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
-    weight [out, in], in divisible by 16 -> packed uint8 [out, in/2], block_scale float8_e4m3fn [out,
-    in/16], global_scale float32 [1]. In that format global_scale is the reciprocal of Eq. 6's S_FP32.
-    Like there amax / 6 is computed in the weight's dtype.
+    weight [out, in], in divisible by 16 -> packed uint8 [out, in/2], block_scale float8_e4m3fn
+    [out, in/16], global_scale float32 [1], which is the reciprocal of Eq. 6's S_FP32.
     """
     if weight.dtype == torch.float16:
         weight = weight.float()                        # float16 cannot hold every global scale
@@ -101,10 +99,9 @@ def quantize_nvfp4(weight, encode=encode_e2m1):
     # The largest block scale becomes 448, and the largest weight of a block 6.
     global_scale = (E4M3_MAX * E2M1_MAX / amax.max()).float()
     global_scale = global_scale.nan_to_num(posinf=1.0).reshape(1)       # inf: all are zeros
-    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)
+    scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)     # amax / 6 in weight's dtype
     scale = scale.to(torch.float8_e4m3fn).float()
-    # By that format (nearly) empty blocks get E4M3's epsilon, 0.125.
-    scale = torch.where(scale == 0, torch.finfo(torch.float8_e4m3fn).eps, scale)
+    scale[scale == 0] = 0.125          # by that format (nearly) empty blocks have E4M3's epsilon
     packed = encode(weight, scale / global_scale)
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
@@ -117,13 +114,12 @@ def powers_of_two(e8m0):
 def quantize_mxfp4(weight, encode=encode_e2m1):
     """OCP Microscaling FP4: E2M1 codes, a power of two (E8M0) as the scale of each 32 weights.
 
-    weight [out, in], in divisible by 32 -> packed uint8 [out, in/2], block_scale uint8 [out,
-    in/32], global_scale [1], which is 1.
+    weight [out, in] -> packed uint8 [out, in/2], block_scale uint8 [out, in/32], global_scale [1]: 1.
     """
     amax = weight.unflatten(1, (-1, 32)).float().abs().amax(-1)
-    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest value is 6 = 1.5 * 2^2: the
-    # scale is 2^(exponent - 3), stored with a bias of 127. Where amax / scale would round to 8, the scale is
-    # doubled. OCP's rule keeps it and cuts to 6: Gaussian weights then have an error of 0.115, here 0.112.
+    # amax = mantissa * 2^exponent with 0.5 <= mantissa < 1, and the largest value is 6 = 1.5 * 2^2:
+    # the scale is 2^(exponent - 3), stored with a bias of 127. Where amax / scale would round to 8
+    # it is doubled. OCP's rule cuts to 6: Gaussian weights have an error of 0.115, here 0.112.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
     packed = encode(weight, powers_of_two(e8m0))
@@ -133,8 +129,7 @@ def quantize_mxfp4(weight, encode=encode_e2m1):
 def quantize_nf4(weight):
     """QLoRA's NF4: the nearest of 16 normal quantiles, times the largest magnitude of 64 weights.
 
-    weight [out, in], in divisible by 64 -> packed uint8 [out, in/2], block_scale float32 [out,
-    in/64], global_scale [1], which is 1.
+    weight [out, in] -> packed uint8 [out, in/2], block_scale float32 [out, in/64], global_scale [1]: 1.
     """
     blocks = weight.unflatten(1, (-1, 64)).float()
     absmax = blocks.abs().amax(-1)
@@ -145,7 +140,7 @@ def quantize_nf4(weight):
 
 
 def quantize_bf16(weight):
-    """Not quantised: the weight keeps the dtype that the model computes in, and its scales are 1."""
+    """Not quantised: the weight keeps the dtype of the model, and its scales are 1."""
     return weight, weight.new_ones(1), weight.new_ones(1)
 
 
@@ -154,7 +149,7 @@ class Format:
     """A way to store a weight [out, in] as (packed, block_scale, global_scale)."""
     quantize: Callable               # weight -> the three
     block: int                       # input features that share a scale; `in` is divisible by it
-    table: torch.Tensor = None       # float32 [16], the value of each code; None: there are no codes
+    table: torch.Tensor = None       # float32 [16], the value of each code; None: no codes
     scale: Callable = torch.Tensor.float         # block_scale -> float32 [out, in/block]
 
     def dequantize(self, packed, block_scale, global_scale, dtype):
@@ -240,8 +235,7 @@ class QuantLinear(nn.Module):
         self.alpha = lora_rank if lora_alpha is None else lora_alpha
         self.use_adapter = lora_rank > 0
         if lora_rank:
-            # As PEFT starts A: kaiming_uniform(a=√5). Drawn on the CPU, so that a seed gives the same
-            # A on any device.
+            # As PEFT starts A, kaiming_uniform(a=√5). On the CPU: a seed gives the same A everywhere.
             bound = in_features ** -0.5
             A = torch.empty(len(sizes) * lora_rank, in_features).uniform_(-bound, bound)
             self.lora_A = nn.Parameter(A)
@@ -265,8 +259,8 @@ class QuantLinear(nn.Module):
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
 # noise, for one addition per rollout. The paper's text names the two norms of a block; its code
-# takes every RMSNorm of Qwen2 and Llama, also the final one, which scales the columns of lm_head. Ours
-# takes every RMSNorm. That Qwen3's norms of q and k are noisy, too, is our choice.
+# takes every RMSNorm of Qwen2 and Llama, also the final one, which scales the columns of lm_head.
+# So does ours. That Qwen3's norms of q and k are noisy, too, is our choice.
 
 class RMSNorm(nn.Module):
     """x [..., size] -> normalised x in x's dtype; computed in float32."""
@@ -291,7 +285,7 @@ def adaptive_quantization_noise(model, sigma, generator=None):
     """AQN: inside, every RMSNorm scale carries one fresh draw of noise, w + N(0, sigma²).
 
     Run one rollout inside, as line 9 of Algorithm 1 does (the text before Eq. 7 draws anew for each
-    forward pass). Compute log-probabilities and updates outside. Do not nest it. generator: on the CPU.
+    forward pass), log-probabilities and updates outside. Do not nest it. generator: on the CPU.
     """
     norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
     for norm in norms:
@@ -304,10 +298,9 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last. With one
-# noisy stage p is 0.
+# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last.
 SCHEDULES = {
-    "exponential": lambda start, end, p, K: start * (end / start) ** p,                        # Eq. 8
+    "exponential": lambda start, end, p, K: start * (end / start) ** p,                      # Eq. 8
     "linear": lambda start, end, p, K: start + (end - start) * p,
     "cosine": lambda start, end, p, K: start + (end - start) * (1 - math.cos(math.pi * p)) / 2,
     "logarithmic": lambda start, end, p, K:
@@ -318,13 +311,12 @@ SCHEDULES = {
 def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponential"):
     """σ of 0-based `step`: training is cut into `stages` equal parts, and the first has no noise.
 
-    In the K = stages - 1 others σ falls from start to end as a SCHEDULES entry says; ten stages have 0,
-    0.01, 0.0069, 0.0047, ..., 0.0005. With fewer steps than stages some stages are skipped.
-    "exponential" needs start and end positive, or both 0.
+    In the K = stages - 1 others σ falls from start to end by a SCHEDULES entry; ten stages have 0,
+    0.01, 0.0069, 0.0047, ..., 0.0005. With fewer steps than stages some stages are skipped. K counts
+    noisy stages, as in the authors' code: if it counted all, as in line 7 of Algorithm 1, σ would not
+    reach `end`. "exponential" needs start and end positive, or both 0.
     """
-    # K counts the noisy stages, so that the last one has `end`, as in the authors' code. If K counted
-    # all stages, as in line 7 of Algorithm 1, σ would not reach `end`.
-    assert 0 <= step < steps, f"noise_sigma: step {step} is none of the {steps} steps, 0 to {steps - 1}"
+    assert 0 <= step < steps, f"noise_sigma: step {step} is none of the {steps} steps"
     stage = step * stages // steps
     if stage == 0 or start == end == 0:
         return 0.0
@@ -335,8 +327,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
-# One forward serves training, prompts and decoding. With a cache (section 5) the tokens follow those
-# that it holds. A WeightReader (section 8) builds the layers.
+# One forward serves training, prompts and decoding. With a cache (section 5) the tokens follow
+# those that it holds. A WeightReader (section 8) builds the layers.
 
 def rope_frequencies(config, head_dim):
     """(frequencies [D/2] in radians per position, a factor on cos and sin)."""
@@ -376,7 +368,8 @@ class Attention(nn.Module):
         kv = config.num_key_value_heads * self.head_dim
         qwen2 = config.model_type == "qwen2"                   # always has biases for q, k and v
         bias = getattr(config, "attention_bias", False) and not qwen2
-        self.qkv = reader.linear(name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias or qwen2)
+        self.qkv = reader.linear(
+            name, ["q_proj", "k_proj", "v_proj"], [q, kv, kv], d, bias or qwen2)
         self.o = reader.linear(name, ["o_proj"], [d], q, bias)
         norm = reader.norm if config.model_type == "qwen3" else nn.Identity
         # Qwen3 alone has these two norms; Identity takes any arguments.
@@ -429,7 +422,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """model(tokens int64 [B, T]) -> logits [B, T, V]. config: transformers'; reader: a WeightReader."""
+    """model(tokens int64 [B, T]) -> logits [B, T, V]. config: of transformers."""
 
     def __init__(self, config, reader):
         super().__init__()
@@ -445,8 +438,8 @@ class Transformer(nn.Module):
             Block(config, reader, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
         )
         self.norm = reader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        # How π_ref of section 6 differs: the norms have the scales with which they began. LoRA, which
-        # began at zero, is missing here, and will be switched off.
+        # How π_ref (section 6) differs: the norms have the scales with which they began. LoRA began
+        # at zero; it is missing here, and will be switched off.
         self.reference = {name: p.detach().clone() for name, p in trainable(self).items()
                           if "lora" not in name}
         frequencies, self.rope_factor = rope_frequencies(config, self.blocks[0].attention.head_dim)
@@ -461,10 +454,12 @@ class Transformer(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def hidden(self, tokens, cache=None):
-        """tokens int64 [B, T] -> hidden states [B, T, d]. cache: it has KVCache's attend and positions."""
+        """tokens int64 [B, T] -> hidden states [B, T, d]. cache: with KVCache's two methods."""
         x = F.embedding(tokens, self.embedding)
         count = tokens.shape[1]
-        positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
+        positions = torch.arange(count, device=self.device)
+        if cache is not None:
+            positions = cache.positions(count)
         rope = self.rope(positions, x.dtype)
         for block in self.blocks:
             x = block(x, rope, cache)
@@ -489,7 +484,7 @@ def trainable(model):
 # --------------------------------------------------------------------------------------------------
 # 5. Sampler
 #
-# Up to `slots` completions decode together, one token of each at a time, until the last one is done.
+# Up to `slots` completions decode together, one token of each at a time, until the last is done.
 
 class KVCache:
     """Keys and values of B rows; filled int64 [B]: how many positions each row holds.
@@ -518,7 +513,7 @@ class KVCache:
         kv[0, row, position] = k
         kv[1, row, position] = v
         total = int(position.max()) + 1
-        up_to_itself = torch.arange(total, device=q.device) <= position[..., None]       # [B, T, total]
+        up_to_itself = torch.arange(total, device=q.device) <= position[..., None]   # [B, T, total]
         return attention(q, *kv[:, :, :total], mask=up_to_itself[:, None])
 
 
@@ -545,16 +540,16 @@ def length_mask(length, longest):
 def nucleus(probs, top_p):
     """Zero all but the smallest set of tokens whose probability reaches top_p; probs [B, V]."""
     ordered, index = probs.sort(descending=True)
-    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0     # where all likelier tokens have top_p already
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0       # all likelier tokens have top_p already
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
     """logits [B, V] -> token int64 [B], its log-probability and the entropy, float32 [B] in nats.
 
-    Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. At temperature
-    0 it takes the likeliest token, and reports those of temperature 1. A token is drawn by the Gumbel-max
-    trick without logarithms: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p.
+    Log-probability and entropy are of softmax(logits / temperature), before top_p cuts it. Temperature
+    0 takes the likeliest token, and reports those of temperature 1. A token is drawn by the Gumbel-max
+    trick: for E_i ~ Exp(1), argmax p_i / E_i is i with probability p_i / Σ p.
     """
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
@@ -568,19 +563,18 @@ def sample(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def decode_batch(model, prompts, max_new_tokens, temperature, top_p, eos, generator):
-    """Decode a completion of each of B prompts -> the five tensors of a Rollout, C = max_new_tokens.
+    """Decode a completion of each of B prompts -> the tensors of a Rollout, C = max_new_tokens.
 
     A row that is finished decodes on. What comes behind its length is not part of it.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
-    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-    padded = padded.to(model.device)                                                     # [B, longest]
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    padded = pad_sequence(rows, batch_first=True)                                        # [B, longest]
     cache = KVCache(model, len(prompts), padded.shape[1] + max_new_tokens)
     if padded.shape[1] > 1:
         model.hidden(padded[:, :-1], cache)            # all but the last token of each prompt
-    cache.filled = lengths - 1                         # new tokens overwrite what padding has written
+    cache.filled = lengths - 1                         # new tokens overwrite what padding wrote
     token = padded.gather(1, lengths[:, None] - 1)[:, 0]                                 # [B]
-
     ends = torch.tensor(sorted(eos), dtype=torch.long, device=model.device)
     length = torch.zeros_like(token)
     finished = torch.zeros_like(token, dtype=torch.bool)
@@ -604,14 +598,14 @@ def check_generate(prompts, max_new_tokens, group_size, temperature, top_p):
     """Refuse arguments of `generate` that are out of range."""
     assert prompts and all(map(len, prompts)), "generate: prompts are empty, or one of them is"
     assert min(max_new_tokens, group_size) > 0, "generate: max_new_tokens or group_size is below 1"
-    assert temperature == 0 or temperature >= 1e-3, f"generate: temperature {temperature} is out of range"
+    assert temperature == 0 or temperature >= 1e-3, "generate: temperature is not 0 and below 1e-3"
     assert 0 < top_p <= 1, f"generate: top_p {top_p} is out of range"
 
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
              slots=256, generator=None):
-    """Sample group_size completions for each prompt -> Rollout of N = P * group_size, on model.device.
+    """Sample group_size completions for each prompt -> Rollout of N = P * group_size.
 
     prompts: P lists of token ids; eos: token ids that end a completion; slots: sequences decoded at
     once, for which memory grows; generator: on model.device. temperature 0 is greedy.
@@ -619,11 +613,12 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     parts = [
-        decode_batch(model, repeated[i:i + slots], max_new_tokens, temperature, top_p, eos, generator)
+        decode_batch(
+            model, repeated[i:i + slots], max_new_tokens, temperature, top_p, eos, generator)
         for i in range(0, len(repeated), slots)]
     *columns, length, finished = map(torch.cat, zip(*parts))
     there = length_mask(length, int(length.max()))
-    cut = [column[:, :there.shape[1]] * there for column in columns]                     # [N, C] each
+    cut = [column[:, :there.shape[1]] * there for column in columns]                   # [N, C] each
     return Rollout(*cut, length, finished)
 
 
@@ -644,7 +639,7 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 #    π_ref       the policy that training began with
 #
 # Algorithm 1 calls the noisy policy π_old. Here, as in the paper's code, ρ divides by the policy
-# without noise. `mismatch` measures how far the two are apart; `truncated_importance` can correct it.
+# without noise. `mismatch` measures how far the two are apart, `truncated_importance` corrects it.
 
 @contextlib.contextmanager
 def reference_policy(model):
@@ -654,13 +649,12 @@ def reference_policy(model):
     off. Do not use this inside AQN.
     """
     trained = trainable(model)
-    layers = [layer for layer in model.quantized_layers() if layer.use_adapter]
 
     def put(values, use_adapter):
         for name, value in values.items():
             trained[name].data = value
-        for layer in layers:
-            layer.use_adapter = use_adapter
+        for layer in model.quantized_layers():
+            layer.use_adapter = use_adapter and layer.rank > 0
     now = {name: trained[name].data for name in model.reference}
     put(model.reference, use_adapter=model.reference.keys() == trained.keys())
     try:
@@ -721,11 +715,8 @@ OBJECTIVES = {
 
 
 def group_advantages(rewards, objective="grpo"):
-    """rewards [P, G], a name in OBJECTIVES -> advantages [P, G], exactly 0 in groups without signal."""
-    divisor = torch.as_tensor(OBJECTIVES[objective].advantage_divisor(rewards))
-    assert divisor.shape in ((), (len(rewards), 1)), (
-        f"OBJECTIVES['{objective}'].advantage_divisor gave {list(divisor.shape)}, not "
-        f"[{len(rewards)}, 1] or a number")
+    """rewards [P, G], a name in OBJECTIVES -> advantages [P, G], exactly 0 without a signal."""
+    divisor = OBJECTIVES[objective].advantage_divisor(rewards)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / divisor                     # Eq. 4
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
@@ -750,11 +741,11 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
                 ref_logprobs=None, beta=0.0, rollout_logprobs=None, tis=0.0, objective="grpo"):
     """-J of Eq. 3 for B sequences -> (loss, KL to the reference; 0 without ref_logprobs).
 
-    The log-probabilities are [B, C]; advantages [B] or [B, C]; clip_low and clip_high numbers or [B, C];
-    weights [B, C]: token_weights of the whole minibatch, so that the losses of its micro-batches add up.
-    KL is Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ. It is never negative, and
-    unbiased if π_θ drew the tokens (here π_rollout did); its gradient is that of KL(π_ref || π_θ). If tis
-    is not 0, truncated_importance with this cap multiplies the gain. It does not multiply the KL.
+    log-probabilities [B, C]; advantages [B] or [B, C]; clip_low, clip_high: numbers or [B, C];
+    weights [B, C]: token_weights of the whole minibatch, so that the losses of its micro-batches add
+    up. KL is Schulman's estimate K3, e^x - x - 1 with x = log π_ref - log π_θ: never negative, and
+    unbiased if π_θ drew the tokens (here π_rollout did); its gradient is that of KL(π_ref || π_θ).
+    tis, if not 0: the cap of the truncated_importance that multiplies the gain, but not the KL.
     """
     objective = OBJECTIVES[objective]
     advantage = advantages.view(len(logprobs), -1)                               # [B, 1] or [B, C]
@@ -775,16 +766,18 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
 
 def mismatch(old_logprobs, rollout_logprobs, mask):
-    """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats per token, largest ratio).
+    """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats a token, largest ratio).
 
     The ratio is max(π_old / π_rollout, π_rollout / π_old) of a token. Without AQN the two differ by
     rounding alone: decoding and training add in different orders.
     """
     x = bounded((old_logprobs - rollout_logprobs)[mask])
-    return (x.exp() - x - 1).mean().item(), x.abs().max().exp().item()
+    kl = (x.exp() - x - 1).mean()
+    largest = x.abs().max().exp()
+    return kl.item(), largest.item()
 
 
-def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
+def truncated_importance(old_logprobs, rollout_logprobs, cap):
     """min(π_old / π_rollout, cap), float32 [N, C]: corrects the mismatch (TIS; FlashRL)."""
     return (old_logprobs - rollout_logprobs).exp().clamp(max=cap)
 
@@ -795,7 +788,7 @@ def truncated_importance(old_logprobs, rollout_logprobs, cap=2.0):
 # Each row is a prompt with its completion, padded to the longest.
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0):
-    """log π(token) of completions int64 [B, C], length int64 [B], after B prompts -> float32 [B, C].
+    """log π(token) of completions int64 [B, C] after B prompts; length int64 [B] -> float32 [B, C].
 
     π is softmax(logits / temperature); padding has 0.
     """
@@ -805,7 +798,7 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0):
             for prompt, completion in zip(prompts, completions)]
     tokens = pad_sequence(rows, batch_first=True)                                        # [B, T]
     logits = model(tokens[:, :-1]).float() / temperature       # at each token those of the next one
-    logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]            # [B, T - 1]
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]           # [B, T - 1]
     of_completions = [
         row[len(prompt) - 1:][:longest] for row, prompt in zip(logprobs, prompts)]
     return torch.stack(of_completions) * length_mask(length, longest).to(logprobs.device)
@@ -818,18 +811,14 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0):
 
 @dataclass
 class WeightReader:
-    """Reads and quantises one linear layer at a time, so that no other is in full precision meanwhile.
-
-    files: {tensor name: the open safetensors file that holds it}.
-    """
-    files: dict
+    """Reads and quantises one linear layer at a time: no other is in full precision meanwhile."""
+    files: dict                    # {tensor name: the open safetensors file that holds it}
     weights: str = "nvfp4"
     lora_rank: int = 0
     lora_alpha: float = None
     train_norms: bool = False
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-
     formats = FORMATS
 
     def __post_init__(self):
@@ -840,8 +829,8 @@ class WeightReader:
         assert name in self.files, f"tensor {name} is missing; fetch the model again or check config.json"
         tensor = torch.atleast_1d(self.files[name].get_tensor(name))
         assert tensor.shape == shape, (
-            f"tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}; use the config.json that "
-            "belongs to the weights")
+            f"tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}; use the weights' "
+            "own config.json")
         self.unread.discard(name)
         return tensor
 
@@ -853,7 +842,7 @@ class WeightReader:
 
     def check_all_read(self):
         """Refuse a tensor that config.json does not ask for."""
-        assert not self.unread, f"config.json does not ask for tensor {min(self.unread)}; use its own"
+        assert not self.unread, f"config.json asks for no tensor {min(self.unread)}; use its own"
 
     def in_4_bits(self, name):
         return f"{name}.weight_packed" in self.files
@@ -866,26 +855,29 @@ class WeightReader:
 
     def quantized(self, name, out_features, in_features, weights):
         """The three parts of a layer in a format, read as NVFP4 or quantised here."""
-        if not self.in_4_bits(name):
+        if self.in_4_bits(name):
+            parts = self.read_nvfp4(name, out_features, in_features)
+            if weights == "nvfp4":
+                return parts
+            weight = self.formats["nvfp4"].dequantize(*parts, self.dtype)
+        else:
             weight = self.read(f"{name}.weight", (out_features, in_features))
-            # A weight is quantised in the dtype that it has.
-            return self.quantize(name, weight.to(self.dtype) if weights == "bf16" else weight, weights)
-        parts = self.read_nvfp4(name, out_features, in_features)
-        if weights == "nvfp4":
-            return parts
-        return self.quantize(name, self.formats["nvfp4"].dequantize(*parts, self.dtype), weights)
+            if weights == "bf16":                    # others are quantised in the dtype they have
+                weight = weight.to(self.dtype)
+        return self.quantize(name, weight, weights)
 
     def quantize(self, name, weight, weights):
         """The three parts of a weight [out, in]."""
-        block = self.formats[weights].block
-        assert weight.shape[1] % block == 0, (
+        format = self.formats[weights]
+        assert weight.shape[1] % format.block == 0, (
             f"layer {name} has {weight.shape[1]} input features, not divisible by {weights}'s block of "
-            f"{block}; use another format")
-        return self.formats[weights].quantize(weight)
+            f"{format.block}; use another format")
+        return format.quantize(weight)
 
     def stacked(self, names, sizes, in_features):
         """The weights of several layers, one below the other, as one that can multiply."""
-        layers = [self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
+        layers = [
+            self.quantized(name, size, in_features, self.weights) for name, size in zip(names, sizes)]
         return PackedWeight(self.formats[self.weights], *stack_parts(layers))
 
     def linear(self, prefix, leaves, sizes, in_features, bias):
@@ -899,7 +891,7 @@ class WeightReader:
 
 
 def stack_parts(layers):
-    """The three parts of each of several layers -> of one with all their rows; global_scale [out, 1]."""
+    """The three parts of each layer -> of one layer with all rows; its global_scale is [out, 1]."""
     packed, block_scale, global_scale = zip(*layers)
     global_scale = [scale.expand(len(codes), 1) for scale, codes in zip(global_scale, packed)]
     return torch.cat(packed), torch.cat(block_scale), torch.cat(global_scale)
@@ -910,17 +902,18 @@ def check_config(config, stored_formats=(None, "nvfp4-pack-quantized")):
     rope_type = config.rope_parameters["rope_type"]
     stored = getattr(config, "quantization_config", None) or {}
     format = stored.get("format") or stored.get("quant_method")
+    layer_types = getattr(config, "layer_types", None) or []
     supported = {
         f"architecture {config.model_type}": config.model_type in ("qwen2", "qwen3", "llama"),
         f"rope scaling {rope_type}": rope_type in ("default", "linear", "llama3", "yarn"),
-        "sliding-window attention": "sliding_attention" not in (getattr(config, "layer_types", 0) or []),
+        "sliding-window attention": "sliding_attention" not in layer_types,
         f"activation {config.hidden_act}": config.hidden_act in ("silu", "swish"),
         f"quantisation {format}": format in stored_formats,
         "a transform_config (rotated weights)": not stored.get("transform_config"),
     }
     for what, computed in supported.items():
-        assert computed, (f"config.json asks for {what}, which is not supported; use a Qwen2, Qwen2.5, Qwen3 "
-                          "or Llama 3 model in 16 bit or NVFP4A16")
+        assert computed, (f"config.json asks for {what}, which is not supported; use a Qwen2, Qwen2.5, "
+                          "Qwen3 or Llama 3 model in 16 bit or NVFP4A16")
 
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]          # what is fetched of a model
@@ -928,11 +921,11 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]          # what is
 
 def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lora_alpha=None,
                train_norms=False, reader_class=WeightReader):
-    """Read a Hugging Face folder or name into a Transformer, quantising layer by layer on the device.
+    """Read a Hugging Face folder or name into a Transformer, quantising it layer by layer.
 
-    weights: a name in FORMATS. dtype: of activations, embeddings and lm_head; by default bfloat16 on a
-    GPU, float32 on a CPU. LoRA (lora_rank 0: none) and, with train_norms, the norms' scales are trained.
-    NVFP4 as compressed-tensors writes it is read as it is, or dequantised for other weights.
+    weights: a name in FORMATS; NVFP4 of compressed-tensors is read as it is, or dequantised for
+    others. dtype: of activations, embeddings and lm_head; by default bfloat16 on a GPU, float32 on a
+    CPU. LoRA (lora_rank 0: none) and, with train_norms, the norms' scales are trained.
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     assert dtype.is_floating_point, f"load_model: {dtype} is no floating-point dtype"
@@ -944,7 +937,7 @@ def load_model(path, weights="nvfp4", lora_rank=0, device="cpu", dtype=None, lor
     for name in sorted(glob.glob(f"{glob.escape(path)}/*.safetensors")):
         file = safe_open(name, "pt", str(device))
         twice = files.keys() & set(file.keys())
-        assert not twice, f"{name}: {min(twice)} is in another file, too; keep the files of one model"
+        assert not twice, f"{name}: {min(twice)} is in another file, too; keep one model's files"
         files |= dict.fromkeys(file.keys(), file)
     reader = reader_class(files, weights, lora_rank, lora_alpha, train_norms, device, dtype)
     model = Transformer(config, reader)

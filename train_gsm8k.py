@@ -381,15 +381,13 @@ def dynamic_sampling(samples, complete, shares, settings, ranks, generator):
 def make_optimizer(model, settings):
     """AdamW for what is trained, and the scaler of the loss; the norms' scales do not decay.
 
-    The betas are the authors' code's. Table 4 keeps AdamW's moments in 8 bits, for memory; here they
-    are float32. In float16 small gradients would vanish: they are computed from a loss that is scaled
-    up. Where a gradient overflows, the step is left out and the scale halved.
+    The betas are the authors' code's. Table 4 keeps the moments in 8 bits, here they are float32. In
+    float16 the loss is scaled up, since small gradients would vanish; a step that overflows is left out.
     """
     parameters = qerl.trainable(model).values()
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay)
     scaler = torch.amp.GradScaler(
