@@ -265,9 +265,6 @@ class ChatText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             stored = generation_config(folder).eos_token_id
-            named = self.tokenizer.chat_template
-            if isinstance(named, dict) and len(named) == 1:
-                self.tokenizer.chat_template, = named.values()
             if self.tokenizer.chat_template and system not in self.chat([["A question?"]], tokenize=False)[0]:
                 self.in_question = True
                 print("the chat template leaves the system's message out: each question begins with it")

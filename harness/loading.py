@@ -76,11 +76,9 @@ def weight_map(folder):
     if not os.path.exists(path):
         return {}
     place = {tensor: os.path.basename(name) for tensor, name in read_json(path)["weight_map"].items()}
-    if SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"):
-        return place
-    shards = [name for name in set(place.values()) if os.path.exists(f"{folder}/{name}")]
-    require(not shards, f"{folder}: {SINGLE} and the index with its files are two models; remove one of them")
-    return {}
+    require(SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"),
+            f"{folder}: {SINGLE} and the index with its files are two models; remove one of them")
+    return place
 
 
 def open_tensors(folder, device):

@@ -1,10 +1,12 @@
 """The policy of a run, its text and its questions: found by the settings, and loaded."""
+import importlib
+
 import torch
 
 from harness import loading
 from harness.answers import terms
 from harness.data import ChatText, load_questions, write_prompts
-from harness.engines import find_engine, find_method, neighbours
+from harness.engines import find_engine, find_method
 from harness.export import load_adapter, save_packed
 from harness.machine import fitted, keep_decoded, keep_values
 from harness.run import fingerprints
@@ -58,7 +60,8 @@ def stored_folder(settings, method, folder, questions, tokenizer):
     """The folder whose weights are loaded: the model's, or one with the codes of --quantizer."""
     stored = folder
     if settings.quantizer != "rtn":
-        stored = neighbours().quantized_folder(
+        quantizers = importlib.import_module("methods.parts.quantizers")        # above this package, too
+        stored = quantizers.quantized_folder(
             folder, settings.quantizer, questions, tokenizer, settings.device)
     return method.stored_model(stored, folder, questions, tokenizer) if method else stored
 

@@ -92,12 +92,6 @@ def defaults(name):
     return neighbour.defaults(variant)
 
 
-def quantized_folder(*arguments):
-    """parts.quantizers.quantized_folder; that module imports this package."""
-    from methods.parts import quantizers
-    return quantizers.quantized_folder(*arguments)
-
-
 def find(name, settings):
     """The neighbour that --method names, checked against the other settings; raises UserError."""
     neighbour, variant = look_up(name)

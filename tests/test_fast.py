@@ -98,7 +98,7 @@ def test_output_layer_runs_in_chunks(model):
     assert sum(rows) == length.sum()
 
 
-@pytest.mark.parametrize("lengths", [[3, 0, 2], [0, 2, 4], [2, 3, 0], [0, 0, 1], [1, 0, 0]])
+@pytest.mark.parametrize("lengths", [[3, 0, 2], [1, 0, 0]])
 def test_a_completion_may_be_empty(model, lengths):
     """Also the last one."""
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]

@@ -81,26 +81,12 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
 
 
 def test_a_new_file_beside_an_old_index_is_not_the_index(qwen, tmp_path):
-    """Beside old shards it is refused, without them it is the model. qerl.py refuses a name in two files."""
+    """qerl.py refuses a name in two files."""
     folder, _ = make_folder(tmp_path, seed=1, max_shard_size="200KB")
-    shards = list(tmp_path.glob("*.safetensors"))
     shutil.copy(f"{qwen}/model.safetensors", tmp_path)
     refused(folder, "model.safetensors and the index with its files are two models")
     with pytest.raises(AssertionError, match="is in another file, too"):
         qerl.load_model(folder)
-    for shard in shards:
-        shard.unlink()
-    assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
-
-
-def test_what_needs_no_refusal_loads(qwen, tmp_path):
-    """Sliding windows that no layer has, a bias that Qwen2 does not read, another name of silu, zeros."""
-    def zeros(tensors):
-        tensors[DOWN] = torch.zeros_like(tensors[DOWN])
-
-    folder = break_tensor(qwen, tmp_path, zeros, use_sliding_window=True, sliding_window=8,
-                          attention_bias=True, hidden_act="swish")
-    assert fast.load_model(folder)(TOKENS).isfinite().all()
 
 
 def dead_head(tensors):
@@ -110,6 +96,10 @@ def dead_head(tensors):
 
 def in_float64(tensors):
     tensors.update({name: t.double() for name, t in tensors.items()})
+
+
+def zeros(tensors):
+    tensors[DOWN] = torch.zeros_like(tensors[DOWN])
 
 
 def output_alone(tensors):
@@ -124,9 +114,11 @@ def copies(tensors):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("edit", [dead_head, in_float64, output_alone, copies])
+@pytest.mark.parametrize("edit", [dead_head, in_float64, zeros, output_alone, copies])
 def test_what_transformers_loads_a_run_loads(qwen, tmp_path, edit, engine):
-    folder = break_tensor(qwen, tmp_path, edit)
+    """Sliding windows that no layer has, a bias that Qwen2 does not read, another name of silu, too."""
+    folder = break_tensor(qwen, tmp_path, edit, use_sliding_window=True, sliding_window=8,
+                          attention_bias=True, hidden_act="swish")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         ours = load(folder, *engine, "--weights", "bf16")(TOKENS)
@@ -175,7 +167,6 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
 
 @pytest.mark.parametrize("name,edit,message", [
     (DOWN, lambda t: t / 0, "is damaged: its largest number is (inf|nan)"),
-    (DOWN, lambda t: t * 1e30, "is damaged: its largest number is .*e.29, not between"),
     (DOWN, lambda t: t.double() * 1e-40, "is damaged: its largest number is .*e-4.*fetch the model again"),
     (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "is damaged: its largest number is 0, "),
@@ -183,13 +174,10 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
     (DOWN, torch.Tensor.char, "is torch.int8"),
     # of what is stored as NVFP4
     (f"{UP}_scale", torch.Tensor.float, "is torch.float32"),
-    (f"{UP}_scale", lambda t: t.view(torch.uint8), "is torch.uint8"),
     (f"{UP}_scale", lambda t: (-t.float()).to(t.dtype), "block scales are at least 0"),
     (f"{UP}_scale", lambda t: (t.float() * math.nan).to(t.dtype), "is damaged: its largest number is nan"),
-    (f"{UP}_global_scale", lambda t: t * 1e-20, "global scale is above 1e-9"),
     (f"{UP}_global_scale", torch.neg, "global scale is above 1e-9"),
-    *((f"{UP}_global_scale", lambda t, value=value: t.fill_(value), "is damaged: its largest number is")
-      for value in (0, math.inf, math.nan)),
+    (f"{UP}_global_scale", torch.zeros_like, "is damaged: its largest number is"),
     # too many: the output layer is the embedding here, which an lm_head.weight may only repeat
     *((name, lambda _: torch.ones(128), "is not one that config.json asks for")
       for name in (UP.replace("weight", "bias"), "lm_head.weight")),
@@ -208,7 +196,6 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
 @pytest.mark.parametrize("message,config", {
     "config.json cannot be read": dict(model_type="own"),
     "config.json cannot be read .*num_attention_heads": dict(num_attention_heads="four"),
-    "config.json cannot be read .*rms_norm_eps": dict(rms_norm_eps="small"),
     "architecture gpt2, which is not supported": dict(model_type="gpt2"),
     "quantisation gptq": dict(quantization_config={"quant_method": "gptq"}),
     "transform_config": dict(quantization_config={**STORED, "transform_config": {"R4": {}}}),

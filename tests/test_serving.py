@@ -1,6 +1,6 @@
 """Saving and serving: docs/serving.md."""
+import errno
 import json
-import os
 import re
 import shlex
 import shutil
@@ -96,14 +96,14 @@ def test_saved_codes_are_those_of_training_and_nearer_than_rounding(
     assert error < rounding or quantizer == "four-over-six"
 
 
-@pytest.mark.parametrize("owner,name,error", [
-    (export.safetensors.torch, "save_file", SafetensorError("No space left on device")),
-    (os, "rename", PermissionError("Permission denied")),
+@pytest.mark.parametrize("owner,name,error,said", [
+    (export.safetensors.torch, "save_file", SafetensorError("No space left on device"), ""),
+    (shutil, "copy", OSError(errno.ENOSPC, "No space left on device"), ": '{}/out'"),
 ])
-def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
-        tmp_path, monkeypatch, saving, owner, name, error):
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+        tmp_path, monkeypatch, saving, owner, name, error, said):
     monkeypatch.setattr(owner, name, mock.Mock(side_effect=error))
-    assert str(error) in refused(*saving)
+    assert refused(*saving).endswith(f"No space left on device{said.format(tmp_path)}")
     assert not list(tmp_path.iterdir())
 
 
