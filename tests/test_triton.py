@@ -1,21 +1,18 @@
 """Triton's kernels against the PyTorch that they replace, on a GPU or in Triton's interpreter."""
 import itertools
 import math
-import random
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch.testing import assert_close
 
 import qerl
 from harness import fast, loading, machine
 from common import neighbour, run_python
 from methods import gptq, merged
-from studies import random_models
 from harness.fast import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
@@ -197,7 +194,7 @@ def tiled_weight(name, out, columns):
 def assert_linear(name, rows, columns, piece=128, rank=8):
     """TiledWeight.multiply by three stacked layers of `piece` rows is Eq. 2 in float64.
 
-    Without and with bias and LoRA. The counters that programs share are zero afterwards.
+    Without and with bias, residual and LoRA. The counters that programs share are zero afterwards.
     """
     out = 3 * piece
     tiled, dense = tiled_weight(name, out, columns)
@@ -206,16 +203,17 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     assert relative(decoded, dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)
     x = torch.randn(rows, columns).bfloat16()
     bias = torch.randn(out) * 64
+    residual = torch.randn(rows, out).bfloat16() * 64
     A = torch.randn(3 * rank, columns) / 16
     B = torch.randn(out, rank) * 8
     product = x.double() @ dense.T
     delta = torch.block_diag(*B.split(piece)) @ A
-    added = 2 * x.double() @ delta.double().T + bias
-    in_tiles, bias = there(kernels.interleave(x).contiguous(), bias)
+    added = 2 * x.double() @ delta.double().T + bias + residual
+    in_tiles, *others = there(kernels.interleave(x).contiguous(), bias, residual)
     lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
     for y, expected in (
             (tiled.multiply(in_tiles), product),
-            (tiled.multiply(in_tiles, bias, lora), product + added)):
+            (tiled.multiply(in_tiles, *others, lora), product + added)):
         assert relative(y.cpu().double(), expected) < 5e-3
     assert not kernels.scratch(y.device)[-1].any()
 
@@ -369,7 +367,7 @@ def test_kernels_train_as_pytorch(tmp_path, monkeypatch, tiles, name, recomputed
 @pytest.mark.parametrize("name", ["qwen3", "wide"])
 def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name):
     """Greedily in float32."""
-    monkeypatch.setattr(kernels, "PART", 64)           # so that the longer rows have several
+    monkeypatch.setattr(kernels, "MOST_PARTS", 2)      # of 192 tokens
     prompts = [[5, 6] * n for n in (1, 32, 127, 150)]
     admit = fast.Sampler.admit
 
@@ -390,12 +388,12 @@ def test_kernels_decode_as_pytorch(tmp_path, monkeypatch, tiles, name):
 
 @runs_kernels
 def test_kernels_leave_many_rows_to_kept_values(tmp_path, monkeypatch, tiles):
-    """They take a quarter of the free memory at most."""
+    """They take an eighth of the free memory at most."""
     model = one_block(tmp_path, "wide")
     layers = [layer for layer in model.quantized_layers() if layer.weight.interleaved]
     assert layers
     size = 2 * sum(layer.weight.dequantize(torch.float32).numel() for layer in layers)
-    for free, kept in ((4 * size - 1, False), (4 * size, True)):
+    for free, kept in ((8 * size - 1, False), (8 * size, True)):
         monkeypatch.setattr(machine, "free_memory", lambda device: free)
         machine.keep_values(model, fast)
         assert all(layer.interleaved(129) != kept for layer in layers)
@@ -433,49 +431,3 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     assert errors[first.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
     assert name != "qerl" or first.logprobs.equal(again.logprobs)
-
-
-def random_policy(choose):
-    """A model of one of Qwen2.5's widths with random weights and LoRA, whose values are kept."""
-    size = choose(["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B"])
-    sizes = dict(zip(loading.SIZES, random_models.SHAPES[size])) | {
-        "num_hidden_layers": choose([2, 3]), "vocab_size": choose([5000, 32000])}
-    make = choose([transformers.Qwen2Config, transformers.Qwen3Config, transformers.LlamaConfig])
-    weights = choose(["nvfp4", "mxfp4", "nf4", "bf16"])
-    rank = choose([8, 32, 64, 128]) * choose([weights == "bf16", True])
-    reader = random_models.RandomWeights({}, weights, rank, device="cuda", dtype=torch.bfloat16)
-    model = fast.Transformer(make(**sizes, tie_word_embeddings=choose([False, True])), reader)
-    for name, p in qerl.trainable(model).items():
-        p.data.normal_(0, 0.02)
-    machine.keep_values(model, fast)
-    return model
-
-
-@gpu
-@pytest.mark.parametrize("seed", range(20))
-def test_gpu_sampling_is_training_to_the_last_bit(monkeypatch, seed):
-    """Of all that a run may choose: sizes, formats, ranks, slots, prompts, cuts, and a graph or none."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs Hopper")
-    torch.manual_seed(seed)
-    choose = random.Random(seed).choice
-    model = random_policy(choose)
-    assert model.decode_exactly()
-    if choose([False, True]):
-        model.recompute_in_backward()
-    if choose([False, False, True]):                   # without a graph
-        monkeypatch.setattr(fast.Sampler, "record", lambda sampler: setattr(sampler, "replay", None))
-    longest = choose([1, 40, 300, 700])
-    prompts = [[choose(range(5000)) for _ in range(choose([1, longest]))] for _ in range(choose([1, 5, 40]))]
-    group = choose([1, 2, 8])
-    temperature = choose([1.0, 0.7])
-    rollout = fast.generate(model, prompts, choose([1, 40, 300]), group, temperature, choose([1.0, 0.9]),
-                            range(choose([5, 50])), choose([1, 3, 31, 64, 512]))
-    repeated = [prompt for prompt in prompts for _ in range(group)]
-    cut = choose([1, 7, 1000])
-    for i in range(0, min(len(repeated), 20 * cut), cut):
-        rows = slice(i, i + cut)
-        logprobs = fast.token_logprobs(
-            model, repeated[rows], rollout.tokens[rows], rollout.length[rows], temperature)
-        there = rollout.mask[rows]
-        assert logprobs[there].equal(rollout.logprobs[rows][there])
