@@ -88,19 +88,19 @@ def fp4_matmul(x, packed, scale, global_scale):
 def fp4_matmul_kernel(x, packed, scale, global_scale, y, M, N, K, ROWS: tl.constexpr,
                       OUT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
     """A program computes a tile of y: ROWS rows of x by OUT rows of Ŵ, STEP columns at a time."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    n = tl.program_id(1) * OUT + tl.arange(0, OUT)[:, None]
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]                            # [ROWS, 1]
+    n = tl.program_id(1) * OUT + tl.arange(0, OUT)[:, None]                              # [OUT, 1]
     acc = tl.zeros([ROWS, OUT], tl.float32)
     for first in range(0, K, STEP):
         i = first // 2 + tl.arange(0, STEP // 2)[None]
-        byte = tl.load(packed + n * (K // 2) + i, mask=(n < N) & (i < K // 2), other=0)
+        byte = tl.load(packed + n * (K // 2) + i, mask=(n < N) & (i < K // 2), other=0)   # [OUT, STEP/2]
         code = tl.join(byte & 15, byte >> 4).reshape(OUT, STEP // BLOCK, BLOCK)
         b = first // BLOCK + tl.arange(0, STEP // BLOCK)[None]
         s = tl.load(scale + n * (K // BLOCK) + b, mask=(n < N) & (b < K // BLOCK), other=0.0)
-        w = (e2m1_value(code) * s[:, :, None]).reshape(OUT, STEP)
+        w = (e2m1_value(code) * s[:, :, None]).reshape(OUT, STEP)                # s: [OUT, STEP/BLOCK]
         k = first + tl.arange(0, STEP)[None]
-        a = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)
-        acc = product(a, w.to(a.dtype).T, acc)
+        a = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)                    # [ROWS, STEP]
+        acc = product(a, w.to(a.dtype).T, acc)                                           # [ROWS, OUT]
     acc /= tl.load(global_scale)
     tl.store(y + m * N + n.T, acc.to(y.dtype.element_ty), mask=(m < M) & (n.T < N))
 

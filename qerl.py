@@ -717,6 +717,7 @@ OBJECTIVES = {
 def group_advantages(rewards, objective="grpo"):
     """rewards [P, G], a name in OBJECTIVES -> advantages [P, G], exactly 0 without a signal."""
     divisor = OBJECTIVES[objective].advantage_divisor(rewards)
+    divisor = torch.as_tensor(divisor, device=rewards.device).expand(len(rewards), 1)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / divisor                     # Eq. 4
     return torch.where(has_signal(rewards)[:, None], advantages, 0)
 
