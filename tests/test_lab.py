@@ -1,6 +1,8 @@
 """The lab's checker gives the right points, names likely mistakes, survives what students write."""
+import copy
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import runpy
@@ -31,7 +33,7 @@ def write(path, text):
 def test_each_wrong_solution_loses_points_and_is_told_why(mistake, tmp_path):
     name, help_, *replaced = WRONG[mistake]
     points, lines = check.grade(name, write(tmp_path / "student.py", changed(*replaced)))
-    assert points < check.CASES[name]["points"]
+    assert points < check.POINTS[name]
     assert help_ in "\n".join(lines), lines
 
 
@@ -41,7 +43,48 @@ def test_a_right_solution_in_another_style_has_all_points(style, tmp_path):
     file = write(tmp_path / "student.py", changed(*replaced))
     for seed in range(2):
         points, lines = check.grade(name, file, seed)
-        assert points == check.CASES[name]["points"], lines
+        assert points == check.POINTS[name], lines
+
+
+WRONG_FUNCTIONS = check.wrong_functions()
+
+
+def searched(name):
+    """The first random input of the lab on which a function of wrong.py is not right, and the help."""
+    right = name.rpartition("_")[0]
+    recorded = map(check.decoded_case, check.CASES[right]["cases"])
+    drawn = (check.random_case(right, number) for number in range(check.RANDOM_INPUTS))
+    for case in itertools.chain(drawn, recorded):
+        share, help_ = check.run_case(WRONG_FUNCTIONS[name][1], case, LAB)
+        if share < 1 and "unexpected keyword" not in help_[2]:
+            return case, help_
+
+
+@pytest.mark.parametrize("name", WRONG_FUNCTIONS)
+def test_a_search_finds_a_case_for_each_wrong_function_and_the_checker_names_no_fault(name):
+    case, help_ = searched(name)
+    assert not any("likely" in line for line in help_)
+
+    def differs(function):
+        """A search has found this input."""
+        return check.tried(function, case["try"])(**copy.deepcopy(case["arguments"]))
+    right, wrong = WRONG_FUNCTIONS[name]
+    assert check.why_not(differs, right, wrong, LAB) is None
+    assert check.why_not(differs, right, right, LAB).startswith("both functions give ")
+
+
+@pytest.mark.parametrize("body, reason", [
+    ('"""Why they differ is this."""\n    return 1', "both functions give 1"),
+    ('"""Too short."""\n    return 1', "no docstring that says why"),
+    ('"""Their names tell them apart."""\n    return str(function)', "gives it two results"),
+    ('"""Only one has this argument."""\n    return function(0, 9, schedule="exponential")',
+     "no error: TypeError"),
+    ('"""A step that is not there."""\n    return function(9, 9)', "it fails with the right function")])
+def test_a_case_that_does_not_count_is_told_why(body, reason, tmp_path):
+    file = write(tmp_path / "mycases.py", f"def noise_sigma_1(function):\n    {body}\n")
+    points, lines = check.grade_cases(file)
+    (line,) = [line for line in lines if line.startswith("noise_sigma_1: ")]
+    assert points == 0 and len(lines) == 24 and reason in line
 
 
 @pytest.mark.parametrize("name", check.CASES)
@@ -56,7 +99,7 @@ def test_who_returns_the_recorded_results_has_half(tmp_path):
     recorded = {str(case["arguments"]): case["right"] for case in cases}
     text = f"def noise_sigma(**given):\n    return {recorded}[str(given)]\n"
     points, lines = check.grade("noise_sigma", write(tmp_path / "student.py", text))
-    assert points == check.CASES["noise_sigma"]["points"] / 2
+    assert points == check.POINTS["noise_sigma"] / 2
     assert lines[0].startswith("random input 0: step ")
 
 
@@ -71,8 +114,8 @@ def test_a_right_solution_has_all_points(tmp_path):
     """Whatever the seed, and with a file that is called as a package in the folder of the call."""
     write(tmp_path / "numpy.py", "raise ImportError")
     file = write(tmp_path / "solution.py", SOLUTION)
-    status, result = run_check("--file", file, "--seed", 7, cwd=tmp_path)
-    assert (status, result["points"], result["of"]) == (0, 100, 100), result
+    status, result = run_check(*check.CASES, "--file", file, "--seed", 7, cwd=tmp_path)
+    assert (status, result["points"], result["of"]) == (0, 40, 40), result
 
 
 def test_a_file_called_as_a_package_beside_the_checker_is_no_harm(tmp_path):
@@ -80,16 +123,22 @@ def test_a_file_called_as_a_package_beside_the_checker_is_no_harm(tmp_path):
     for name in "numpy.py", "random.py":
         write(tmp_path / "docs/lab" / name, "raise ImportError")
     result = run_python("docs/lab/check.py", "noise_sigma", cwd=tmp_path, PYTHONPATH=str(HERE))
-    assert not result.stderr and "0 of 8 points" in result.stdout
+    assert not result.stderr and "0 of 3 points" in result.stdout
 
 
 NOT_WRITTEN = "not written yet: the file has no `def` of it, or still NotImplementedError"
 
 
-def test_the_empty_file_has_none():
-    status, result = run_check()
-    assert (status, result["points"], result["of"]) == (1, 0, 100)
-    assert {tuple(one["help"]) for one in result["functions"].values()} == {(NOT_WRITTEN,)}
+def test_the_empty_file_has_none(tmp_path):
+    status, result = run_check(
+        "--cases", tmp_path / "mycases.py", "--gradescope", tmp_path / "results.json")
+    assert (status, result["points"], result["of"]) == (1, 0, 70)
+    cases = result["parts"].pop("cases")
+    assert "mycases.py cannot be loaded: FileNotFoundError" in cases["help"][0]
+    assert {tuple(one["help"]) for one in result["parts"].values()} == {(NOT_WRITTEN,)}
+    gradescope = json.loads((tmp_path / "results.json").read_text())
+    assert gradescope["score"] == 0 and gradescope["tests"][0] == {
+        "name": "quantize_nvfp4", "score": 0, "max_score": 6, "output": NOT_WRITTEN}
 
 
 BROKEN = SOLUTION + """
@@ -117,10 +166,10 @@ def dequantize_blocks(*args, **options):
 def test_what_a_function_does_costs_its_own_points_alone(tmp_path):
     file = write(tmp_path / "broken.py", BROKEN)
     names = ["noise_sigma", "sample", "group_advantages", "dequantize_blocks", "lora_linear"]
-    status, result = run_check(*names, "--file", file, "--limit", 15)
-    functions = result["functions"]
-    assert (status, [functions[name]["points"] for name in names]) == (1, [0, 0, 0, 0, 8])
-    assert "no result within 15 seconds" in functions["noise_sigma"]["help"][0]
+    status, result = run_check(*names, "--file", file, "--limit", 30)
+    functions = result["parts"]
+    assert (status, [functions[name]["points"] for name in names]) == (1, [0, 0, 0, 0, 3])
+    assert "no result within 30 seconds" in functions["noise_sigma"]["help"][0]
     assert "exit()" in functions["sample"]["help"][-1]
     line = BROKEN.splitlines().index("    return rewards.no_such_method()") + 1
     assert f"AttributeError in line {line} of broken.py" in functions["group_advantages"]["help"][2]
@@ -129,7 +178,7 @@ def test_what_a_function_does_costs_its_own_points_alone(tmp_path):
 
 def test_a_wrong_dtype_costs_half_and_a_comment_nothing(tmp_path):
     text = changed("scales).to(dtype)", "scales).double()     # no NotImplementedError")
-    assert check.grade("dequantize_blocks", write(tmp_path / "student.py", text))[0] == 4
+    assert check.grade("dequantize_blocks", write(tmp_path / "student.py", text))[0] == 1.5
 
 
 @pytest.mark.parametrize("end, line", [
@@ -175,7 +224,7 @@ def test_the_page_lists_the_functions_with_their_points():
     rows = re.findall(r"^\| \d \| `(\w+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)
     points = {name: one["points"] for name, one in check.CASES.items()}
     assert {name: int(of) for name, of in rows} == points
-    assert sum(points.values()) == 100
+    assert sum(points.values()) == 40
 
 
 def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):
@@ -185,5 +234,5 @@ def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^ *python train_gsm8k\.py (.*)$", PAGE, flags=re.MULTILINE)
     understood = [train_gsm8k.arguments(shlex.split(command.replace("$seed", "1")))
-                  for command in commands if "--plain" not in command]
+                  for command in commands if "--method" not in command]
     assert understood

@@ -1,7 +1,8 @@
-"""Points for docs/lab/student.py, by function and in all; README.md here describes the lab.
+"""Points for docs/lab/student.py and mycases.py, in all; README.md here describes the lab.
 
-    python docs/lab/check.py                             all functions
+    python docs/lab/check.py                             all functions, and the cases
     python docs/lab/check.py sample policy_loss          these alone, in seconds
+    python docs/lab/check.py cases                       mycases.py alone
     python docs/lab/check.py --file solution.py --json   another file; for a program that grades
 
 The exit status is 0 only with all points. Half of a function's points are for the cases in
@@ -12,6 +13,9 @@ a hundred random inputs, all of them; --seed draws others. Their right results a
 A result is right if its type, device, shape and values are, and if the function has changed none of
 its arguments. If only the dtype is wrong, it has half of the points. Each function runs in a
 process of its own: one that hangs or ends the process costs its own points alone.
+
+A case of mycases.py counts if it gives, twice, the same result with the right function, another one
+with the wrong function of wrong.py, and says why.
 """
 import os
 import sys
@@ -38,20 +42,23 @@ from random import choice, randint, uniform
 
 HERE = Path(HERE)
 CASES = json.loads((HERE / "cases.json").read_text(encoding="utf-8"))   # {function: points, cases}
+POINTS = {name: one["points"] for name, one in CASES.items()} | {"cases": 30}
 RANDOM_INPUTS = 100
 
 
 def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(POINTS))
     parser.add_argument("--file", type=Path, default=HERE / "student.py", help="the file to check")
+    parser.add_argument("--cases", type=Path, default=HERE / "mycases.py", help="your cases")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--gradescope", type=Path, metavar="FILE", help="write Gradescope's results")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one function")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     args = parser.parse_args()
-    for name in set(args.names).difference(CASES):
-        parser.error(f"no function {name}; choose {', '.join(CASES)}")
+    for name in set(args.names).difference(POINTS):
+        parser.error(f"nothing is called {name}; choose {', '.join(POINTS)}")
     if not args.file.is_file():
         parser.error(f"no file {args.file}")
     return args
@@ -433,33 +440,83 @@ def grade(name, file, seed=0):
     drawn = (run_case(function, random_case(name, RANDOM_INPUTS * seed + i), file)
              for i in range(RANDOM_INPUTS))
     share, random_lines = next((result for result in drawn if result[0] < 1), (1, []))
-    points = CASES[name]["points"] * (sum(shares) / len(shares) + share) / 2
+    points = POINTS[name] * (sum(shares) / len(shares) + share) / 2
     return round(points, 2), sum(lines, []) + random_lines
 
 
-def send_grade(name, file, seed, connection):
+# --------------------------------------------------------------------------------------------------
+# The cases of mycases.py
+
+def wrong_functions():
+    """{name: (the right function, the wrong one)} of wrong.py"""
+    found = runpy.run_path(str(HERE / "wrong.py"))
+    right = {name: REFERENCE.get(name.rpartition("_")[0]) for name in found}
+    return {name: (right[name], wrong) for name, wrong in found.items() if right[name]}
+
+
+def why_not(case, right, wrong, file):
+    """Why a case does not count, in a line; None if it counts."""
+    if case is None:
+        return "no case yet"
+    if len((case.__doc__ or "").split()) < 4:
+        return "no docstring that says why the results differ"
+    # Wrapped, so that a case cannot tell the functions by their names.
+    first, second, other = (lambda *args, _of=function, **given: _of(*args, **given)
+                            for function in (right, right, wrong))
+    try:
+        expected, again = case(first), case(second)
+    except Exception as error:
+        return f"it fails with the right function: {described(error, file)}"
+    if likeness(again, expected) < 1:
+        return "the right function gives it two results; seed what is drawn, return tensors or numbers"
+    try:
+        found = case(other)
+    except Exception as error:
+        return f"the wrong function should give another result, no error: {described(error, file)}"
+    return f"both functions give {shown(expected)}" if likeness(found, expected) == 1 else None
+
+
+def grade_cases(file):
+    """(points, lines) of a file of cases, functions that are called as the wrong ones."""
+    try:
+        cases = runpy.run_path(str(file))
+    except Exception as error:
+        return 0, [f"{file.name} cannot be loaded: {described(error, file)}"]
+    functions = wrong_functions()
+    reasons = {name: why_not(cases.get(name), *both, file) for name, both in functions.items()}
+    lines = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    return POINTS["cases"] * (1 - len(lines) / len(functions)), lines
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes
+
+def send_grade(name, args, connection):
     """In a process of its own. What the student prints goes to the error output."""
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    connection.send_bytes(json.dumps(grade(name, file, seed)).encode())
+    if name == "cases":
+        result = grade_cases(args.cases.resolve())
+    else:
+        result = grade(name, args.file.resolve(), args.seed)
+    connection.send_bytes(json.dumps(result).encode())
 
 
 def grade_apart(name, args):
-    """(points, lines) of a function, which has args.limit seconds."""
+    """(points, lines) of a function or of the cases, in args.limit seconds."""
     unix = hasattr(os, "fork")
     context = multiprocessing.get_context("forkserver" if unix else "spawn")
     if unix:
         context.set_forkserver_preload(["torch", "qerl"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=send_grade, args=(name, args.file.resolve(), args.seed, sender))
+    process = context.Process(target=send_grade, args=(name, args, sender))
     process.start()
     sender.close()
     try:
         if not receiver.poll(args.limit):
             return 0, [f"no result within {args.limit:g} seconds: does a loop never end?"]
         points, lines = json.loads(receiver.recv_bytes())
-        if 0 <= points <= CASES[name]["points"]:
+        if 0 <= points <= POINTS[name]:
             return points, lines
         return 0, ["the file has sent points of its own"]
     except EOFError:
@@ -469,22 +526,31 @@ def grade_apart(name, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# All functions
+# All
+
+def write_gradescope(file, graded):
+    tests = [{"name": name, "score": one["points"], "max_score": one["of"],
+              "output": "\n".join(one["help"])} for name, one in graded.items()]
+    result = {"score": sum(test["score"] for test in tests), "tests": tests}
+    file.write_text(json.dumps(result), encoding="utf-8")
+
 
 def main(args):
     # The processes look for modules in ROOT, and not in the folder in which this was called.
     os.environ.update(PYTHONPATH=ROOT, PYTHONSAFEPATH="1")
     graded = {}
-    for name in args.names or CASES:
+    for name in args.names or POINTS:
         points, lines = grade_apart(name, args)
-        of = CASES[name]["points"]
+        of = POINTS[name]
         graded[name] = {"points": points, "of": of, "help": lines}
         if not args.json:
             print(f"{name:30}{points:5g} of {of}", *lines, sep="\n    ", flush=True)
     points, of = (sum(one[key] for one in graded.values()) for key in ("points", "of"))
     points = round(points, 2)
+    if args.gradescope:
+        write_gradescope(args.gradescope, graded)
     if args.json:
-        print(json.dumps({"points": points, "of": of, "functions": graded}, indent=1))
+        print(json.dumps({"points": points, "of": of, "parts": graded}, indent=1))
     else:
         print(f"{points:g} of {of} points")
     sys.exit(points < of)
