@@ -247,14 +247,6 @@ def test_the_token_that_ended_a_completion_is_not_in_its_text(qwen, tmp_path, en
     assert end in text.eos and text.decode([*ids, end]) == f"5{kept}"
 
 
-def test_a_base_model_is_asked_as_it_has_seen_text(qwen, tmp_path):
-    """A space stands before a word, not alone at a prompt's end."""
-    text = chat_text(qwen, tmp_path / "base")
-    prompt, answer = text.prompt("1+1?"), text.worked_answer("It is 2.", "2")
-    assert text.shown(prompt).endswith("Problem: 1+1?\n\nSolution:")
-    assert text.shown(prompt + answer).count("Solution: It is 2.") == 1
-
-
 def test_of_templates_with_names_the_default_is_used_and_all_are_saved(qwen, tmp_path):
     """As tokenizer_config.json lists them, and as transformers saves them today."""
     templates = {name: f"{name} {{{{ messages[-1]['content'] }}}}" for name in ("tool_use", "default")}

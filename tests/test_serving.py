@@ -2,7 +2,6 @@
 import errno
 import json
 import re
-import shlex
 import shutil
 from dataclasses import replace
 from unittest import mock
@@ -117,12 +116,6 @@ def test_a_written_folder_samples_from_the_policy_that_was_evaluated(qwen, tmp_p
     assert read_json(tmp_path / "saved/generation_config.json") == ids
 
 
-def blocks(kind):
-    """The code blocks of this language in docs/serving.md."""
-    text = (HERE / "docs/serving.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{kind}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
-
 @torch.no_grad()
 def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -133,7 +126,8 @@ def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkey
     tokenizer.save_pretrained(base)
     policy = with_lora(base, dtype=torch.bfloat16)
     export.save_adapter(policy, f"runs/{base}-nvfp4-grpo-1/adapter", base)
-    serving, merging = blocks("python")
+    page = (HERE / "docs/serving.md").read_text(encoding="utf-8")
+    serving, merging = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     names = {}
     exec(serving, names)
     tokens = names["inputs"]["input_ids"]
@@ -145,14 +139,3 @@ def test_serving_snippets_give_the_trained_policys_answer(qwen, tmp_path, monkey
     trained = policy(tokens).float()
     for found in (served, merged):
         assert relative(found, trained) < 0.03 < relative(found, frozen)
-
-
-def test_serving_commands_are_known():
-    training, serving = blocks("sh")
-    saves, trains = (
-        train_gsm8k.arguments([*shlex.split(line, comments=True)[2:], "--device", "cpu"])
-        for line in training.splitlines())
-    assert saves.save_quantized == trains.model == "qwen-32b-nvfp4"
-    request = json.loads(shlex.split(serving)[-1])
-    assert request["messages"][0]["content"] == SYSTEM["answer"]
-    assert f"--lora-modules {request['model']}=" in serving
