@@ -187,4 +187,4 @@ def learning_curve(metrics, summary, figure, size=(13, 6.4), shape=(2, 3)):
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="kept apart, pass@1")
-    accuracy_axis.legend(loc="upper left", frameon=False)
+    accuracy_axis.legend(loc="lower right", frameon=False)

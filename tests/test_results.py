@@ -10,7 +10,7 @@ from harness.folders import write_jsonl
 from studies import results
 from test_qerl import HERE
 
-RECORDED = "report.png"                     # which a browser made
+RECORDED = "first-run.png"                  # of a run that is not packed
 
 
 def test_every_picture_comes_from_the_packed_files(tmp_path):
