@@ -23,7 +23,7 @@ import glob
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import huggingface_hub
 import torch
@@ -391,7 +391,6 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
-
     def __init__(self, config, reader, name):
         super().__init__()
         d = config.hidden_size
@@ -673,7 +672,7 @@ def completion_length(mask):
     return mask.sum(1, keepdim=True).clamp_min(1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Objective:
     """What differs between objectives; the defaults are GRPO's.
 
@@ -688,7 +687,7 @@ class Objective:
     weighted_logprob: bool = False  # the gain is clip(ρ) A log π, without a gradient of ρ
     redraw: bool = False            # groups without a signal are replaced by others
     mask_truncated: bool = False    # a completion that was cut off gives no gradient
-    defaults: dict = field(default_factory=dict)           # of the training's settings
+    defaults: dict = None           # of the training's settings, where they are others
 
 
 OBJECTIVES = {

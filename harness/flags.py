@@ -112,7 +112,7 @@ def settings_of(settings_class, description, presets, choices, argv=None, proces
         require_flag(value is None or value in known, name, value, f"is none of {', '.join(known)}")
     preset = flags.preset or (None if flags.model else "small")
     values = dict(presets.get(preset, {}))
-    values |= qerl.OBJECTIVES[flags.algo].defaults
+    values |= qerl.OBJECTIVES[flags.algo].defaults or {}
     if is_neighbour(flags.method):
         values |= neighbours().defaults(flags.method)
     weights = (values | given).get("weights", flags.weights)

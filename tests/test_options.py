@@ -157,12 +157,12 @@ def test_flags_that_differ_from_the_adapter_are_refused(tmp_path, flags, message
 
 
 @pytest.mark.parametrize("command", ["", "--engine plain", "--save-quantized packed", "--dry-run"])
-def test_a_model_that_holds_an_adapter_says_so(qwen, tmp_path, monkeypatch, command):
+def test_a_model_that_holds_an_adapter_says_so(qwen, data, tmp_path, monkeypatch, command):
     """Beside the whole model, where transformers would apply it."""
     monkeypatch.chdir(tmp_path)
     peft_adapter(qwen, tmp_path / "model")
     shutil.copytree(qwen, tmp_path / "model", dirs_exist_ok=True)
-    line = refused("--model", "model", "--device", "cpu", *command.split())
+    line = refused("--model", "model", "--data", data, "--device", "cpu", *command.split())
     assert "model model: holds an adapter, adapter_" in line and "give that by --adapter" in line
     assert not (tmp_path / "packed").exists()
 
