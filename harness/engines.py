@@ -32,10 +32,9 @@ def neighbours():
 
 def find_method(settings):
     """The neighbour that --method names, a methods.Method, or None. A FILE.py changes qerl."""
-    if is_neighbour(settings.method):
-        return neighbours().find(settings.method, settings)
     if settings.method.endswith(".py"):
         replace_functions(settings.method)
+    return neighbours().find(settings.method, settings) if is_neighbour(settings.method) else None
 
 
 def replace_functions(path):
