@@ -185,7 +185,8 @@ def one_number(text, question=""):
         sides.reverse()                        # 5 = 2 + 3
     *others, last = sides
     number = NUMBER.fullmatch(last)
-    if not number or not are_units(re.findall(WORD, number["units"].lower()), question):
+    words = number and re.findall(WORD, number["units"].lower())
+    if not number or words and not are_units(words, question):
         return None
     is_unit = re.search("percent|[a-z] ?%", question.lower())
     hundredths = "/100" if number["percent"] and not is_unit else ""
@@ -229,7 +230,7 @@ def are_units(words, question):
         counted = follows(rf"(?! {NO_UNIT} (?:\s|$) )", word)
         return asked or counted and re.fullmatch(UNIT, word, re.VERBOSE)
 
-    return not words or follows(rf"{COUNTING}\s(?:\S+\s)?", words[0]) and all(map(is_unit, words))
+    return follows(rf"{COUNTING}\s(?:\S+\s)?", words[0]) and all(map(is_unit, words))
 
 
 def last_number(text, question=""):
@@ -277,8 +278,8 @@ def tex_comparison():
         raise UserError("answers in TeX need the package math-verify; pip install math-verify")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
     # It would leave units out, and with them unknowns: 12ab would be 12.
-    with_letters = NormalizationConfig(malformed_operators=True, nits=True)
-    config = LatexExtractionConfig(normalization_config=with_letters)
+    config = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(malformed_operators=True, nits=True))
 
     def compare(right, given):
         texts = (parse(text, [config], parsing_timeout=None) for text in (right, given))

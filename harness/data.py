@@ -175,8 +175,8 @@ def question_of(row, place):
         number = re.search(rf"(?xi) (?<![a-z]) {NUMERAL} (?![a-z])", answer)
         if box is not None or len(words) > 2 and number and one_number(answer, question) is None:
             answer = (box or "").strip()
-    choices = row.get("choices") or row.get("options")         # the answer is a place among them
-    require(question and answer and not choices,
+    chosen = row.get("choices") or row.get("options")          # among which the answer is a place
+    require(question and answer and not chosen,
             f"{place}: no question, or no answer that stands alone; its columns are {', '.join(row)}, "
             f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or "
             "remove it")

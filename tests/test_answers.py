@@ -3,6 +3,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -38,7 +39,8 @@ except ImportError:
 
 QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, 7 m wide, "
             "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
-            "In China 3元, 8个苹果. How many more minutes?")
+            "In China 3元, 8个苹果. She has 2 dozen eggs, 3 pairs of socks, 2½ pies, 10⁷ and 7 twelfths of "
+            "a pq, with $xy$ of $ab$ and \\sin of \\tan. How many more minutes, and what percent?")
 
 
 def entries(table):
@@ -47,35 +49,39 @@ def entries(table):
 
 
 # What is not 5, though a 5 is its last digit, whatever the question says. Line by line: another number,
-# twice; words that change it, twice; a sign; an unknown or a relation; words that the question does not
-# have or that are too many; an equation that is none; a denial; several numbers; no number.
+# thrice; words that change it, thrice; a sign; an unknown or a relation, twice; words that the question
+# does not have or that are too many; an equation that is none; a denial; several numbers; no number.
 NOT_FIVE = ["", "3\n5", *entries(r"""
     1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
     \sqrt{5}   \frac15   5!   |5|   5(200)   5/0   5/2/2
+    5⁷   5\textonehalf   5\textperthousand   1 1/5   1\frac{1}{5}   5(1/2)   5/   5¢
     5 pi   5 divided by two   5 point five   5 or six   negative 5
     5 half apples   5 \text{ hundred}   5百万元
-    - 5   −5   -{5}   \pm 5
+    5 doz   5 dozen   5 twelfths   5 sixteenths   5 pairs
+    - 5   −5   -{5}   \pm 5   \textminus 5
     5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
+    5 pq   5 ab   5 a   5 sin   5 tan
     5 walks   5 apples in a day
-    2+2=5   6 = 5   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
+    2+2=5   6 = 5   5 = 2 + 2   5 = 2 + 3 = 6   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
     x is not 5   \neg 5   not 3, it is 5   5 apples and
     3:5   3-5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
     \text{cm}^5
 """)]
 
 # Line by line: a number; typesetting; money and signs; a calculation or an unknown before it.
-FIVE = ["\n5\n", *entries(r"""
+FIVE = ["\n5\n", "5\u200b", "\ufeff5", *entries(r"""
     5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
-    5\%   {5}   \(5\)   **5**   [5]   \large 5
-    US$5   ₹5   Rs. 5   USD 5   5 €   5^\circ   5°C
-    (10-5) = 5   x = 2 \times 3 - 1 = 5   \frac{20}{4} = 5   \$2 + \$3 = \$5
+    {5}   \(5\)   **5**   [5]   \large 5   \boldsymbol{5}   \rm 5   \small 5   5\quad   `5`
+    \phantom{0}5   \hphantom{-}5   \mathbf{5}   \boxed{5}
+    US$5   ₹5   Rs. 5   USD 5   5 €   C$5   HK\$5   \pounds 5   5^\circ   5°C   5^\circ\text{F}
+    (10-5) = 5   x = 2 \times 3 - 1 = 5   \frac{20}{4} = 5   \$2 + \$3 = \$5   5 = 2 + 3
 """)]
 
 # Only with this question.
 FIVE_UNITS = entries(r"""
     \text{5 apples}   5 Apple   5 red apples   2 + 3 = 5 apples.   5 (pears)
     5\text{ cm}^3   5 cm²   5 square feet   5 miles/hour   5 min   5 more minutes   5 o'clock
-    $5 a day   5 dollars   5 percent   5元
+    $5 a day   5 dollars   5 percent   5\%   5元   $5/hour   5/hour   5 per hour   5/day
 """)
 
 
@@ -101,6 +107,9 @@ def test_only_one_clear_number_counts(text, five):
     "10^{3}": 1000,
     "1.5 \\cdot 10^{-2}": Fraction("0.015"),
     "-\\tfrac{1}{2}": Fraction("-0.5"),
+    "5 1/2": Fraction("5.5"),
+    "-5\\frac{1}{2}": Fraction("-5.5"),
+    "2 \\dfrac14": Fraction("2.25"),
     "x=- 5": -5,
     "\\text{-}5": -5,
 }.items())
@@ -144,6 +153,15 @@ def test_boxes_made_from_right_ones(number, right, wrong, word):
     "答案是18。": 18,
     "it has 3 000": 3000,
     "it is - 5": -5,
+    "it is 1.5e6": 1500000,
+    "7 \\times 10^{3}": 7000,
+    "= 10^6.": 1000000,
+    "it is 7e-3, so": Fraction("0.007"),
+    "it is 5 1/2": Fraction("5.5"),
+    "18 km^2": 18,
+    "18km^2": None,
+    "5km2": None,
+    "7m3": None,
     "3,4": None,
     "so 7 - 2": None,
     "worth 5 million": None,
@@ -182,6 +200,35 @@ def test_in_evaluation_a_box_or_tag_decides(text):
         assert is_right("so x = $\\sqrt{2}$.", answer, anywhere=True) == (answer == "\\sqrt{2}")
 
 
+# A number in TeX, what is right and what is wrong. "%" is a hundredth where the question does not ask
+# for percent.
+@pytest.mark.parametrize("question,right,fine,wrong", [
+    ("", r"25\%", r"25\%   25 percent   0.25   \frac14", r"25   0.25\%   2500\%   25^\circ"),
+    ("How likely are 30%?", "0.25", r"25\%   \frac{1}{4}", r"0.25\%   25"),
+    ("What percent?", r"25\%", r"25\%   25   25 percent", r"0.25\%   2500\%   25^\circ"),
+    ("By what %?", "25", r"25\%   25 percent", r"2500\%"),
+    ("", r"45^\circ", r"45°   45   45^\circ", r"45\%   \frac{45}{100}"),
+    ("A side of 3 cm.", r"6\text{ cm}^2", "6   6 cm^2   6 cm²   6 cm", "6 cm^3   6 cm³"),
+    ("", r"6\mathrm{~ml}", r"6   6 ml   6\text{ ml}", "6 l   6 mlx"),
+    ("In terms of $x$, $n$, $xy$ and $m$.", "5x", "5x   5 x   x * 5", "5   5m"),
+    ("In terms of $x$, $n$, $xy$ and m.", "5m", "5m", "5   5 cm"),
+    ("In terms of $a$ and $b$.", "12ab", "12ab   12ba", "12   12a   12b"),
+    ("In terms of $r$ and $h$.", r"2\pi rh", r"2\pi rh   2 h r \pi", r"2\pi r   2\pi"),
+    ("In terms of $x$.", "5x^2", "5x^2", "5   5x"),
+    ("With $i$.", "6i", "6i", "6"),
+    ("", r"3\pi", r"3\pi   \pi 3", "3   9.424778   9.42477796077"),
+    ("", r"\sqrt{2}", r"\sqrt2   2^{1/2}", "1.414214   1.4142135624"),
+    ("", r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}   2\sqrt3\text{ cm}   \sqrt{12}", r"2   2\text{ cm}"),
+    ("", "1,000x", "1000x   1{,}000x", "1   1,000   (1, 000x)"),
+    ("", "(4,3)", r"(4,3)   \left(4, 3\right)", r"[4,3]   \left[4,3\right]   \{4,3\}"),
+    ("", "[0,1)", "[0,1)", "(0,1)   [0,1]"),
+])
+def test_a_right_answer_in_tex_says_what_is_right(question, right, fine, wrong):
+    for forms, expected in ((fine, True), (wrong, False)):
+        for text in entries(forms):
+            assert bool(is_right(f"\\boxed{{{text}}}", right, question)) == expected, text
+
+
 @pytest.mark.parametrize("right,answer,equal", [
     ("p - q", "-q+p", True),
     ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)", True),
@@ -206,7 +253,7 @@ def test_mathematics_is_compared_and_not_its_spelling(right, answer, equal):
 
 @pytest.mark.parametrize("text", [
     "x^{1000000}", "9^{9^{9}}", "x^9^9", "(999)!", "\\sqrt{12345678901234567}",
-    "x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2"])
+    "x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2+x^2", "(" * 300 + "x" + ")" * 300, "x^{{a}+" * 20 + "x" + "}" * 20])
 def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
     """Whatever the machine has to do besides; the same text is right."""
     start = time.process_time()
@@ -327,6 +374,13 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
 {"problem": "a", "answer": "箱は5個、ペンは4本なので20本"}
 {"problem": "a", "answer": "There are 5 boxes with 4 pens each, so she has 20 pens in the 5 boxes."}
 {"problem": "a", "answer": "with an empty box a completion would be right: \\boxed{ }"}
+{"problem": "a", "answer": "The answer is twelve."}
+{"problem": "a", "answer": "She has Twenty-one of them"}
+{"problem": "a", "answer": "\boxed{12}"}
+{"problem": "a", "answer": "\frac{1}{2}"}
+{"problem": "a", "answer": "3 \times x"}
+{"question": "a", "choices": ["5", "6"], "answer": 1}
+{"question": "a", "options": {"A": "5", "B": "6"}, "answer": "A"}
 "no object"
 """.strip().splitlines())
 def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, line):
@@ -350,19 +404,22 @@ def test_a_demand_for_another_form_is_taken_out(tmp_path, question, demand):
 
 def test_questions_with_different_answers_are_left_out(tmp_path, capsys):
     """3 and 3.0 are the same answer, 1 and 10 are not."""
-    rows = [{"question": question, "answer": f"#### {n}"}
-            for question, n in [("b", "1"), ("b ", "10"), ("c", "3"), ("c", "3.0")]]
+    rows = [{"question": question, "answer": answer} for question, answer in [
+        ("a", "1"), ("a", "10"), ("b", "#### 1"), ("b ", "#### 10"), ("c", "#### 3"), ("c", "#### 3.0"),
+        ("d", "18"), ("d", "18.0"), ("e", "#### 1"), ("e", "1.0"), ("f", "x+1"), ("f", "1 + x")]]
     write_jsonl(tmp_path / "train.jsonl", rows)
-    assert [q["question"] for q in read_questions(tmp_path, "*")] == ["c"]
+    assert "".join(q["question"] for q in read_questions(tmp_path, "*")) == "cdef"
     assert "stand there with different answers" in capsys.readouterr().out
 
 
 def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
+    """An answer may be a decimal128."""
     datasets = pytest.importorskip("datasets")
     for name in ("f[1]", "f1"):
-        rows = datasets.Dataset.from_list([{"question": name, "answer": "5"}])
+        rows = datasets.Dataset.from_list([{"question": name, "answer": Decimal("5.50")}])
         rows.to_parquet(f"{tmp_path}/{name}.parquet")
-    assert [q["question"] for q in math_questions(f"{tmp_path}/f[1].parquet")] == ["f[1]"]
+    found, = math_questions(f"{tmp_path}/f[1].parquet")
+    assert (found["question"], found["right"]) == ("f[1]", "5.50")
 
 
 @pytest.mark.parametrize("content,asked", [
@@ -405,6 +462,18 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
     assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
         load_questions(replace(settings, eval=None))
+
+
+@pytest.mark.parametrize("asked,again", [
+    ("two gaps", "two  gaps"), ("line\nend", "line\r\nend"), ("wide gap", "wide\u00a0gap"),
+    ("caf\u00e9", "cafe\u0301"), ("tab", "\ttab\n"),
+])
+def test_a_question_is_the_same_in_another_spelling(tmp_path, monkeypatch, asked, again):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl("train.jsonl", [{"question": q, "answer": "5"} for q in (asked, again, "other", "5²", "52")])
+    write_jsonl("held_out.jsonl", [{"question": again, "answer": "5"}])
+    found = load_questions(train_gsm8k.Settings(data="train.jsonl", eval=["held_out.jsonl"]))
+    assert [q["question"] for q in found.train] == ["other", "5²", "52"]
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):
