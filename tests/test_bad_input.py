@@ -196,7 +196,7 @@ def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monk
     assert not list(tmp_path.glob("*.tmp")) and not Path("new").exists()
 
 
-@pytest.mark.parametrize("engine", [[], ["--engine", "plain"]])
+@pytest.mark.parametrize("engine", [[], ["--engine", "fast"]])
 @pytest.mark.parametrize("damage", [lambda stored: stored[:-9], lambda stored: stored[:-8] + b"\xff" * 8],
                          ids=["cut", "NaN"])
 def test_a_damaged_policy_in_the_cache_is_made_anew_when_its_folder_is_deleted(
