@@ -223,11 +223,11 @@ def test_branches_join_the_samples_behind_their_question(model):
     samples = train_gsm8k.Samples([first, second], rollout, texts, right, right)
     branch = {"prompt": [1, 2, *b"ab\n"], "begun": "ab\n"}
 
-    def complete(asked, phase, **options):
+    def complete(asked):
         assert asked == [branch]
-        rollout = fast.generate(model, [branch["prompt"]], 12, 2, **options)
+        rollout = method.generate(model, [branch["prompt"]], 12, 2)
         return train_gsm8k.Samples(asked, rollout, ["b1", "b2"], one_right, one_right)
-    joined = method.sampling(lambda: samples, complete, seeded(0))()
+    joined = method.resample(samples, complete, None, method.settings, None, seeded(0))
     assert joined.questions == [first, branch, second]
     assert joined.rollout.length[2:4].tolist() == [9, 9]            # of 12, less what was begun
     assert method.state["outcomes"] == [(0.5, 1.0)]
