@@ -49,28 +49,20 @@ def test_a_right_solution_in_another_style_has_all_points(style, tmp_path):
 WRONG_FUNCTIONS = check.wrong_functions()
 
 
-def searched(name):
-    """The first random input of the lab on which a function of wrong.py is not right, and the help."""
-    right = name.rpartition("_")[0]
-    recorded = map(check.decoded_case, check.CASES[right]["cases"])
-    drawn = (check.random_case(right, number) for number in range(check.RANDOM_INPUTS))
-    for case in itertools.chain(drawn, recorded):
-        share, help_ = check.run_case(WRONG_FUNCTIONS[name][1], case, LAB)
-        if share < 1 and "unexpected keyword" not in help_[2]:
-            return case, help_
+def case_of(given):
+    def case(function):
+        """A search has found this input."""
+        return check.tried(function, given["try"])(**copy.deepcopy(given["arguments"]))
+    return case
 
 
 @pytest.mark.parametrize("name", WRONG_FUNCTIONS)
-def test_a_search_finds_a_case_for_each_wrong_function_and_the_checker_names_no_fault(name):
-    case, help_ = searched(name)
-    assert not any("likely" in line for line in help_)
-
-    def differs(function):
-        """A search has found this input."""
-        return check.tried(function, case["try"])(**copy.deepcopy(case["arguments"]))
-    right, wrong = WRONG_FUNCTIONS[name]
-    assert check.why_not(differs, right, wrong, LAB) is None
-    assert check.why_not(differs, right, right, LAB).startswith("both functions give ")
+def test_a_search_finds_a_case_for_each_wrong_function(name):
+    kind = name.rpartition("_")[0]
+    drawn = (check.random_case(kind, number) for number in range(check.RANDOM_INPUTS))
+    recorded = map(check.decoded_case, check.CASES[kind]["cases"])
+    assert any(check.why_not(case_of(given), *WRONG_FUNCTIONS[name], LAB) is None
+               for given in itertools.chain(drawn, recorded))
 
 
 @pytest.mark.parametrize("body, reason", [

@@ -39,9 +39,7 @@ def dequantize_blocks_1(packed, table, scale, dtype):
 
 
 def dequantize_blocks_2(packed, table, scale, dtype):
-    codes = torch.stack([packed & 15, packed >> 4], -1).int()
-    values = table.to(dtype)[codes].view(*scale.shape, -1)
-    return (values * scale[..., None]).flatten(1).to(dtype)
+    return qerl.dequantize_blocks(packed, table.to(dtype), scale, torch.float32).to(dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -54,9 +52,7 @@ def lora_linear_1(x, weight, bias, A, B, scale):
 
 def lora_linear_2(x, weight, bias, A, B, scale):
     change = x @ A.T @ B.T
-    if bias is not None:
-        change = change + bias
-    return weight.multiply(x) + scale * change
+    return weight.multiply(x) + scale * (change if bias is None else change + bias)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,11 +87,9 @@ def noise_sigma_1(step, steps, stages=10, start=1e-2, end=5e-4):
 
 
 def noise_sigma_2(step, steps, stages=10, start=1e-2, end=5e-4):
-    stage = step * stages // steps
-    if stage == 0 or start == end:
+    if start == end:
         return 0.0
-    K = stages - 1
-    return start * (end / start) ** ((stage - 1) / max(K - 1, 1))
+    return qerl.noise_sigma(step, steps, stages, start, end)
 
 
 def noise_sigma_3(step, steps, stages=10, start=1e-2, end=5e-4):
@@ -155,9 +149,7 @@ def group_advantages_3(rewards):
 
 def group_advantages_4(rewards):
     G = rewards.shape[1]
-    others = (rewards.sum(1, keepdim=True) - rewards) / (G - 1)
-    advantages = (rewards - others) / (rewards.std(1, keepdim=True) + 1e-4)
-    return torch.where(qerl.has_signal(rewards)[:, None], advantages, 0)
+    return qerl.group_advantages(rewards) * G / (G - 1)
 
 
 def token_logprobs_1(model, prompts, completions, length, temperature=1.0):
