@@ -4,7 +4,6 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
 - a currency sign or code, one number, a percent or degree sign, and units, in this order;
 - a number is a decimal with or without thousands, sign and power of ten, a fraction or a mixed number:
   1,250.00, -.5, 1e5, 2 \times 10^3, 1/2, \frac{1}{2}, 5 1/2; TeX that only sets type says nothing (`plain`);
-- percent are a unit where the question asks for percent, by the word or by % behind a word, else hundredths;
 - units are at most three words behind the number, which the question has, too: in the singular or
   plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
   (COUNTING), or one word further on; "dollars" also where it has $; "/" or "per" may stand before them;
@@ -14,15 +13,17 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
   (2 + 3 = 5, 5 = 2 + 3), and one letter (x = 5).
 
 A right answer in TeX is a number if it is one by the same rule and no letter stands behind a digit (5x).
-The words in its \text{} are units, too. If it has %, ° or the power of a unit, a box has no other.
+Its words in \text{} and common measures (6 hours) are units, too. If it has %, ° or the power of a unit, a
+box has no other. 0.25 is right for 25 %, and 25 % for 0.25 where the question does not speak of percent.
 
 Other TeX is compared by math-verify (pip install math-verify), each side of an equation for itself.
 
-Known. Right and refused: 25 % for 0.25 where the question asks for percent; units of TeX that are not in
-\text{} (\sqrt{2} cm) or that the question lacks (50 km for 50 kilometers); a bracket that is [ for (.
+Known. Right and refused: 25 % for 0.25 where it does; units of other TeX
+that are not in \text{} (\sqrt{2} cm); in a right answer units that neither it nor the question says so (8 m,
+9 litres); in a box others than those of question and answer (5 in for 5 inches); a bracket that is [ for (.
 Wrong and not refused: any unit of the question, also one that is not asked for (41 cows for $41); any
 currency, ° for a number from "####", a power of a unit (cm^3) where the right answer has none; number words
-of other languages than English and Chinese, if the question has them so.
+of other languages than English and Chinese, if the question has them so; an unknown with a name (3 theta).
 A right answer of one or two words ("twelve") is compared as text.
 """
 import functools
@@ -52,6 +53,7 @@ PLAIN = {
     r"|\\[()\[\],:; ]|[~\u00a0\u202f]": " ",
     r"\\[hv]?phantom\s?\{[^{}]*\}|(?<!\\)[{}]|\\!|[\u200b-\u200d\u2060\ufeff]": "",
     r"\\([$%])": r"\1",
+    r"\bpercent\b": "%",
     "¢": " cents ",
     "²": "^2",
     "³": "^3",
@@ -73,7 +75,7 @@ NUMBER = re.compile(rf"""
     (?: (?P<whole> \d+ ) \s (?= \d{{1,2}} / \d{{1,3}} (?!\d) ) )?
     (?P<above> {DECIMAL} )
     (?: \s?\*\s? (?P<power> 1e[-+]?\d+ ) | \s?\)?\s? / \s?\(?\s? (?P<below> {DECIMAL} ) )?
-    {CLOSE} (?: (?P<percent> % | percent\b ) | °\s?(?:[CF]\b)? | {MONEY} )? {CLOSE}
+    {CLOSE} (?: % | °\s?(?:[CF]\b)? | {MONEY} )? {CLOSE}
     (?: (?: / | per\b ) \s? (?={LETTER}) )? (?P<units> (?: {WORD} (?: \^?[23] )? (?!\w) [\s/-]* ){{,3}} )
     (?<! [\s\d]a ) {CLOSE}
 """, re.VERBOSE)
@@ -91,12 +93,18 @@ NO_UNIT = rf"""(?: {NUMERAL} | pairs? | times | more | less | fewer | than | plu
 COUNTING = rf"""(?: {NO_UNIT} | (?: many | much ) (?: \s\S+ )?
     | a | an | the | per | each | every | of | in | what )"""
 # A unit of one or two letters, as others are unknowns; or a longer word.
-UNIT = r"""(?: an? | of | in | by | [cdkm]?m | [km]?g | [cdm]?l | [kmgt]b | k?w | [hs] | hr | ft | yd | mi | oz
-    | lb | pt | qt | hz | [ap]m | (?! [a-z]{1,2} $ ) .* )"""
+UNIT = r"""(?: an? | of | in | by | on | at | [cdkm]?m | [km]?g | [cdm]?l | [kmgt]b | k?w | [hs] | hr | ft
+    | yd | mi | oz | lb | sq | pt | qt | hz | [ap]m | (?! [a-z]{1,2} $ ) .* )"""
 # A letter behind a digit, but in 1e5 and 2x10.
 UNKNOWN = re.compile(r"\d(?!e[-+]?\d|x\d)[A-Za-z]")
-# What makes units others: two groups.
-SIGN = re.compile(r"([%°])|(?<=[A-Za-z])\^?([23])")
+# What a right answer in TeX has for units, whatever the question says: in \text{}, or a measure.
+OWN_UNITS = re.compile(r"""
+    (?<=\{) [^{}]+ | (?<=\d\ ) (?: [cdkm]m | kg | ml | ft | mph | km/h | m/s | (?: dollar | cent | degree
+    | unit | mile | second | minute | hour | day | week | month | year
+    | (?: kilo | centi )? (?: meter | metre | gram ) )s? ) \b
+""", re.VERBOSE)
+# Signs and powers, which make units others.
+SIGN = re.compile(r"[%°]|(?<=[A-Za-z])[23]|(?<=[A-Za-z]\^)[23]")
 # The signs of numbers and calculations, and a word behind them that may change them. What parts them.
 RUN = re.compile(rf"""
     (?: [A-Za-z] (?=\d) )?
@@ -153,12 +161,18 @@ def is_right(completion, answer, question="", anywhere=False):
         return False
     number = answer
     if isinstance(answer, str):
-        question = " 1 ".join([question, *TEXT.findall(answer)])       # whose words are units, too
-        number = None if UNKNOWN.search(TEXT.sub("", answer)) else one_number(answer, question)
+        question = " 1 ".join([question, *OWN_UNITS.findall(answer)])
+        number = None if UNKNOWN.search(answer) else one_number(answer, question)
     if number is not None:
         found = last_number(completion, question) if given is None else one_number(given, question)
         signs, allowed = (set(SIGN.findall(plain(str(text)))) for text in (given, answer))
-        return found == number and not (allowed and signs - allowed)
+        if allowed and signs - allowed:
+            return False
+        if "%" in allowed - signs and found == number / 100:                   # 0.25 for 25 %
+            return True
+        if "%" in signs and abs(number) < 1 and "percent" not in question:       # 25 % for 0.25
+            number *= 100
+        return found == number
     if given is None:
         return is_equal(completion[-LONGEST:], answer, question, prose=True)
     return is_equal(given, answer, question)
@@ -181,17 +195,13 @@ def one_number(text, question=""):
     if len(text) > LONGEST:
         return None
     sides = plain(text).strip().split("=")
-    if not NUMBER.fullmatch(sides[-1]):
-        sides.reverse()                        # 5 = 2 + 3
-    *others, last = sides
+    *others, last = sorted(sides, key=lambda side: bool(NUMBER.fullmatch(side)))
     number = NUMBER.fullmatch(last)
     words = number and re.findall(WORD, number["units"].lower())
     if not number or words and not are_units(words, question):
         return None
-    is_unit = re.search("percent|[a-z] ?%", question.lower())
-    hundredths = "/100" if number["percent"] and not is_unit else ""
     value = calculated(f"{number['sign']}({number['whole'] or 0}+{number['above']}*{number['power'] or 1}"
-                       f"/{number['below'] or 1}){hundredths}")
+                       f"/{number['below'] or 1})")
     same = all(NAME.fullmatch(side) or calculated(side) == value for side in others)
     return value if same else None
 
@@ -226,7 +236,7 @@ def are_units(words, question):
         return re.search(rf"(?:^|\s){before}{beginning}{whole}", said, re.VERBOSE)
 
     def is_unit(word):
-        asked = re.search(rf"\bhow (?:many|much) (?:more )?{word}\b", said)
+        asked = re.search(rf"\b(?:how (?:many|much)|number of) (?:more )?{word}\b", said)
         counted = follows(rf"(?! {NO_UNIT} (?:\s|$) )", word)
         return asked or counted and re.fullmatch(UNIT, word, re.VERBOSE)
 
@@ -278,8 +288,7 @@ def tex_comparison():
         raise UserError("answers in TeX need the package math-verify; pip install math-verify")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)    # the time limit here is our own
     # It would leave units out, and with them unknowns: 12ab would be 12.
-    config = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(malformed_operators=True, nits=True))
+    config = LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True))
 
     def compare(right, given):
         texts = (parse(text, [config], parsing_timeout=None) for text in (right, given))
@@ -293,13 +302,15 @@ def tex_comparison():
 HEAVY = re.compile(r"""
     \d{16} | \^\s?\{?\s?-?\d{3} | \d{3}\s?[)}]*! | (?: \^ [^^]* ){9} | \^\s? (?: \{ [^{}]* | \w\s? ) \^
 """, re.VERBOSE)
-DEEPEST = 8                    # brackets in brackets
 # What math-verify does not tell apart: bases, factorials, sets, pairs and points.
 MARKS = re.compile(r"_\s?\{?(\w+)|(\w+)\s?!|(\\\{)|(\[)[^][()]*,")
 TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s?\{([^{}]*)\}")
-# What it does not read: units at the end, and thousands: 1,000x.
-UNREAD = re.compile(rf"(?<=[\w)}}])[\s\\,;]*{TEXT.pattern}(?:\^\{{?[23]\}}?)?$"
-                    r"|(?<=\d)(?:,|\{,\})(?=\d{3}(?:,\d{3})*[A-Za-z\\])")
+# What it does not read: units at the end, which are no numerals, and thousands: 1,000x.
+UNREAD = re.compile(rf"""
+    (?<=[\w)}}]) [\s\\,;]* \\(?:text|mathrm|mbox)[a-z]*\s? (?! [^}}]* \b {NO_UNIT} \b ) \{{[^{{}}]*\}}
+    (?: \^\{{?[23]\}}? )? $
+    | (?<=\d) (?: , | \{{,\}} ) (?= \d{{3}} (?: ,\d{{3}} )* [A-Za-z\\] )
+""", re.VERBOSE)
 
 
 @functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
@@ -314,7 +325,7 @@ def is_equal(given, answer, question="", prose=False):
     if len(given) > LONGEST:
         return False
     depths = accumulate((sign in "([{") - (sign in ")]}") for sign in given)
-    if HEAVY.search(f"{given} {answer}") or max(depths, default=0) > DEEPEST:
+    if HEAVY.search(f"{given} {answer}") or max(depths, default=0) > 8:
         return None
     sides = [side for side in given.split("=") if not NAME.fullmatch(side)]
     if len(sides) > 1 and "=" not in answer and not prose:

@@ -149,6 +149,7 @@ DATASETS = {
 # What these and their like call the two columns, in the order in which they are looked for.
 QUESTION = ("question", "problem", "Problem", "prompt")
 ANSWER = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "solution")
+# Halves of characters; what JSON makes of a lone backslash in \boxed, \frac, \text, \right and their like.
 BROKEN = re.compile("[\ud800-\udfff]|[\b\f](?=[a-z])|\t(?=ext|imes|frac|heta)|\r(?=ight)")
 # Demands of a question on the form of its answer, which is ours to ask for: DAPO-Math's before and
 # behind it, and a last sentence that wants the answer after "####", as verl's GSM8K has it.
@@ -175,8 +176,8 @@ def question_of(row, place):
         number = re.search(rf"(?xi) (?<![a-z]) {NUMERAL} (?![a-z])", answer)
         if box is not None or len(words) > 2 and number and one_number(answer, question) is None:
             answer = (box or "").strip()
-    chosen = row.get("choices") or row.get("options")          # among which the answer is a place
-    require(question and answer and not chosen,
+    # Beside choices the answer is the place or the letter of one.
+    require(question and answer and not (row.get("choices") or row.get("options")),
             f"{place}: no question, or no answer that stands alone; its columns are {', '.join(row)}, "
             f"wanted are a text in one of {', '.join(QUESTION)} and in one of {', '.join(ANSWER)}; mend or "
             "remove it")
@@ -231,8 +232,7 @@ def parsed(content):
 def first_text(row, names):
     """What stands in the first of these columns that holds something: a text or a number; else "".
 
-    JSON can hold halves of characters, and TeX whose \\boxed became a backspace and "oxed": neither is a
-    text.
+    A text that JSON can hold, but nobody means (BROKEN), is none.
     """
     value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
     if type(value) in (int, float, Decimal) and abs(value) < math.inf:
