@@ -7,24 +7,23 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
 - units are at most three words behind the number, which the question has, too: in the singular or
   plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
   (COUNTING), or one word further on; "dollars" also where it has $; "/" or "per" may stand before them;
-- of one or two letters only measures are units (UNIT), not unknowns;
+- words of one or two letters are units if they are measures (UNIT), as others are unknowns;
 - number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many";
-- before the number, or behind it, may stand calculations, with "=" between, that have its value
-  (2 + 3 = 5, 5 = 2 + 3), and one letter (x = 5).
+- beside the number may stand calculations, with "=" between, that have its value (2 + 3 = 5, 5 = 2 + 3),
+  and one letter (x = 5).
 
-A right answer in TeX is a number if it is one by the same rule and no letter stands behind a digit (5x).
-Its words in \text{} and common measures (6 hours) are units, too. If it has %, ° or the power of a unit, a
-box has no other. 0.25 is right for 25 %, and 25 % for 0.25 where the question does not speak of percent.
+A right answer in TeX is a number if it is one by this rule and no letter stands behind a digit (5x). What
+stands in its \text{} and common measures (6 hours) are units, too. Where it has %, ° or a unit's power, a
+box has no other. 0.25 is right for 25 %, and 25 % for 0.25 if the question does not speak of percent.
 
 Other TeX is compared by math-verify (pip install math-verify), each side of an equation for itself.
 
-Known. Right and refused: 25 % for 0.25 where it does; units of other TeX
-that are not in \text{} (\sqrt{2} cm); in a right answer units that neither it nor the question says so (8 m,
-9 litres); in a box others than those of question and answer (5 in for 5 inches); a bracket that is [ for (.
-Wrong and not refused: any unit of the question, also one that is not asked for (41 cows for $41); any
-currency, ° for a number from "####", a power of a unit (cm^3) where the right answer has none; number words
-of other languages than English and Chinese, if the question has them so; an unknown with a name (3 theta).
-A right answer of one or two words ("twelve") is compared as text.
+Known, right and refused: 25 % for 0.25 if the question speaks of percent; a unit behind other TeX and not
+in \text{} (\sqrt{2} cm); another name of a unit (5 in for 5 inches); a right answer's rare units that the
+question lacks (9 litres); numbers for a right answer in words ("twelve").
+Known, wrong and paid: a unit of the question that is not asked for (41 cows for $41); any currency; %, ° or
+a unit's power where the right answer has none (24 % for 24); words of the question that are no unit there,
+such as an unknown's name (3 theta) and number words of other languages than English and Chinese.
 """
 import functools
 import logging
@@ -104,7 +103,7 @@ OWN_UNITS = re.compile(r"""
     | (?: kilo | centi )? (?: meter | metre | gram ) )s? ) \b
 """, re.VERBOSE)
 # Signs and powers, which make units others.
-SIGN = re.compile(r"[%°]|(?<=[A-Za-z])[23]|(?<=[A-Za-z]\^)[23]")
+SIGN = re.compile(r"[%°]|(?<=[A-Za-z])(?<!\de)[23]|(?<=[A-Za-z]\^)[23]")
 # The signs of numbers and calculations, and a word behind them that may change them. What parts them.
 RUN = re.compile(rf"""
     (?: [A-Za-z] (?=\d) )?
@@ -168,9 +167,9 @@ def is_right(completion, answer, question="", anywhere=False):
         signs, allowed = (set(SIGN.findall(plain(str(text)))) for text in (given, answer))
         if allowed and signs - allowed:
             return False
-        if "%" in allowed - signs and found == number / 100:                   # 0.25 for 25 %
+        if "%" in allowed - signs and found == number / 100:                           # 0.25 for 25 %
             return True
-        if "%" in signs and abs(number) < 1 and "percent" not in question:       # 25 % for 0.25
+        if "%" in signs - allowed and abs(number) < 1 and "percent" not in question:   # 25 % for 0.25
             number *= 100
         return found == number
     if given is None:
@@ -224,7 +223,7 @@ def calculated(text):
 def are_units(words, question):
     """Does the question have these words as units, the first behind a numeral or its like?"""
     # Without TeX's commands and unknowns; "$12" says 12 dollars.
-    question = re.sub(r"\$[^$\d]*\$|\\\(\D*?\\\)|\\[a-z]+", " ", question.lower())
+    question = re.sub(r"\$[^$\d]*\$(?!\d)|\\\(\D*?\\\)|\\[a-z]+", " ", question.lower())
     question = plain(question).replace("$", " 1 dollars ")
     said = " ".join(re.findall(rf"\d[\d.,]*|{WORD}", question))
 

@@ -68,7 +68,8 @@ NOT_FIVE = ["", "3\n5", *entries(r"""
     \text{cm}^5
 """)]
 
-# Line by line: a number; typesetting, twice; money; other signs; a calculation or an unknown beside it, twice.
+# Line by line: a number; typesetting, twice; money; other signs; a calculation or an
+# unknown beside it, twice.
 FIVE = ["\n5\n", "5\u200b", "\ufeff5", *entries(r"""
     5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
     {5}   \(5\)   **5**   [5]   \large 5   \boldsymbol{5}   \rm 5   \small 5   5\quad   `5`
@@ -209,6 +210,8 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     ("How likely?", r"\frac12", r"50\%", r"0.5\%   50"),
     ("What percent?", "0.25", r"0.25\%   0.25", r"25\%   25"),
     ("What percent?", "25", r"25\%   25   25 percent", r"0.25\%   2500\%   0.25"),
+    ("", r"0.5\%", r"0.5\%   0.005", r"50\%   50   0.005\%"),
+    ("", r"1.5 \times 10^{3}", r"1500   1.5e3   15 \times 10^2", "15000   150   1.5"),
     ("How likely?", "24", r"24\%", r"0.24   2400\%"),
     ("", r"45^\circ", r"45°   45   45^\circ", r"45\%   \frac{45}{100}"),
     ("A side of 3 cm.", r"6\text{ cm}^2", "6   6 cm^2   6 cm²   6 cm", "6 cm^3   6 cm³   6 %"),
