@@ -16,7 +16,9 @@ from harness.small_policy import warm_start
 from test_qerl import HERE
 from test_triton import needs_interpreter
 
-BLOCK = re.compile(r"(?:<!-- (figures of the built-in policy) -->\n)?```(\w*)\n(.*?)```\n", re.DOTALL)
+DOCS = HERE / "docs"
+MARK = "*Another processor prints other decimals.*"
+SESSION = re.compile(r"```pdb\n(.*?)```\n\n(\*Another processor)?", re.DOTALL)
 # The built-in policy of which the course prints figures. Other processors make other ones, whose
 # decimals may be any, or sample other texts from the same one, whose decimals are about the same.
 COURSE_POLICY = "12906bb8f60ddb51a0d0ed84dc240d25a62e48f7f64603d4d2da2d5420d95152"
@@ -24,15 +26,6 @@ ABOUT = {"rel": 0.5, "abs": 0.1}
 DECIMALS = r"-?\d+\.\d+(?:e-\d+)?"
 # "..." stands for any text, and decimals agree to the last digit shown (pytest's own option NUMBER).
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | _get_number_flag()
-
-
-def course_notebook(number):
-    """The cells before the exercises, then those of one of them."""
-    jupytext = pytest.importorskip("jupytext")
-    text = (HERE / "docs/course.md").read_text(encoding="utf-8")
-    before, *exercises = re.split(r"^(?=## \d)", text, flags=re.MULTILINE)
-    assert len(exercises) == 8
-    return jupytext.reads(before + exercises[number - 1], "md")
 
 
 def decimals(text):
@@ -49,47 +42,76 @@ def run_session(text, folder, environment):
     return "..." + re.sub(r"^\(Pdb\).*", "(Pdb)", shown, flags=re.MULTILINE), result.stdout
 
 
+def check_output(expected, found, of_policy, same_policy):
+    if of_policy:
+        if same_policy and "..." not in expected:
+            assert decimals(found) == pytest.approx(decimals(expected), **ABOUT)
+        expected = re.sub(DECIMALS, "...", expected)
+    expected = re.sub(r"\s*\.\.\.\s*", "...", expected)
+    agrees = _get_checker().check_output(expected, found, FLAGS)
+    assert agrees, f"the output is\n{found}\nand the course has\n{expected}"
+
+
+def printed(cell):
+    return "".join(out.text for out in cell.get("outputs", []) if out.get("name") == "stdout")
+
+
+def test_notebooks_are_those_of_the_page(tmp_path):
+    result = run_python(DOCS / "notebook.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    made = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert made == {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.ipynb")}
+
+
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize("number", [*range(1, 8), pytest.param(8, marks=needs_interpreter)])
-def test_course_exercise(tmp_path, number):
-    """Its code runs, no snippet with the names of the one before, and prints what stands there."""
+@pytest.mark.parametrize("name, alone", [
+    ("course.ipynb", True), pytest.param("course-8.ipynb", False, marks=needs_interpreter)])
+def test_notebook(tmp_path, name, alone):
+    """Its code runs, no cell with the names of the one before, and prints what stands there.
+
+    alone: in a folder without the project's files, which are cloned.
+    """
     nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    notebook = course_notebook(number)
     policy = Path(warm_start(), "model.safetensors").read_bytes()
     same_policy = fingerprint([policy]) == COURSE_POLICY
-    folder = tmp_path / "copy"
+    project = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "runs")
-    shutil.copytree(HERE, folder, ignore=left_out)
+    shutil.copytree(HERE, project, ignore=left_out)
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
         "TRITON_INTERPRET": "0", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path),
-        "PYTHONPATH": str(folder), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+        "PYTHONPATH": "", "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "PIP_DRY_RUN": "1", "PIP_NO_BUILD_ISOLATION": "0"}      # pip looks, and installs nothing
+    notebook = nbformat.read(project / "docs" / name, as_version=4)
+    expected = [printed(cell) for cell in notebook.cells]
     for cell in notebook.cells:
         if cell.cell_type == "code" and not cell.source.startswith("%%"):
             cell.source = f"%reset -f\n{cell.source}"
+    folder = project / "docs"
+    if alone:
+        git = ["git", "-c", "user.name=a", "-c", "user.email=b"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+            subprocess.run([*git, *command], cwd=project, check=True)
+        folder = tmp_path / "alone"
+        folder.mkdir()
+        first = notebook.cells[1]
+        first.source = first.source.replace('REPOSITORY = ""', f'REPOSITORY = "{project}"')
+        project = folder / "project"
     nbclient.NotebookClient(notebook, timeout=None, kernel_name="python3").execute(
-        cwd=folder / "docs", env=environment)
+        cwd=folder, env=environment)
 
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            printed = "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
-            (folder / "try.py").write_text(cell.source.removeprefix("%reset -f\n"))
+    following = [*notebook.cells[1:], {"source": ""}]
+    for cell, shown, behind in zip(notebook.cells, expected, following):
+        if cell.cell_type == "markdown":
+            for session, marked in SESSION.findall(cell.source):
+                check_output(*run_session(session, project, environment), marked, same_policy)
             continue
-        for of_policy, kind, expected in BLOCK.findall(cell.source):
-            found = printed
-            if kind == "pdb":
-                expected, found = run_session(expected, folder, environment)
-            if of_policy:
-                if same_policy and "..." not in expected:
-                    assert decimals(found) == pytest.approx(decimals(expected), **ABOUT)
-                expected = re.sub(DECIMALS, "...", expected)
-            expected = re.sub(r"\s*\.\.\.\s*", "...", expected)
-            agrees = _get_checker().check_output(expected, found, FLAGS)
-            assert agrees, f"the output is\n{found}\nand the course has\n{expected}"
-
-
-DOCS = HERE / "docs"
+        (project / "try.py").write_text(cell.source.removeprefix("%reset -f\n"))
+        if shown:
+            marked = behind["source"].startswith(MARK)
+            check_output(shown, printed(cell), marked, same_policy)
 
 
 def headings(page):
