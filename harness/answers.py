@@ -8,7 +8,7 @@ Where the right answer is a number, a box or the tags may hold this and nothing 
   plural, or longer ("min" for minutes); the first there behind a numeral, an article or their like
   (COUNTING), or one word further on; "dollars" also where it has $; "/" or "per" may stand before them;
 - words of one or two letters are units if they are measures (UNIT), as others are unknowns;
-- number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many";
+- number words and comparisons ("million", "more": NO_UNIT) are units only behind "how many" or "number of";
 - beside the number may stand calculations, with "=" between, that have its value (2 + 3 = 5, 5 = 2 + 3),
   and one letter (x = 5).
 
@@ -85,7 +85,7 @@ NUMERAL = r"""(?: \d\S* | (?: one | two | three | four | five | six | seven | ei
     | (?: twen | thir | for | four | fif | six | seven | eigh | nine ) (?: teen | ty | tie )
     | half | halve | third | quarter ) (?: th )? s?
     | [十百万萬亿億半倍]\S* | 千 (?! [克米] ) \S* )"""
-# What is no unit, except in a question with "how many" before it.
+# What is no unit, except in a question with "how many" or the like before it.
 NO_UNIT = rf"""(?: {NUMERAL} | pairs? | times | more | less | fewer | than | plus | minus | twice | double
     | triple | and | or | to | not | no )"""
 # What a unit stands behind in a question, or one word further on.
