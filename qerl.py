@@ -298,7 +298,7 @@ def adaptive_quantization_noise(model, sigma, generator=None):
             norm.noisy_weight = None
 
 
-# σ of a noisy stage (Figure 9): p is 0 in the first of the K noisy stages and 1 in the last.
+# σ of a noisy stage (Figure 9): p goes from 0 in the first of K to 1 in the last; if K is 1, p is 0.
 SCHEDULES = {
     "exponential": lambda start, end, p, K: start * (end / start) ** p,                      # Eq. 8
     "linear": lambda start, end, p, K: start + (end - start) * p,
