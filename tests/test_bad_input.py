@@ -413,7 +413,7 @@ def test_a_run_on_windows_out_of_a_notebook(tmp_path, quick):
     assert done.returncode == 0, done.stderr
     step, = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert step["peak_memory_gb"] == 0
-    assert "<img" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "<img" in (tmp_path / "run/report.html").read_text(encoding="utf-8"), done.stderr
 
 
 def test_a_run_ends_well_where_nobody_can_read_it(monkeypatch):
