@@ -1,6 +1,8 @@
 """Measure this project. Each command prints its tables and writes them under results/, most with a
 picture.
 
+    python bench.py card                               what this machine does with 4 bits and with 16,
+                                                       in minutes, as two lines of results/cards.md
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
                                                        against cuBLAS BF16 and a plain kernel
@@ -12,12 +14,11 @@ picture.
     python bench.py tables [STUDY_OR_FOLDER]           a study's means and differences; without a name
                                                        the pictures of results/: studies/results.py
 
-kernels, rollout, step and scaling make random weights of the given shapes on the GPU. On a CPU all
-but kernels run a tiny shape, to step through; its times, and memory, mean nothing. step may be
-started by torchrun, too: each process then has its share of the prompts. `python bench.py COMMAND
---help` has the flags of each. Studies of learning are made by studies/arms.sh and runs.sh.
+All but formats make random weights of true shapes on the GPU. On a CPU all but kernels run a tiny
+shape, to step through; its times, and memory, mean nothing. step may be started by torchrun, too:
+each process then has its share of the prompts. `python bench.py COMMAND --help` has the flags of
+each. Studies of learning are made by studies/arms.sh and runs.sh.
 """
-import copy
 import importlib.util
 import itertools
 import math
@@ -41,9 +42,10 @@ from harness.ranks import Ranks
 from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import peers
+from studies.layer import PlainProduct, layer_copies, layer_figures, seconds_a_call
 from studies.plots import grouped, plot_lines, table
 from studies.random_models import SHAPES, random_model, random_prompts
-from studies.step import plot_scaling, plot_step, release_memory, settings_for, speed_ups, step_rows
+from studies.step import plot_scaling, plot_step, settings_for, speed_ups, step_rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,56 +81,23 @@ def bench_formats(args):
 # --------------------------------------------------------------------------------------------------
 # One linear layer
 
-class PlainProduct:
-    """A layer that multiplies by section 0 of fp4_kernels.py. weight: bfloat16 [out, in]."""
-
-    def __init__(self, weight):
-        packed, block_scale, global_scale = fast.quantize_nvfp4(weight)
-        self.parts = packed, block_scale.float(), global_scale
-
-    def decode(self, x):
-        return fast.kernels.fp4_matmul(x, *self.parts)
-
-    __call__ = decode
-
-
-def seconds_a_call(layers, x):
-    """Of each of these layers, the median of ten CUDA graphs of 0.1 s, which load the GPU alone.
-
-    As in decoding, and from 4,096 rows on as in training. The results of all are alive at once, so
-    that each has memory of its own, as in a model.
-    """
-    from triton.testing import do_bench_cudagraph
-
-    def call_all():
-        return [layer(x) if len(x) >= 4096 else layer.decode(x) for layer in layers]
-    return do_bench_cudagraph(call_all, rep=100, return_mode="median") / 1e3 / len(layers)
-
-
 @torch.no_grad()
 def bench_kernels(args):
-    """A row for each linear layer of a block and number of rows of x: seconds by format.
-
-    There are so many copies of a layer that together they lie well beyond a GPU's L2 cache.
-    """
+    """A row for each linear layer of a block and number of rows of x: seconds by format."""
     device = args.device
     require_flag(device == "cuda", "device", device, "the kernels run on a GPU alone")
     for name, layer in itertools.product(args.model, range(4)):
         copies = {}
         for weights in ("bf16", "nvfp4", "nf4"):
-            chosen = random_model(name, weights, 0, device, num_hidden_layers=1).quantized_layers()[layer]
-            chosen.prepare_decoding(torch.bfloat16)
-            out, columns = chosen.weight.dequantize(torch.bfloat16).shape
-            count = max(2, math.ceil(2e8 / (out * columns * 9 / 16)))
-            copies[weights] = [copy.deepcopy(chosen) for _ in range(count)]
-        dense = copies["bf16"][0].weight.dequantize(torch.bfloat16)
-        copies["plain"] = [PlainProduct(dense) for _ in range(count)]
-        shape = {"model": name, "layer": chosen.names[0], "out": out, "in": columns}
+            copies[weights], out, columns = layer_copies(name, weights, layer, device)
+        first, *others = copies["bf16"]
+        dense = first.weight.dequantize(torch.bfloat16)
+        copies["plain"] = [PlainProduct(dense) for _ in (first, *others)]
+        shape = {"model": name, "layer": first.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
             times = {weights: seconds_a_call(same, x) for weights, same in copies.items()}
             yield {**shape, "M": M, **times}
-        release_memory()
 
 
 OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin in older results
@@ -150,6 +119,9 @@ def plot_kernels(result, figure):
 
 # --------------------------------------------------------------------------------------------------
 # Rollout
+
+TOKENS = {"cuda": 256, "cpu": 8}           # of a prompt, and as many new ones
+
 
 @torch.no_grad()
 def decode_seconds(model, batch, tokens):
@@ -180,24 +152,28 @@ def least_work(model, batch, filled):
             2 * batch * (dense + lora + model.lm_head.numel()))
 
 
+def rollout_rows(name, weights, rank, batches, device):
+    """A row for each number of sequences."""
+    tokens = TOKENS[device]
+    model = random_model(name, weights, rank, device)
+    size = sum(tensor.nbytes for tensor in fast.tensors_of(model))
+    decode_seconds(model, 1, tokens)                               # compiles what prefill needs
+    for batch in batches:
+        seconds = decode_seconds(model, batch, tokens)
+        steps = tokens / seconds["decode"]
+        read, operations = least_work(model, batch, tokens * 3 // 2)
+        yield {"model": name, "rank": rank, "weights": weights, "GB": size / 1e9, "batch": batch,
+               "tokens_per_s": batch * steps, "prefill_s": seconds["prefill"],
+               "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
+
+
 def bench_rollout(args):
     batches = (1, 8, 32, 128)
-    tokens = 256 if args.device == "cuda" else 8
     for name, rank in itertools.product(args.model, args.ranks):
         for weights in args.weights:
-            model = random_model(name, weights, rank, args.device)
-            decode_seconds(model, 1, tokens)                       # compiles what prefill needs
-            for batch in batches:
-                seconds = decode_seconds(model, batch, tokens)
-                steps = tokens / seconds["decode"]
-                read, operations = least_work(model, batch, tokens * 3 // 2)
-                yield {"model": name, "rank": rank, "weights": weights, "batch": batch,
-                       "tokens_per_s": batch * steps, "prefill_s": seconds["prefill"],
-                       "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
-            del model
-            release_memory()
+            yield from rollout_rows(name, weights, rank, batches, args.device)
         if args.device == "cuda":
-            yield from peers.vllm_rows(name, rank, batches, tokens)
+            yield from peers.vllm_rows(name, rank, batches, TOKENS["cuda"])
 
 
 def plot_rollout(result, figure):
@@ -223,7 +199,6 @@ def bench_step(args):
         for weights in args.weights:
             yield from step_rows(
                 name, weights, args.sizes, settings, args.repeats, cut=not args.peers)
-            release_memory()
 
 
 def bench_scaling(args):
@@ -247,6 +222,32 @@ def bench_scaling(args):
             require_flag(done.returncode == 0, "processes", count,
                          "a step failed; its error stands above")
             yield from read_json(f"{folder}/step.json")["rows"]
+
+
+# --------------------------------------------------------------------------------------------------
+# A card in a minute
+
+def bench_card(args):
+    """A row for NVFP4 and one for BF16, of 0.5B's shape; on a CPU of a tiny one, without the layer."""
+    on_gpu = args.device == "cuda"
+    name = "Qwen2.5-0.5B" if on_gpu else "tiny"
+    settings = settings_for(args.device)
+    here = environment(args.device)
+    for weights in ("nvfp4", "bf16"):
+        layer = layer_figures(weights, args.device) if on_gpu else {}
+        rollouts = list(rollout_rows(name, weights, settings.lora_rank, (1, 8, 64, 512), args.device))
+        step, = step_rows(name, weights, [(32, 8)], settings)
+        yield {
+            "hardware": here["hardware"],
+            "versions": "{system}, Python {python}, PyTorch {torch}, Triton {triton}".format(**here),
+            "date": here["date"],
+            "weights": weights,
+            **layer,
+            "GB of weights": rollouts[0]["GB"],
+            **{f"tokens/s x {row['batch']}": row["tokens_per_s"] for row in rollouts},
+            "step, s": step["step"],
+            "step, GB": max(step["rollout_gb"], step["update_gb"]),
+        }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,6 +286,7 @@ FLAGS = {
 }
 # What each measures, what else it prints of its rows, its picture, its flags.
 COMMANDS = {
+    "card": (bench_card, None, None, []),
     "formats": (bench_formats, None, None, []),
     "kernels": (bench_kernels, kernel_means, plot_kernels, ["model"]),
     "rollout": (bench_rollout, None, plot_rollout, ["model", "weights", "ranks"]),
@@ -306,7 +308,7 @@ def arguments():
         "--model", help="name or folder (default: the small policy)")
     args = p.parse_args()
     check_device(args.device)
-    if args.model == []:
+    if vars(args).get("model") == []:
         args.model = ["Qwen2.5-7B" if args.device == "cuda" else "tiny"]
     return args
 

@@ -277,6 +277,7 @@ def environment(device):
     return {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware,
+        "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

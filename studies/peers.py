@@ -22,8 +22,8 @@ import torch
 from harness.errors import reason, require
 from harness.export import save_adapter, save_packed
 from harness.machine import Clock
-from studies.random_models import config_of, random_model, random_prompts
-from studies.step import device_memory_gb, median_step, prompt_tokens, release_memory
+from studies.random_models import config_of, random_model, random_prompts, release_memory
+from studies.step import device_memory_gb, median_step, prompt_tokens
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
 # What TRL and vLLM leave to their user; each row states it: completions of 256 tokens in one pass

@@ -1,9 +1,12 @@
 """Models of random weights and true shapes, for measuring speed and memory without a download."""
+import gc
+
 import torch
 import transformers
 
 import qerl
 from harness import fast, loading
+from harness.machine import keep_decoded
 
 SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936),
@@ -27,17 +30,26 @@ class RandomWeights(fast.WeightReader):
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
 
+def release_memory():
+    """Give back what was used before, so that the next measurement starts from the same memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def config_of(name, **changed):
     sizes = dict(zip(loading.SIZES, SHAPES[name]), **changed)
     return transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
 
 
 def random_model(name, weights, lora_rank, device, dtype=None, **changed):
-    """weights: a format; changed: as config_of's."""
+    """weights: a format, which stays decoded where a run would keep it so; changed: as config_of's."""
+    release_memory()
     torch.manual_seed(0)
     dtype = dtype or loading.default_dtype(device)
     checkpoint = RandomWeights({}, weights, lora_rank, device=device, dtype=dtype)
-    return fast.Transformer(config_of(name, **changed), checkpoint)
+    model = fast.Transformer(config_of(name, **changed), checkpoint)
+    keep_decoded(model, fast)
+    return model
 
 
 def random_prompts(vocabulary, count, length):

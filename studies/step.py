@@ -3,7 +3,6 @@
 The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
 reference policy. All memory is in 10^9 bytes; on a CPU there is none to measure.
 """
-import gc
 import math
 from dataclasses import replace
 from functools import partial
@@ -29,12 +28,6 @@ def take_peak():
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     return peak
-
-
-def release_memory():
-    """Give back what was used before, so that the next measurement starts from the same memory."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def device_memory_gb():
