@@ -2,7 +2,7 @@
 
 The loop of train_gsm8k.py calls the functions of its `engine`. For `--method FILE` or `--method
 FILE:VARIANT` that is an object of the class `Neighbour` in that file; `Method`, its base, says where the
-functions come from that it does not define. `python -m methods` (__main__.py) compares a step of each.
+functions come from that it does not define.
 """
 import importlib
 import pkgutil
@@ -72,7 +72,7 @@ class Method:
 def names():
     """The names that --method takes, without ":VARIANT": "qerl" and each FILE."""
     files = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg]
-    return ["qerl", *(f for f in files if f not in ("__main__", *QUANTIZERS.values()))]
+    return ["qerl", *(f for f in files if f not in QUANTIZERS.values())]
 
 
 def look_up(name):

@@ -1,5 +1,4 @@
 """The neighbouring methods: their formulas, a run with each, and what they refuse."""
-import importlib
 import re
 import types
 
@@ -321,10 +320,3 @@ def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch):
     for name in ("flashrl:fp8", "jetrl", "qurl:fp8"):
         with pytest.raises(UserError, match=f"{name}: this GPU has no FP8 products"):
             neighbour(name, device="cuda")
-
-
-def test_a_table_compares_the_second_step_of_each_method(capsys):
-    importlib.import_module("methods.__main__").main(["jetrl:training"])
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[:2] == ["method", "KL"]
-    assert row[0] == "jetrl:training" and float(row[1]) > 0
