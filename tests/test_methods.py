@@ -1,6 +1,5 @@
 """The neighbouring methods: their formulas, a run with each, and what they refuse."""
 import re
-import types
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from common import all_trained, assert_same_run, neighbour, refused, run_main, s
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import WordText
-from methods import deep_grpo, merged, noise_control, qat, qurl, rilq
+from methods import deep_grpo, noise_control, qat, qurl, rilq
 from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
 from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, seeded
@@ -141,22 +140,6 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
         assert errors().mean() < largest
     assert errors().max() > 1e-3
     assert model.quantized_layers() == layers
-
-
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-def test_lora_is_merged_for_a_rollout_unless_rounding_would_lose_it(qwen, weights):
-    """methods/merged.py. MXFP4's values are bfloat16 numbers."""
-    model = with_lora(qwen, weights=weights, dtype=torch.bfloat16)
-    layer = model.blocks[0].mlp.down
-    packed = layer.weight
-    x = torch.randn(5, 192).bfloat16()
-    expected = layer(x)
-    sampler = types.SimpleNamespace(model=model)
-    merged.MergingSampler.merge(sampler, [layer])
-    assert layer.use_adapter == (layer.weight is packed) == (weights == "mxfp4")
-    assert relative(layer(x), expected) < 5e-3
-    merged.MergingSampler.restore(sampler)
-    assert layer.use_adapter and layer.weight is packed
 
 
 def test_update_aware_scaling_keeps_the_policy(qwen):
