@@ -6,7 +6,7 @@ picture.
                                                        against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once, and what this
-                                                       reads and multiplies a second; vLLM's, too
+                                                       reads and multiplies a second
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py tables [STUDY_OR_FOLDER]           a study's means and differences; without a name
@@ -196,8 +196,6 @@ def bench_rollout(args):
                        "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
             del model
             release_memory()
-        if args.device == "cuda":
-            yield from peers.vllm_rows(name, rank, batches, tokens)
 
 
 def plot_rollout(result, figure):
