@@ -43,13 +43,6 @@ class Method:
         """{setting: value} of the defaults that the method changes; flags win over them."""
         return {}
 
-    def require_noise(self):
-        """Refuse a run without noise, in which this method would do nothing."""
-        settings = self.settings
-        require(settings.stages > 1 and (settings.sigma_start or settings.sigma_end),
-                f"--method {settings.method}: there is no noise to control; use --sigma-start 0.01 and "
-                "--stages 10")
-
     def check(self):
         """Raise a UserError for settings that this method cannot work with."""
 

@@ -227,7 +227,6 @@ def test_branches_join_the_samples_behind_their_question(model):
     "rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
     "qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3": "capped_fraction",
     "noise_control": "sigma",
-    "temperature --sigma-start 0.3 --sigma-end 0.3": "mismatch_kl",
     "maspo --updates 2": "sigma",
     "deep_grpo": "branches",
     "flashrl:int8": "mismatch_kl",
