@@ -8,7 +8,7 @@ picture.
                                                        against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once, and what this
-                                                       reads and multiplies a second; vLLM's, too
+                                                       reads and multiplies a second
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py tables [STUDY_OR_FOLDER]           a study's means and differences; without a name
@@ -172,8 +172,6 @@ def bench_rollout(args):
     for name, rank in itertools.product(args.model, args.ranks):
         for weights in args.weights:
             yield from rollout_rows(name, weights, rank, batches, args.device)
-        if args.device == "cuda":
-            yield from peers.vllm_rows(name, rank, batches, TOKENS["cuda"])
 
 
 def plot_rollout(result, figure):

@@ -2,7 +2,7 @@
 
 The loop of train_gsm8k.py calls the functions of its `engine`. For `--method FILE` or `--method
 FILE:VARIANT` that is an object of the class `Neighbour` in that file; `Method`, its base, says where the
-functions come from that it does not define. `python -m methods` (__main__.py) compares a step of each.
+functions come from that it does not define.
 """
 import importlib
 import pkgutil
@@ -43,13 +43,6 @@ class Method:
         """{setting: value} of the defaults that the method changes; flags win over them."""
         return {}
 
-    def require_noise(self):
-        """Refuse a run without noise, in which this method would do nothing."""
-        settings = self.settings
-        require(settings.stages > 1 and (settings.sigma_start or settings.sigma_end),
-                f"--method {settings.method}: there is no noise to control; use --sigma-start 0.01 and "
-                "--stages 10")
-
     def check(self):
         """Raise a UserError for settings that this method cannot work with."""
 
@@ -72,7 +65,7 @@ class Method:
 def names():
     """The names that --method takes, without ":VARIANT": "qerl" and each FILE."""
     files = [m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg]
-    return ["qerl", *(f for f in files if f not in ("__main__", *QUANTIZERS.values()))]
+    return ["qerl", *(f for f in files if f not in QUANTIZERS.values())]
 
 
 def look_up(name):

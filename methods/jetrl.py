@@ -30,7 +30,7 @@ What differs from QeRL: 8 bits instead of 4, rounded activations, trained weight
 
 `training` gives up the rule of one policy: FP8 adds to mismatch_kl. Compare it with that of --method
 qerl before you trust a run; --tis 2 weights the tokens for it. On the built-in policy FP8 adds more
-than AQN's noise, as `python -m methods` shows. The codes are made once, from the decoded 4-bit
+than AQN's noise. The codes are made once, from the decoded 4-bit
 weights, and kept for the whole run (6.5 GB for 7B). Making them anew in each pass would save this
 memory and cost some 2 % of a step (an estimate from bytes and bandwidth).
 

@@ -20,7 +20,7 @@ schedule (methods/README.md); commit a173235 has them.
 When would you use it? Where no good sigma is known: for a new model, format or number of layers.
 """
 import qerl
-from harness.command import require_flag
+from harness.errors import require
 from methods import Method
 
 SMALLEST = 1e-4                # sigma stays between these: our choice
@@ -36,9 +36,9 @@ class Neighbour(Method):
         self.state = {"sigma": settings.sigma_start}
 
     def check(self):
-        self.require_noise()
-        require_flag(self.settings.sigma_start > 0, "sigma_start", 0,
-                     f"--method {self.settings.method} begins with that; use 0.01")
+        require(self.settings.sigma_start > 0 and self.settings.stages > 1,
+                "--method noise_control: there is no noise to begin with; use --sigma-start 0.01 and "
+                "--stages 10")
 
     def adaptive_quantization_noise(self, model, sigma, generator):
         """sigma: that of QeRL's schedule, 0 in the first stage."""

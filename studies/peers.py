@@ -1,28 +1,24 @@
-"""The peers that `bench.py` measures beside this project, where they can be imported.
+"""The peers that `bench.py step --peers` measures beside this project, where they can be imported.
 
-`bench.py step --peers` measures a GRPO step of TRL with vLLM. TRL's GRPOTrainer
+It measures a GRPO step of TRL with vLLM. TRL's GRPOTrainer
 (https://huggingface.co/docs/trl/grpo_trainer) trains LoRA of PEFT on BF16 weights, and vLLM writes
 the completions in the same process on the same GPU. vLLM sleeps while TRL trains: its weights and its
 KV cache then take no memory. Model shapes, prompt and completion lengths, LoRA rank and the number of
 updates (one) are those of `bench.py step`; weights and rewards are random in both.
-
-`bench.py rollout` measures vLLM alone.
 """
 import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import torch
 
 from harness.errors import reason, require
-from harness.export import save_adapter, save_packed
 from harness.machine import Clock
-from studies.random_models import config_of, random_model, random_prompts, release_memory
+from studies.random_models import config_of, random_prompts
 from studies.step import device_memory_gb, median_step, prompt_tokens
 
 PACKAGES = ["trl", "vllm", "peft", "datasets"]
@@ -40,9 +36,6 @@ def in_own_process(function, *args):
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *args).result()
 
-
-# --------------------------------------------------------------------------------------------------
-# A step of TRL with vLLM
 
 def tuning_for(name, completions, tokens):
     """What is TUNED for a shape, with a micro-batch that divides so many completions of such length."""
@@ -188,65 +181,3 @@ def trl_rows(name, sizes, settings, repeats):
             continue
         yield {"model": name, "weights": "trl", "processes": 1, "prompts": prompts, "group": group,
                **step, **tuning, **versions}
-
-
-# --------------------------------------------------------------------------------------------------
-# vLLM's rollout
-
-def vllm_rollout(folder, weights, vocabulary, rank, batches, tokens):
-    """{batch: tokens per second} of vLLM on random weights, as bench.decode_seconds measures ours.
-
-    vLLM has its defaults (CUDA graphs, torch.compile) but for the engine's process, CUDA graphs of
-    these very batches, prefill in one go, and no text made of the tokens. The faster of two runs
-    counts.
-    """
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-    lora = LoRARequest("adapter", 1, f"{folder}/adapter")
-    llm = LLM(
-        f"{folder}/{weights}",
-        skip_tokenizer_init=True,
-        enable_lora=True,
-        max_lora_rank=rank,
-        max_model_len=2 * tokens,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(batches) * tokens,
-        enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": list(batches)},
-    )
-
-    def seconds(batch, new):
-        rows = random_prompts(vocabulary, batch, tokens)
-        prompts = [{"prompt_token_ids": row} for row in rows]
-        settings = SamplingParams(
-            temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, settings, lora_request=lora, use_tqdm=False)
-        assert all(len(o.outputs[0].token_ids) == new for o in outputs)
-        return time.perf_counter() - began
-
-    rates = {}
-    for batch in batches:
-        seconds(batch, 2)                                              # warms up
-        prefill = min(seconds(batch, 1) for _ in range(2))
-        whole = min(seconds(batch, tokens) for _ in range(2))
-        rates[batch] = batch * (tokens - 1) / (whole - prefill)
-    return rates
-
-
-def vllm_rows(name, rank, batches, tokens):
-    """A row for each of vLLM's NVFP4 and BF16 and each batch, or none without vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        return
-    version = importlib.metadata.version("vllm")
-    vocabulary = config_of(name).vocab_size
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(random_model(name, "nvfp4", rank, "cuda"), f"{folder}/adapter", name)
-        write_model(name, f"{folder}/bf16")
-        save_packed(f"{folder}/bf16", f"{folder}/nvfp4", "cuda")
-        release_memory()
-        for weights in ("nvfp4", "bf16"):
-            rates = in_own_process(vllm_rollout, folder, weights, vocabulary, rank, batches, tokens)
-            for batch, rate in rates.items():
-                yield {"model": name, "rank": rank, "weights": f"vLLM {version} {weights}",
-                       "batch": batch, "tokens_per_s": rate}

@@ -1,7 +1,8 @@
 """The recorded runs of results/: means and differences of a study, and the pages' pictures.
 
     python bench.py tables                     draws the pictures again
-    python bench.py tables claims              prints a study's tables
+    python bench.py tables claims              prints a study's tables; --base: the arm with which
+                                               the others are compared
     python bench.py tables runs/mine           those of a folder of runs, made by studies/arms.sh
                                                and runs.sh
 
@@ -9,10 +10,8 @@
     steps.csv.gz            the steps of these runs
     learning/runs.json      {name: what summary.json says} of runs that are no study's
     learning/steps.csv.gz   the steps of these
-    claims/experiment.json  the runs of studies/decide.py
 
-A setting is an arm at a learning rate, (arm, lr). The runs of a model are a wide table: a row a seed,
-a column a measure and setting.
+A setting is an arm at a learning rate, (arm, lr).
 """
 import re
 from pathlib import Path
@@ -23,38 +22,11 @@ from harness.command import Parser
 from harness.errors import require
 from harness.folders import read_json, read_jsonl
 from harness.report import learning_curve, save_figure
-from studies import decide
 from studies.plots import table, with_error
 
 ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
 # The runs of learning/ whose curve a page shows.
 SHOWN = ["gsm8k-0.5b", "paper-reward-0.5b"]
-
-# Each question: the arms with what is asked about, and the arms without, in pairs.
-QUESTIONS = {
-    "noise": [("nvfp4+aqn", "nvfp4"), ("bf16+aqn", "bf16")],
-    "noise in BF16": [("bf16+aqn", "bf16")],
-}
-for codes, by in (("nvfp4", ""), ("gptq", " by GPTQ"), ("awq", " by AWQ")):
-    noisy = f"{codes}+aqn"
-    QUESTIONS |= {
-        f"noise in NVFP4{by}": [(noisy, codes)],
-        f"4 bits{by}": [(noisy, "bf16+aqn"), (codes, "bf16")],
-        f"4 bits{by}, without noise": [(codes, "bf16")],
-        f"4 bits{by}, under noise": [(noisy, "bf16+aqn")],
-        f"both{by}": [(noisy, "bf16")],
-    }
-QUESTIONS |= {
-    "GPTQ for rounding": [("gptq+aqn", "nvfp4+aqn"), ("gptq", "nvfp4")],
-    "AWQ for rounding": [("awq+aqn", "nvfp4+aqn"), ("awq", "nvfp4")],
-    "AWQ for rounding, under noise": [("awq+aqn", "nvfp4+aqn")],
-    **{f"{arm} in BF16": [(arm, "bf16")] for arm in ARMS.index if arm.startswith("temperature")},
-    "NF4 for NVFP4": [("nf4", "nvfp4")],
-    "MXFP4 for NVFP4": [("mxfp4", "nvfp4")],
-    "all weights for LoRA": [("full", "bf16")],
-    "NVFP4 + AQN with LoRA for all weights": [("nvfp4+aqn", "full")],
-    **{change: [(change, "nvfp4+aqn")] for change in ARMS.index[ARMS.kind != "arm"]},
-}
 
 # Columns of tables: {measure: (title, scale, digits)}.
 REACHED = {
@@ -124,88 +96,54 @@ def rate_text(lr):
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def wide_tables(rows, measures):
-    """(model, its wide table) in the order of the names; a row that is there twice counts once."""
-    for model, of_model in rows.groupby("model"):
-        of_model = of_model.assign(setting=list(zip(of_model.arm, of_model.lr)))
-        yield model, of_model.groupby(["seed", "setting"])[list(measures)].last().unstack("setting")
+def settings_of(rows, measures):
+    """(model, {(arm, lr): a table with a row a seed, a column a measure}) in the order of the names.
 
-
-def differences(wide, pairs, measure):
-    """By seed, the mean over pairs (setting, other) of setting minus other; of seeds with all."""
-    wide = wide[measure]
-    if not set(sum(pairs, ())) <= set(wide.columns):
-        return []
-    return (sum(wide[one] - wide[other] for one, other in pairs) / len(pairs)).dropna().tolist()
-
-
-def settings_of(wide):
-    """{setting: how many seeds it has}, arm by arm."""
-    return wide["accuracy_after"].count().to_dict()
-
-
-def at_rate(pairs, lr):
-    """Pairs of arms as pairs of settings."""
-    return [((arm, lr), (other, lr)) for arm, other in pairs]
-
-
-def rates_of(wide):
-    return sorted({lr for _, lr in settings_of(wide)})
-
-
-def questions_of(wide):
-    """(what, learning rates as text, pairs of settings) of what the runs of a model are asked.
-
-    At each rate, and in the mean of the rates at which most seeds answer.
+    A run that is there twice counts once.
     """
-    for what, pairs in QUESTIONS.items():
-        seeds = {lr: len(differences(wide, at_rate(pairs, lr), "accuracy_after"))
-                 for lr in rates_of(wide)}
-        top = max(seeds.values())
-        most = [lr for lr in seeds if top > 1 and seeds[lr] == top]
-        yield from ((what, rate_text(lr), at_rate(pairs, lr)) for lr in seeds)
-        if len(most) > 1:
-            yield what, ", ".join(map(rate_text, most)), [
-                pair for lr in most for pair in at_rate(pairs, lr)]
+    for model, of_model in rows.groupby("model"):
+        yield model, {setting: runs.groupby("seed")[list(measures)].last()
+                      for setting, runs in of_model.groupby(["arm", "lr"])}
 
 
 # --------------------------------------------------------------------------------------------------
 # Tables
 
-def columns_table(what, columns, lines):
-    """lines: (model, what, learning rates, values for each column), shown if there are any."""
+def columns_table(columns, lines):
+    """lines: (model, arm, learning rate, its table: a row a seed), shown if there are any."""
     titles = [title for title, *_ in columns.values()]
-    forms = [form for _, *form in columns.values()]
-    return table(["model", what, "lr", "seeds", *titles], [
-        [*names, len(found[0]),
-         *(with_error(values, *form) if len(values) else "" for values, form in zip(found, forms))]
-        for *names, found in lines if len(found[0])])
+    cells = []
+    for model, arm, lr, seeds in lines:
+        shown = [with_error(seeds[name].dropna(), scale, digits) if seeds[name].count() else ""
+                 for name, (_, scale, digits) in columns.items()]
+        if len(seeds):
+            cells.append([model, arm, rate_text(lr), len(seeds), *shown])
+    return table(["model", "arm", "lr", "seeds", *titles], cells)
 
 
 def arms_table(rows):
     """A line for each model, arm and learning rate: means and standard errors over the seeds."""
-    return columns_table("arm", MEASURES, [
-        (model, arm, rate_text(lr), [wide[name][arm, lr].dropna() for name in MEASURES])
-        for model, wide in wide_tables(rows, MEASURES)
-        for arm, lr in sorted(settings_of(wide))])
+    return columns_table(MEASURES, [
+        (model, arm, lr, seeds)
+        for model, settings in settings_of(rows, MEASURES)
+        for (arm, lr), seeds in settings.items()])
 
 
-def differences_table(rows):
-    """A line for each model and question: the mean difference and its error by seed."""
+def differences_table(rows, base):
+    """The same of the differences by seed: an arm minus the arm `base` at the same learning rate."""
     rows = rows.assign(gained=rows.accuracy_after - rows.accuracy_before)
     columns = REACHED | {"gained": ("pass@1 gained", 100, 1)}
-    return columns_table("what", columns, [
-        (model, what, rates, [differences(wide, pairs, measure) for measure in columns])
-        for model, wide in wide_tables(rows, columns)
-        for what, rates, pairs in questions_of(wide)])
+    return columns_table(columns, [
+        (model, arm, lr, (seeds - settings[base, lr]).dropna(how="all"))
+        for model, settings in settings_of(rows, columns)
+        for (arm, lr), seeds in settings.items() if arm != base and (base, lr) in settings])
 
 
-def print_tables(rows):
+def print_tables(rows, base):
     print("\n".join([
         "Means ± standard errors of seeds:", "", *arms_table(rows), "",
-        "Differences by seed in points, with what is named minus without, at equal learning rates; an",
-        "ablation or a method is compared with nvfp4+aqn. Gained is pass@1 after minus before:", "",
-        *differences_table(rows)]))
+        f"Differences by seed in points, each arm minus {base}, at equal learning rates. Gained is pass@1",
+        "after minus before:", "", *differences_table(rows, base)]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,7 +154,6 @@ def draw_all(folder, plots):
 
     plots: {name of a .json: the function that draws it}, of the files that bench.py writes.
     """
-    plots = plots | {"experiment": decide.draw}
     for path in Path(folder).glob("*/*.json"):
         if path.stem in plots:
             save_figure(path.with_suffix(".png"), plots[path.stem], read_json(path))
@@ -231,8 +168,9 @@ def main(argv, plots):
     """plots: as draw_all takes them."""
     p = Parser(__doc__)
     p.add_argument("study", nargs="?", help="in results/runs.csv, or a folder of finished runs")
+    p.add_argument("--base", default="nvfp4+aqn", help="the arm with which the others are compared")
     args = p.parse_args(argv)
     if args.study:
-        print_tables(runs_of(args.study))
+        print_tables(runs_of(args.study), args.base)
     else:
         draw_all("results", plots)

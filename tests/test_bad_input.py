@@ -67,7 +67,7 @@ def test_flags_that_cannot_be_meant_are_named(argv, message):
 
 @pytest.mark.parametrize("program,arguments,message", [
     # As an unset variable leaves it: `--out ''` would write to the root of the file system.
-    ("methods.__main__", [""], "'': a value is empty"),
+    ("bench", [""], "'': a value is empty"),
     ("bench", ["kernels", "--device", "cpu"], "the kernels run on a GPU alone"),
     ("bench", ["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
 ])

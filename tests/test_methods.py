@@ -1,7 +1,5 @@
 """The neighbouring methods: their formulas, a run with each, and what they refuse."""
-import importlib
 import re
-import types
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from common import all_trained, assert_same_run, neighbour, refused, run_main, s
 from harness import export
 from harness.batches import effective_size
 from harness.small_policy import WordText
-from methods import deep_grpo, merged, noise_control, qat, qurl, rilq
+from methods import deep_grpo, noise_control, qat, qurl, rilq
 from methods.parts import eight_bit
 from test_jetrl import rounded, uneven
 from test_qerl import NEAR, PROMPTS, TOKENS, TWICE, gpu, make_folder, relative, seeded
@@ -144,22 +142,6 @@ def test_an_eight_bit_rollout_is_one_policy_and_leaves_the_model_as_it_was(
     assert model.quantized_layers() == layers
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-def test_lora_is_merged_for_a_rollout_unless_rounding_would_lose_it(qwen, weights):
-    """methods/merged.py. MXFP4's values are bfloat16 numbers."""
-    model = with_lora(qwen, weights=weights, dtype=torch.bfloat16)
-    layer = model.blocks[0].mlp.down
-    packed = layer.weight
-    x = torch.randn(5, 192).bfloat16()
-    expected = layer(x)
-    sampler = types.SimpleNamespace(model=model)
-    merged.MergingSampler.merge(sampler, [layer])
-    assert layer.use_adapter == (layer.weight is packed) == (weights == "mxfp4")
-    assert relative(layer(x), expected) < 5e-3
-    merged.MergingSampler.restore(sampler)
-    assert layer.use_adapter and layer.weight is packed
-
-
 def test_update_aware_scaling_keeps_the_policy(qwen):
     """The weights that read a norm are smaller: a step of the optimiser is larger for them."""
     plain, scaled = (all_trained(qwen) for _ in range(2))
@@ -245,7 +227,6 @@ def test_branches_join_the_samples_behind_their_question(model):
     "rollout_correction:sequence-mis --sigma-start 0.3 --sigma-end 0.3": "masked_fraction",
     "qurl:acr --tis 1.05 --sigma-start 0.3 --sigma-end 0.3": "capped_fraction",
     "noise_control": "sigma",
-    "temperature --sigma-start 0.3 --sigma-end 0.3": "mismatch_kl",
     "maspo --updates 2": "sigma",
     "deep_grpo": "branches",
     "flashrl:int8": "mismatch_kl",
@@ -321,10 +302,3 @@ def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch):
     for name in ("flashrl:fp8", "jetrl", "qurl:fp8"):
         with pytest.raises(UserError, match=f"{name}: this GPU has no FP8 products"):
             neighbour(name, device="cuda")
-
-
-def test_a_table_compares_the_second_step_of_each_method(capsys):
-    importlib.import_module("methods.__main__").main(["jetrl:training"])
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[:2] == ["method", "KL"]
-    assert row[0] == "jetrl:training" and float(row[1]) > 0

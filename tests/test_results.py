@@ -10,7 +10,7 @@ from harness.folders import read_json, write_jsonl
 from studies import results
 from test_qerl import HERE
 
-RECORDED = "first-run.png"                  # of a run that is not packed
+RECORDED = ("first-run.png", "experiment.png")        # of a run that is not packed, and of an older commit
 
 
 def test_every_picture_comes_from_the_packed_files(tmp_path):
@@ -34,10 +34,10 @@ def test_a_folders_runs_have_a_studys_tables(tmp_path, capsys):
             write_jsonl(run / "metrics.jsonl", [{
                 "step": 1, "accuracy": 0.25, "entropy": 0.3, "mismatch_kl": 0.0, "peak_memory_gb": 0.5,
                 "seconds": {"step": 1.0}}])
-    results.main([str(tmp_path)], {})
+    results.main([str(tmp_path), "--base", "nvfp4"], {})
     printed = capsys.readouterr().out
     assert "| small | nvfp4+aqn | 1e-3 | 2 | 1 |  |  | 53.0 ± 1.0 | 53.0 ± 1.0 | 25.0 |" in printed
-    assert "| small | noise in NVFP4 | 1e-3 | 2 | 3.0 ± 1.0 | 3.0 ± 1.0 | 0.0 |  |" in printed
+    assert "| small | nvfp4+aqn | 1e-3 | 2 | 3.0 ± 1.0 | 3.0 ± 1.0 | 0.0 |  |" in printed
     with pytest.raises(UserError, match="neither a study of results/runs.csv nor a folder"):
         results.main([str(tmp_path / "none")], {})
 

@@ -1,6 +1,5 @@
-"""The studies of learning: lists of runs, the shell loop, means, and the rule of an experiment."""
+"""The studies of learning: lists of runs, the shell loop, means."""
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import train_gsm8k
 from harness import fast, small_policy
 from harness.folders import CHECKPOINT
-from studies import decide, results
+from studies import results
 from test_qerl import HERE
 
 
@@ -76,18 +75,3 @@ def test_a_start_seed_makes_another_policy(cache, monkeypatch):
     monkeypatch.setattr(small_policy, "train_policy", short)
     one, other = (fast.load_model(small_policy.warm_start(seed), "bf16") for seed in (0, 1))
     assert not one.embedding.equal(other.embedding)
-
-
-def test_the_record_has_the_effects_and_the_verdict_of_its_page(monkeypatch, capsys):
-    page = HERE / "results/claims/experiment.md"
-    monkeypatch.setattr("sys.argv", ["decide", str(page.with_suffix(".json"))])
-    decide.main()
-    *_, gains = capsys.readouterr().out.split("gain: ")
-    assert gains.endswith("4 bits: undetermined\n\n4 bits and noise: not asked\n")
-    rows = re.findall(r"^\| ([^|]+) \| (.+) ± .+ \| (.+) to (.+) \|$", gains, flags=re.MULTILINE)
-    assert [name for name, *_ in rows] == list(decide.EFFECTS)
-    shown = page.read_text(encoding="utf-8").replace("**", "")
-    for name, *numbers in rows:
-        line = re.search(rf"^\| {name}\b[^|]*\| (\S+) \((\S+) to (\S+)\)", shown, flags=re.MULTILINE)
-        rounded = list(map(float, line.groups()))
-        assert rounded == pytest.approx(list(map(float, numbers)), abs=0.051), name

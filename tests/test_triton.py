@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import qerl
 from harness import fast, loading, machine
 from common import neighbour, run_python
-from methods import gptq, merged
+from methods import gptq
 from harness.fast import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
@@ -409,14 +409,12 @@ def test_kernels_leave_many_rows_to_kept_values(tmp_path, monkeypatch, tiles):
 @pytest.mark.parametrize("name,weights,top_p", [
     *(("qerl", weights, 1.0) for weights in fast.FORMATS),
     ("qerl", "nvfp4", 0.9),
-    ("merged", "nvfp4", 1.0),
 ])
 def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, weights, top_p):
     """Log-probabilities of decoding against those of training, with LoRA and refilled slots.
 
     Decoding has tiles, fused kernels and a CUDA graph. Rollouts with one seed are equal bit for bit.
     """
-    monkeypatch.setattr(merged, "MERGED_ABOVE", 64)
     model = with_lora(make_folder(tmp_path, "wide")[0], weights=weights, device="cuda")
     prompts = [[5 + i] * (1 + i % 7) for i in range(100)] * 2
     method = fast if name == "qerl" else neighbour(name)
