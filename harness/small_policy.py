@@ -1,9 +1,9 @@
 """The built-in policy and its problems.
 
 The policy has a million parameters and is trained to imitate worked answers of which most are
-careless. It can do the format and the arithmetic; which operation a problem needs, the reward has
-to teach. A problem is {"question", "answer"} as in GSM8K: worked steps with <<calculations>>, then
-"#### number".
+careless: they add, whatever is asked. It can do the format and the arithmetic; which operation a
+problem needs, the reward has to teach. A problem is {"question", "answer"} as in GSM8K: worked
+steps with <<calculations>>, then "#### number".
 """
 import random
 import re
@@ -21,13 +21,12 @@ from harness.folders import fingerprint, made_once
 NAMES = ["Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Tom", "Zoe"]
 THINGS = ["pens", "figs", "cups", "eggs", "nuts", "keys", "hats", "toys"]
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-CARELESS = {"+": "-", "-": "+", "*": "+"}       # the operation that a careless answer takes instead
 
 
 def word_problem(rng, careless=False):
     """One made-up problem of one or two steps, with numbers below 20 and results below 82.
 
-    A careless answer takes the wrong last operation.
+    A careless answer adds at the end, whatever is asked.
     """
     name = rng.choice(NAMES)
     thing = rng.choice(THINGS)
@@ -42,8 +41,8 @@ def word_problem(rng, careless=False):
          [(a, "+", b), (a + b, "-", c)]),
     ])
     if careless:
-        x, op, y = steps[-1]
-        steps[-1] = (x, CARELESS[op], y)
+        x, _, y = steps[-1]
+        steps[-1] = (x, "+", y)
     lines = []
     for x, op, y in steps:
         z = OPERATIONS[op](x, y)
@@ -62,7 +61,7 @@ def word_problems(count, seed, exclude=(), careless=0.0):
 
 
 def made_up_problems(careless=0.0):
-    """(train, held-out), disjoint; `careless` is the fraction of wrong answers in train."""
+    """(train, held-out), disjoint; `careless` is the fraction of careless answers in train."""
     held_out = word_problems(512, seed=1)
     return word_problems(8192, seed=2, exclude=held_out, careless=careless), held_out
 
@@ -140,12 +139,12 @@ def imitation_loss(model, text, problems):
 
 
 def train_policy(seed, steps=250, batch=64):
-    """The small policy, trained on worked answers of which 60 % are careless.
+    """The small policy, trained on worked answers of which 70 % are careless.
 
     seed: of its first weights and the order of its problems.
     """
     text = WordText()
-    problems, _ = made_up_problems(careless=0.6)
+    problems, _ = made_up_problems(careless=0.7)
     torch.manual_seed(seed)
     model = make_policy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
