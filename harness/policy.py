@@ -6,7 +6,7 @@ import torch
 from harness import loading
 from harness.answers import terms
 from harness.data import ChatText, load_questions, write_prompts
-from harness.engines import find_engine, find_method
+from harness.engines import find_engine
 from harness.export import load_adapter, save_packed
 from harness.machine import fitted, keep_decoded, keep_values
 from harness.run import fingerprints
@@ -97,8 +97,7 @@ def save_quantized(settings):
     folder, tokenizer = find_model(settings)
 
     def calibrated():
-        return stored_folder(
-            settings, find_method(settings), folder, load_questions(settings).train, tokenizer)
+        return stored_folder(settings, None, folder, load_questions(settings).train, tokenizer)
 
     rounding = settings.quantizer == "rtn"
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)

@@ -10,8 +10,6 @@
     steps.csv.gz            the steps of these runs
     learning/runs.json      {name: what summary.json says} of runs that are no study's
     learning/steps.csv.gz   the steps of these
-
-A setting is an arm at a learning rate, (arm, lr).
 """
 import re
 from pathlib import Path
@@ -70,14 +68,9 @@ def row_of(folder):
     }
 
 
-def read_csv(path):
-    """A packed file as it was written."""
-    return pd.read_csv(path, float_precision="round_trip", dtype={"commit": str})
-
-
 def runs_of(study):
     """The rows of a study in results/runs.csv, or of the finished runs of studies/arms.sh in a folder."""
-    recorded = read_csv("results/runs.csv")
+    recorded = pd.read_csv("results/runs.csv")
     rows = recorded[recorded.study == study]
     if rows.empty:
         folders = [path.parent for path in sorted(Path(study).glob("*-lr*-seed*/summary.json"))]
@@ -88,62 +81,39 @@ def runs_of(study):
 
 
 # --------------------------------------------------------------------------------------------------
-# Means and differences
-
-def rate_text(lr):
-    """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
-    mantissa, exponent = f"{lr:e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def settings_of(rows, measures):
-    """(model, {(arm, lr): a table with a row a seed, a column a measure}) in the order of the names.
-
-    A run that is there twice counts once.
-    """
-    for model, of_model in rows.groupby("model"):
-        yield model, {setting: runs.groupby("seed")[list(measures)].last()
-                      for setting, runs in of_model.groupby(["arm", "lr"])}
-
-
-# --------------------------------------------------------------------------------------------------
 # Tables
 
-def columns_table(columns, lines):
-    """lines: (model, arm, learning rate, its table: a row a seed), shown if there are any."""
-    titles = [title for title, *_ in columns.values()]
-    cells = []
-    for model, arm, lr, seeds in lines:
+def columns_table(columns, settings):
+    """A line for each setting: means and standard errors over the seeds at which it was measured.
+
+    settings: {(model, arm, lr): a table with a row a seed, a column a measure}.
+    """
+    titles = [title for title, _, _ in columns.values()]
+    lines = []
+    for setting, seeds in settings.items():
         shown = [with_error(seeds[name].dropna(), scale, digits) if seeds[name].count() else ""
                  for name, (_, scale, digits) in columns.items()]
-        if len(seeds):
-            cells.append([model, arm, rate_text(lr), len(seeds), *shown])
-    return table(["model", "arm", "lr", "seeds", *titles], cells)
-
-
-def arms_table(rows):
-    """A line for each model, arm and learning rate: means and standard errors over the seeds."""
-    return columns_table(MEASURES, [
-        (model, arm, lr, seeds)
-        for model, settings in settings_of(rows, MEASURES)
-        for (arm, lr), seeds in settings.items()])
-
-
-def differences_table(rows, base):
-    """The same of the differences by seed: an arm minus the arm `base` at the same learning rate."""
-    rows = rows.assign(gained=rows.accuracy_after - rows.accuracy_before)
-    columns = REACHED | {"gained": ("pass@1 gained", 100, 1)}
-    return columns_table(columns, [
-        (model, arm, lr, (seeds - settings[base, lr]).dropna(how="all"))
-        for model, settings in settings_of(rows, columns)
-        for (arm, lr), seeds in settings.items() if arm != base and (base, lr) in settings])
+        lines.append([*setting, len(seeds), *shown])
+    return table(["model", "arm", "lr", "seeds", *titles], lines)
 
 
 def print_tables(rows, base):
+    """base: the arm with which the others are compared, at the same learning rate. A run that is there
+    twice counts once.
+    """
+    rows = rows.assign(gained=rows.accuracy_after - rows.accuracy_before)
+    settings = {setting: runs.groupby("seed")[[*MEASURES, "gained"]].last()
+                for setting, runs in rows.groupby(["model", "arm", "lr"])}
+    columns = REACHED | {"gained": ("pass@1 gained", 100, 1)}
+    differences = {}
+    for (model, arm, lr), seeds in settings.items():
+        if arm != base and (model, base, lr) in settings:
+            minus = seeds - settings[model, base, lr]
+            differences[model, arm, lr] = minus.dropna(subset=["accuracy_after"])
     print("\n".join([
-        "Means ± standard errors of seeds:", "", *arms_table(rows), "",
+        "Means ± standard errors of seeds:", "", *columns_table(MEASURES, settings), "",
         f"Differences by seed in points, each arm minus {base}, at equal learning rates. Gained is pass@1",
-        "after minus before:", "", *differences_table(rows, base)]))
+        "after minus before:", "", *columns_table(columns, differences)]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,7 +128,7 @@ def draw_all(folder, plots):
         if path.stem in plots:
             save_figure(path.with_suffix(".png"), plots[path.stem], read_json(path))
     summaries = read_json(f"{folder}/learning/runs.json")
-    for name, steps in read_csv(f"{folder}/learning/steps.csv.gz").groupby("run"):
+    for name, steps in pd.read_csv(f"{folder}/learning/steps.csv.gz").groupby("run"):
         if name in SHOWN:
             metrics = steps.dropna(axis="columns").to_dict("records")
             save_figure(f"{folder}/learning/{name}.png", learning_curve, metrics, summaries[name])

@@ -234,7 +234,7 @@ def test_branches_join_the_samples_behind_their_question(model):
     "jetrl --lora-rank 0 --beta 0": "entropy",
     "jetrl:training": "mismatch_kl",
     "rilq --beta 0.1": "kl",
-    "qat:distil": "sigma",
+    "qat": "sigma",
     "qerl --quantizer four-over-six": "sigma",
 }.items())
 def test_a_neighbour_trains_and_resumes(

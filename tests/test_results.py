@@ -36,8 +36,8 @@ def test_a_folders_runs_have_a_studys_tables(tmp_path, capsys):
                 "seconds": {"step": 1.0}}])
     results.main([str(tmp_path), "--base", "nvfp4"], {})
     printed = capsys.readouterr().out
-    assert "| small | nvfp4+aqn | 1e-3 | 2 | 1 |  |  | 53.0 ± 1.0 | 53.0 ± 1.0 | 25.0 |" in printed
-    assert "| small | nvfp4+aqn | 1e-3 | 2 | 3.0 ± 1.0 | 3.0 ± 1.0 | 0.0 |  |" in printed
+    assert "| small | nvfp4+aqn | 0.001 | 2 | 1 |  |  | 53.0 ± 1.0 | 53.0 ± 1.0 | 25.0 |" in printed
+    assert "| small | nvfp4+aqn | 0.001 | 2 | 3.0 ± 1.0 | 3.0 ± 1.0 | 0.0 |  |" in printed
     with pytest.raises(UserError, match="neither a study of results/runs.csv nor a folder"):
         results.main([str(tmp_path / "none")], {})
 
