@@ -1,4 +1,5 @@
 """Answers, rewards and questions."""
+import random
 import re
 import shutil
 import time
@@ -6,7 +7,6 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,14 +26,6 @@ from harness.ranks import Ranks
 from harness.small_policy import WordText, made_up_problems
 from train_gsm8k import answer_reward, paper_reward
 
-try:
-    from hypothesis import given, strategies
-except ImportError:
-    strategies = MagicMock()
-
-    def given(*_):
-        return pytest.mark.skip(reason="could not import 'hypothesis'")
-
 # --------------------------------------------------------------------------------------------------
 # Answers
 
@@ -52,26 +44,27 @@ def entries(table):
 # thrice; words that change it, thrice; a sign; an unknown or a relation, twice; words that the question
 # does not have or that are too many; an equation that is none; a denial; several numbers; no number.
 NOT_FIVE = ["", "3\n5", *entries(r"""
-    1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
+    55   5/7   5^2   1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
     \sqrt{5}   \frac15   5!   |5|   5(200)   5/0   5/2/2
     5⁷   5\textonehalf   5\textperthousand   1 1/5   1\frac{1}{5}   5(1/2)   5/   5¢
     5 pi   5 divided by two   5 point five   5 or six   negative 5
-    5 half apples   5 \text{ hundred}   5百万元
+    5 tripled   5 K   5 halves
+    5 half apples   5 \text{ hundred}   5百万元   5 million   million 5   minus 5   dozen 5
     5 doz   5 dozen   5 twelfths   5 sixteenths   5 pairs
     - 5   −5   -{5}   \pm 5   \textminus 5
     5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
     5 pq   5 ab   5 a   5 sin   5 tan
-    5 walks   5 apples in a day
-    2+2=5   6 = 5   5 = 2 + 2   5 = 2 + 3 = 6   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
-    x is not 5   \neg 5   not 3, it is 5   5 apples and
-    3:5   3-5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
+    5 walks   5 apples in a day   5 pigs   pigs 5   5 apples pigs   5 is wrong
+    5 + 1   1 + 5 = 5   2+2=5   6 = 5   5 = 2 + 2   5 = 2 + 3 = 6   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
+    x is not 5   \neg 5   not 3, it is 5   5 apples and   5 not   no: 5
+    3:5   3-5   5, 3   1 5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
     \text{cm}^5
 """)]
 
 # Line by line: a number; typesetting, twice; money; other signs; a calculation or an
 # unknown beside it, twice.
 FIVE = ["\n5\n", "5\u200b", "\ufeff5", *entries(r"""
-    5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    5.00   +5   (5)   5e0   05   10/2   0 + 5 = 5   \dfrac{10}{2}   0.5 \times 10^1
     {5}   \(5\)   **5**   [5]   \large 5   \boldsymbol{5}   \rm 5   \small 5   5\quad   `5`
     \phantom{0}5   \hphantom{-}5   \mathbf{5}   \boxed{5}
     US$5   ₹5   Rs. 5   USD 5   5 €   C$5   HK\$5   \pounds 5
@@ -123,28 +116,6 @@ def test_the_number_of_an_answer(text, number):
     assert is_right(f"\\boxed{{{float(number)}}}", text)
 
 
-# GSM8K's like: right answers whose units stand in the question, and what makes them wrong.
-NUMBERS = strategies.integers(2, 10 ** 6)
-PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
-RIGHT = entries(r"""
-    {}.0   +{}   ${}   ({})   \text{{{}}}   x = {}   0 + {} = {}
-    {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
-""")
-WORDS = "million dozen halves tripled pigs minus not K and".split()
-WRONG = entries("""
-    {} WORD   WORD {}   {} cows WORD   {} is wrong   no: {}
-    {} + 1   {}/7   1 {}   {}, 3   -{}   {}^2   1 + {} = {}   {}{}
-""")
-
-
-@given(NUMBERS, strategies.sampled_from(RIGHT), strategies.sampled_from(WRONG),
-       strategies.sampled_from(WORDS))
-def test_boxes_made_from_right_ones(number, right, wrong, word):
-    for form, expected in ((right, True), (wrong.replace("WORD", word), False)):
-        text = form.format(number, number)
-        assert is_right(f"\\boxed{{{text}}}", Fraction(number), PROBLEM) == expected, text
-
-
 @pytest.mark.parametrize("text,number", {
     "-$7.00": -7,
     "it is 5 + 3 = 8 apples.": 8,
@@ -164,7 +135,6 @@ def test_boxes_made_from_right_ones(number, right, wrong, word):
     "18 km^2": 18,
     "18km^2": None,
     "5km2": None,
-    "7m3": None,
     "3,4": None,
     "so 7 - 2": None,
     "worth 5 million": None,
@@ -223,7 +193,15 @@ def test_in_evaluation_a_box_or_tag_decides(text):
     ("In terms of $x$.", "5x^2", "5x^2", "5   5x"),
     ("With $i$.", "6i", "6i", "6"),
     ("", r"3\pi", r"3\pi   \pi 3", "3   9.424778   9.42477796077"),
-    ("", r"\sqrt{2}", r"\sqrt2   2^{1/2}", "1.414214   1.4142135624"),
+    ("", r"\sqrt{2}", r"\sqrt2   2^{1/2}", r"1.414214   1.4142135624   \sqrt{2}\text{ hundred}"),
+    ("", "p - q", "-q+p", "p+q"),
+    ("", r"\text{Evelyn}", "Evelyn", "Eve"),
+    ("", "2x", "2x", "3, 2x   3x=2x   " + "2" * 2000),
+    ("", r"(5,\infty)", r"(5,\infty)   \left(5,\infty\right)", "5"),
+    ("", r"2\pi", r"x = \frac{4\pi}{2} = 2\pi", r"1+1 = 2\pi"),
+    # What math-verify does not tell apart.
+    ("", "12_8", "12_8   12_{8}", "12_9"),
+    ("", "1/2004!", "1/2004!", "1/2006!"),
     ("", r"12\text{ dozen}", r"12\text{ dozen}", r"12   12\text{ eggs}"),
     ("", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}"),
     ("How long?", "6 hours", r"6   6 hours   6\text{ hours}", "6 apples   6 hundred"),
@@ -235,29 +213,9 @@ def test_in_evaluation_a_box_or_tag_decides(text):
 def test_a_right_answer_in_tex_says_what_is_right(question, right, fine, wrong):
     for forms, expected in ((fine, True), (wrong, False)):
         for text in entries(forms):
-            assert bool(is_right(f"\\boxed{{{text}}}", right, question)) == expected, text
-
-
-@pytest.mark.parametrize("right,answer,equal", [
-    ("p - q", "-q+p", True),
-    ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)", True),
-    ("\\text{Evelyn}", "Evelyn", True),
-    ("2x", "3, 2x", False),
-    ("2x", "2" * 2000, False),
-    ("(5,\\infty)", "5", False),
-    ("\\sqrt{5}", "\\sqrt{5}\\text{ hundred}", False),
-    ("2\\pi", "x = \\frac{4\\pi}{2} = 2\\pi", True),
-    ("2\\pi", "1+1 = 2\\pi", False),
-    ("2x", "3x=2x", False),
-    # what math-verify does not tell apart
-    ("12_8", "12_9", False),
-    ("12_8", "12_{8}", True),
-    ("1/2004!", "1/2006!", False),
-    ("(1,2)", "\\{1,2\\}", False),
-])
-def test_mathematics_is_compared_and_not_its_spelling(right, answer, equal):
-    assert bool(is_right(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)) == equal
-    assert not is_right(f"So {answer}.", right)
+            boxed = f"So \\boxed{{1}}, no, \\boxed{{{text}}}."
+            assert bool(is_right(boxed, right, question)) == expected, text
+            assert not is_right(f"So {text}.", right, question)
 
 
 @pytest.mark.parametrize("text", [
@@ -292,12 +250,16 @@ PIECES = """
 """.split() + [" ", "\n", "\u00a0"]
 
 
-@given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
-def test_no_text_raises_anything(text):
-    for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
-        assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
-    assert isinstance(right_answer({"question": text, "answer": f"so\n#### {text}"}), (Fraction, type(None)))
+def test_no_text_raises_anything():
+    """Nor does any other sign among them."""
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices([*PIECES, chr(rng.randrange(0x110000))], k=rng.randrange(12)))
+        for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
+            assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
+            assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
+        right = right_answer({"question": text, "answer": f"so\n#### {text}"})
+        assert right is None or isinstance(right, Fraction)
 
 
 @pytest.mark.parametrize("unit", [
@@ -549,13 +511,13 @@ def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, toke
 
 def test_the_small_policys_text_has_a_token_for_each_word():
     text = WordText()
-    encoding = text.encoding
-    cut = [encoding.decode([i]) for i in text.prompt("Ann fills 7 bags with 12 toys each. How many toys?")]
-    assert cut == ["Ann", " fills", " ", "7", " bags", " with", " ", "1", "2", " toys", " each", ".",
-                   " How", " many", " toys", "?", "\n"]
-    cut = [encoding.decode([i]) for i in text.worked_answer("7*9=<<7*9=63>>63", "63")]
-    assert cut == ["<think>", "7", "*", "9", "=<<", "7", "*", "9", "=", "6", "3", ">>", "6", "3",
-                   "</think>", "<answer>", "6", "3", "</answer>", "<end>"]
+
+    def cut(tokens):
+        return "|".join(text.encoding.decode([token]) for token in tokens)
+    prompt = text.prompt("Ann fills 7 bags with 12 toys each. How many toys?")
+    assert cut(prompt) == "Ann| fills| |7| bags| with| |1|2| toys| each|.| How| many| toys|?|\n"
+    answer = text.worked_answer("7*9=<<7*9=63>>63", "63")
+    assert cut(answer) == "<think>|7|*|9|=<<|7|*|9|=|6|3|>>|6|3|</think>|<answer>|6|3|</answer>|<end>"
 
 
 @pytest.mark.parametrize("written", [
