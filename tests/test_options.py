@@ -172,7 +172,7 @@ PLAIN = dict(lora_dropout=0.1, init_lora_weights="gaussian", revision="main", ta
 
 @pytest.mark.parametrize("fields", [
     dict(r=0), dict(alpha_pattern={"o_proj": 4}), dict(init_lora_weights="olora"),
-    dict(bias="lora_only"), dict(alora_invocation_tokens=[5, 6]), dict(a_field_of_tomorrow=1),
+    dict(a_field_of_tomorrow=1),
 ], ids=str)
 def test_only_plain_lora_is_taken(tmp_path, fields):
     """With the fields of PEFT that do not change the function; others are refused by name."""
