@@ -1,27 +1,22 @@
 """The lab's checker gives the right points, names likely mistakes, survives what students write."""
 import copy
-import importlib.util
 import inspect
 import itertools
 import json
 import re
-import runpy
 import shlex
 import shutil
-import types
 
 import pytest
 
 import qerl
 import train_gsm8k
 from common import run_python
+from docs.lab import check, student
 from lab_solutions import RIGHT, SOLUTION, WRONG, changed
 from test_qerl import HERE
 
 LAB = HERE / "docs/lab"
-SPEC = importlib.util.spec_from_file_location("check", LAB / "check.py")
-check = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(check)
 
 
 def write(path, text):
@@ -195,7 +190,6 @@ def test_what_cannot_be_checked_is_refused(args):
 
 def test_the_functions_are_called_as_those_of_qerl():
     """So that the training can use them."""
-    student = types.SimpleNamespace(**runpy.run_path(str(LAB / "student.py")))
     for name in check.CASES:
         theirs, ours = (list(inspect.signature(getattr(module, name)).parameters.values())
                         for module in (qerl, student))

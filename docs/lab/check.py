@@ -165,12 +165,17 @@ def after_the_block(function, error):
             sum(not norm.weight.eq(3).all() for norm in norms), goes_on]
 
 
-def shares(function, probabilities, **given):
-    """Of three tokens among 8000 draws, half from each of two rows, to one digit."""
-    logits = torch.tensor(probabilities).log().repeat(4000, 1)
-    tokens = function(logits, generator=torch.Generator().manual_seed(0), **given)[0]
-    counts = tokens.bincount(minlength=3)
-    return (counts / 8000).round(decimals=1).tolist()
+def frequencies(function, logits, temperature, **given):
+    """Of the tokens, in 4000 draws from each row [B, V]."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = function(logits.repeat(4000, 1), temperature, generator=generator, **given)[0]
+    return tokens.bincount(minlength=logits.shape[1]) / len(tokens)
+
+
+def shares(function, probabilities, temperature=1.0, **given):
+    """Of three tokens among draws from two rows, to one digit."""
+    logits = torch.tensor(probabilities).log()
+    return frequencies(function, logits, temperature, **given).round(decimals=1).tolist()
 
 
 def drawn(function, probabilities, temperature=1.0, **given):
@@ -179,9 +184,7 @@ def drawn(function, probabilities, temperature=1.0, **given):
     [the number of different tokens, are they the likeliest, are their shares as their probabilities?]
     """
     logits = torch.tensor(probabilities).log()
-    generator = torch.Generator().manual_seed(0)
-    tokens = function(logits.repeat(20_000, 1), temperature, generator=generator, **given)[0]
-    share = tokens.bincount(minlength=len(logits)) / len(tokens)
+    share = frequencies(function, logits.repeat(5, 1), temperature, **given)
     there = share > 0
     p = (logits / temperature).softmax(0)
     likeliest = p[there].min() >= p.where(~there, 0).max()
