@@ -48,6 +48,7 @@ from test_answers import chat_text
     "--reward 1e99*answer": r"--reward 1e99\*answer: answer is .* or its weight is not below 1e30",
     "--reward none.py:f": "No such file or directory: .*none.py",
     "--dry-run --model m --shard": "without --shard",
+    "--model m --shard": "start by torchrun",
     "--save-quantized out": "saves a real model .* name it with --model",
     # What nothing reads.
     "--save-quantized out --model m --lora-rank 8 --train-norms --out run":

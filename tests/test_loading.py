@@ -167,7 +167,6 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
 
 @pytest.mark.parametrize("name,edit,message", [
     (DOWN, lambda t: t / 0, "is damaged: its largest number is (inf|nan)"),
-    (DOWN, lambda t: t.double() * 1e-40, "is damaged: its largest number is .*e-4.*fetch the model again"),
     (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "is damaged: its largest number is 0, "),
     (DOWN, lambda t: t[:, :64].contiguous(), r"\[128, 64\].*\[128, 192\]"),
