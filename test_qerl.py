@@ -349,6 +349,8 @@ def test_samples_follow_the_distribution(temperature, top_p, expected):
     "generate: top_p": lambda: fast.generate(None, [[1]], 2, top_p=0.0),
     "temperature 0": lambda: qerl.token_logprobs(None, [], TOKENS, None, temperature=0),
     "temperature -1": lambda: fast.token_logprobs(None, [], TOKENS, None, temperature=-1),
+    "200 input features, not divisible by nvfp4's block of 16":
+        lambda: qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4"),
     "step 4 is none of the 4": lambda: qerl.noise_sigma(4, 4),
     "torch.int8 is no floating-point": lambda: qerl.load_model("no-folder", dtype=torch.int8),
 }.items())

@@ -396,7 +396,7 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
 @pytest.mark.parametrize("content,asked", [
     ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
     ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
-    ("null", None), ("[[5]]", None), ("{", None), ("[" * 9999, None), ("\ufeff", None),
+    ("[[5]]", None), ("{", None), ("[" * 9999, None),
 ])
 def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
     path = tmp_path / "a.json"
@@ -421,30 +421,29 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
     assert asked == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train")]
 
 
+SPELLINGS = {
+    "two gaps": "two  gaps",
+    "line\nend": "line\r\nend",
+    "wide gap": "wide\u00a0gap",
+    "caf\u00e9": "cafe\u0301",
+    "tab": "\ttab\n",
+}
+
+
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
-    """Of each set that is held out the first few are asked."""
+    """Nor in another spelling. Of each set that is held out the first few are asked."""
     monkeypatch.chdir(tmp_path)
-    for name, asked in (("train", "abcd"), ("one", "cde"), ("two", "f")):
+    for name, asked in (("train", ["a", "b", "c", *SPELLINGS, "5²", "52"]),
+                        ("one", ["c", "d", *SPELLINGS.values()]), ("two", ["f"])):
         write_jsonl(f"{name}.jsonl", [{"question": q, "answer": "5"} for q in asked])
     settings = train_gsm8k.Settings(
         data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2)
     sets = load_questions(settings)
-    assert ["".join(q["question"] for q in questions) for questions in sets] == ["ab", "", "cdf"]
-    assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
+    assert [[q["question"] for q in questions] for questions in sets] == [
+        ["a", "b", "5²", "52"], [], ["c", "d", "f"]]
+    assert "6 of 10 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
         load_questions(replace(settings, eval=None))
-
-
-@pytest.mark.parametrize("asked,again", [
-    ("two gaps", "two  gaps"), ("line\nend", "line\r\nend"), ("wide gap", "wide\u00a0gap"),
-    ("caf\u00e9", "cafe\u0301"), ("tab", "\ttab\n"),
-])
-def test_a_question_is_the_same_in_another_spelling(tmp_path, monkeypatch, asked, again):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl("train.jsonl", [{"question": q, "answer": "5"} for q in (asked, again, "other", "5²", "52")])
-    write_jsonl("held_out.jsonl", [{"question": again, "answer": "5"}])
-    found = load_questions(train_gsm8k.Settings(data="train.jsonl", eval=["held_out.jsonl"]))
-    assert [q["question"] for q in found.train] == ["other", "5²", "52"]
 
 
 def test_long_prompts_are_counted_and_skipped(capsys):

@@ -22,7 +22,7 @@ from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import by_both_engines, run_python, stop_at, tensors_of_checkpoint, without_times
-from harness import export, folders, policy
+from harness import export, folders
 from harness.command import one_line
 from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
@@ -189,18 +189,6 @@ def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monk
     Path("link").symlink_to("empty")
     assert message in refused("--model", qwen, "--device", "cpu", "--quantizer", "rtn", *argv.split())
     assert not list(tmp_path.glob("*.tmp")) and not Path("new").exists()
-
-
-@pytest.mark.parametrize("damage", [lambda stored: stored[:-9], lambda stored: stored[:-8] + b"\xff" * 8],
-                         ids=["cut", "NaN"])
-def test_a_damaged_policy_in_the_cache_is_made_anew_when_its_folder_is_deleted(
-        qwen, tmp_path, monkeypatch, damage):
-    kept = shutil.copytree(qwen, tmp_path / "kept")
-    stored = (kept / "model.safetensors").read_bytes()
-    (kept / "model.safetensors").write_bytes(damage(stored))
-    monkeypatch.setattr(policy, "warm_start", lambda seed: str(kept))
-    line = refused("--device", "cpu", "--out", tmp_path / "run")
-    assert "or delete its folder in " in line and "to have it made anew" in line
 
 
 @pytest.fixture

@@ -185,7 +185,9 @@ def logged_of(kept, groups, settings):
     rows = sum(kept, [])
     drawn = sum(groups, [])
     scored = [row for group in kept if teaches(group) or settings.beta for row in group]
-    x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
+    changes = [row.training_logprobs - row.rollout_logprobs for row in scored]
+    ratio = torch.stack([change.sum() for change in changes]).exp()
+    x = torch.cat(changes)
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
@@ -193,6 +195,7 @@ def logged_of(kept, groups, settings):
         "signal": fmean(map(teaches, groups)),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
         "groups_left_out": 1 - len(scored) / len(rows),
+        "effective_completions": (ratio.mean() ** 2 / ratio.square().mean()).item(),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
         "mismatch_max_ratio": x.abs().max().exp().item(),
         "length": fmean(len(row.tokens) for row in rows),
