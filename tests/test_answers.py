@@ -29,8 +29,8 @@ from train_gsm8k import answer_reward, paper_reward
 # --------------------------------------------------------------------------------------------------
 # Answers
 
-QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, 7 m wide, "
-            "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
+QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, "
+            "7 m wide, 9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
             "In China 3元, 8个苹果. She has 2 dozen eggs, 3 pairs of socks, 2½ pies, 10⁷ and 7 twelfths of "
             "a pq, with $xy$ of $ab$ and \\sin of \\tan. How many more minutes?")
 
@@ -38,6 +38,11 @@ QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walk
 def entries(table):
     """The texts of a table, which line ends and wide gaps part."""
     return re.split(r"\n *|  +", table.strip())
+
+
+def rows(table):
+    """The cells of each line of a table, which "|" parts."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
 
 
 # What is not 5, though a 5 is its last digit, whatever the question says. Line by line: another number,
@@ -95,71 +100,71 @@ def test_only_one_clear_number_counts(text, five):
         assert is_right("\\boxed{5}", text, QUESTION)
 
 
-@pytest.mark.parametrize("text,number", {
-    "1,250.00": 1250,
-    "1{,}250": 1250,
-    "1\\,250": 1250,
-    "1e5": 100000,
-    "10^{3}": 1000,
-    "1.5 \\cdot 10^{-2}": Fraction("0.015"),
-    "-\\tfrac{1}{2}": Fraction("-0.5"),
-    "5 1/2": Fraction("5.5"),
-    "-5\\frac{1}{2}": Fraction("-5.5"),
-    "2 \\dfrac14": Fraction("2.25"),
-    "x=- 5": -5,
-    "\\text{-}5": -5,
-}.items())
+@pytest.mark.parametrize("text,number", rows(r"""
+    1,250.00 | 1250
+    1{,}250 | 1250
+    1\,250 | 1250
+    1e5 | 100000
+    10^{3} | 1000
+    1.5 \cdot 10^{-2} | 3/200
+    -\tfrac{1}{2} | -1/2
+    5 1/2 | 11/2
+    -5\frac{1}{2} | -11/2
+    2 \dfrac14 | 9/4
+    x=- 5 | -5
+    \text{-}5 | -5
+"""))
 def test_the_number_of_an_answer(text, number):
     """The same behind "####" and in TeX."""
-    right = right_answer({"question": "", "answer": f"#### {float(number)}"})
+    right = right_answer({"question": "", "answer": f"#### {number}"})
     assert is_right(f"\\boxed{{{text}}}", right)
-    assert is_right(f"\\boxed{{{float(number)}}}", text)
+    assert is_right(f"\\boxed{{{number}}}", text)
 
 
-@pytest.mark.parametrize("text,number", {
-    "-$7.00": -7,
-    "it is 5 + 3 = 8 apples.": 8,
-    "Total-5": 5,
-    "wait...18": 18,
-    "so 5 and **18**.": 18,
-    "18 (eighteen)": 18,
-    "$90/hour": 90,
-    "答案是18。": 18,
-    "it has 3 000": 3000,
-    "it is - 5": -5,
-    "it is 1.5e6": 1500000,
-    "7 \\times 10^{3}": 7000,
-    "= 10^6.": 1000000,
-    "it is 7e-3, so": Fraction("0.007"),
-    "it is 5 1/2": Fraction("5.5"),
-    "18 km^2": 18,
-    "18km^2": None,
-    "5km2": None,
-    "3,4": None,
-    "so 7 - 2": None,
-    "worth 5 million": None,
-    "the 5th": None,
-    "x2": None,
-    "none": None,
-}.items())
+@pytest.mark.parametrize("text,number", rows(r"""
+    -$7.00 | -7
+    it is 5 + 3 = 8 apples. | 8
+    Total-5 | 5
+    wait...18 | 18
+    so 5 and **18**. | 18
+    18 (eighteen) | 18
+    $90/hour | 90
+    答案是18。 | 18
+    it has 3 000 | 3000
+    it is - 5 | -5
+    it is 1.5e6 | 1500000
+    7 \times 10^{3} | 7000
+    = 10^6. | 1000000
+    it is 7e-3, so | 7/1000
+    it is 5 1/2 | 11/2
+    18 km^2 | 18
+    18km^2 | None
+    5km2 | None
+    3,4 | None
+    so 7 - 2 | None
+    worth 5 million | None
+    the 5th | None
+    x2 | None
+    none | None
+"""))
 def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == number
+    assert str(last_number(text)) == number
 
 
-@pytest.mark.parametrize("text,answer", {
-    "\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2": "\\frac{3^{\\frac{1}{2}}}{2}",
-    "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
-    "\\boxed{\\boxed{5}}": "\\boxed{5}",
-    "} boxed{5}": None,
-    "\\boxed{5}, no, \\boxed{7": "5",
-    "so $\\boxed 2$.": "2",
-    "\\fbox{3}": "3",
-    "<answer>3 <answer>5</answer> 7</answer>": "5",
-    "<answer>5</answer> <answer>6": "5",
-    "<answer>so \\boxed{5}</answer> \\boxed{6}": "5",
-}.items())
+@pytest.mark.parametrize("text,answer", rows(r"""
+    \boxed{1} \boxed {\frac{3^{\frac{1}{2}}}{2}} } \boxed{2 | \frac{3^{\frac{1}{2}}}{2}
+    \boxed{\{1, 2\}} | \{1, 2\}
+    \boxed{\boxed{5}} | \boxed{5}
+    } boxed{5} | None
+    \boxed{5}, no, \boxed{7 | 5
+    so $\boxed 2$. | 2
+    \fbox{3} | 3
+    <answer>3 <answer>5</answer> 7</answer> | 5
+    <answer>5</answer> <answer>6 | 5
+    <answer>so \boxed{5}</answer> \boxed{6} | 5
+"""))
 def test_what_stands_in_the_last_box_or_tag_is_the_answer(text, answer):
-    assert given_answer(text) == answer
+    assert str(given_answer(text)) == answer
 
 
 @pytest.mark.parametrize("text", ["5 or 6", "5-6", ""])
@@ -174,42 +179,41 @@ def test_in_evaluation_a_box_or_tag_decides(text):
 
 
 # A right answer in TeX, what is right and what is wrong.
-@pytest.mark.parametrize("question,right,fine,wrong", [
-    ("", r"25\%", r"25\%   25 percent   0.25   \frac14   25", r"0.25\%   2500\%   25^\circ   2500"),
-    ("How likely?", "0.25", r"25\%   25 percent   \frac{1}{4}", r"0.25\%   25"),
-    ("How likely?", r"\frac12", r"50\%", r"0.5\%   50"),
-    ("What percent?", "0.25", r"0.25\%   0.25", r"25\%   25"),
-    ("What percent?", "25", r"25\%   25   25 percent", r"0.25\%   2500\%   0.25"),
-    ("", r"0.5\%", r"0.5\%   0.005", r"50\%   50   0.005\%"),
-    ("", r"1.5 \times 10^{3}", r"1500   1.5e3   15 \times 10^2", "15000   150   1.5"),
-    ("How likely?", "24", r"24\%", r"0.24   2400\%"),
-    ("", r"45^\circ", r"45°   45   45^\circ", r"45\%   \frac{45}{100}"),
-    ("A side of 3 cm.", r"6\text{ cm}^2", "6   6 cm^2   6 cm²   6 cm", "6 cm^3   6 cm³   6 %"),
-    ("", r"6\mathrm{~ml}", r"6   6 ml   6\text{ ml}", "6 l   6 mlx"),
-    ("In terms of $x$, $n$, $xy$ and $m$.", "5x", "5x   5 x   x * 5", "5   5m"),
-    ("In terms of $x$, $n$, $xy$ and m.", "5m", "5m", "5   5 cm"),
-    ("In terms of $a$ and $b$.", "12ab", "12ab   12ba", "12   12a   12b"),
-    ("In terms of $r$ and $h$.", r"2\pi rh", r"2\pi rh   2 h r \pi", r"2\pi r   2\pi"),
-    ("In terms of $x$.", "5x^2", "5x^2", "5   5x"),
-    ("With $i$.", "6i", "6i", "6"),
-    ("", r"3\pi", r"3\pi   \pi 3", "3   9.424778   9.42477796077"),
-    ("", r"\sqrt{2}", r"\sqrt2   2^{1/2}", r"1.414214   1.4142135624   \sqrt{2}\text{ hundred}"),
-    ("", "p - q", "-q+p", "p+q"),
-    ("", r"\text{Evelyn}", "Evelyn", "Eve"),
-    ("", "2x", "2x", "3, 2x   3x=2x   " + "2" * 2000),
-    ("", r"(5,\infty)", r"(5,\infty)   \left(5,\infty\right)", "5"),
-    ("", r"2\pi", r"x = \frac{4\pi}{2} = 2\pi", r"1+1 = 2\pi"),
-    # What math-verify does not tell apart.
-    ("", "12_8", "12_8   12_{8}", "12_9"),
-    ("", "1/2004!", "1/2004!", "1/2006!"),
-    ("", r"12\text{ dozen}", r"12\text{ dozen}", r"12   12\text{ eggs}"),
-    ("", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}"),
-    ("How long?", "6 hours", r"6   6 hours   6\text{ hours}", "6 apples   6 hundred"),
-    ("", r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}   2\sqrt3\text{ cm}   \sqrt{12}", r"2   2\text{ cm}"),
-    ("", "1,000x", "1000x   1{,}000x", "1   1,000   (1, 000x)"),
-    ("", "(4,3)", r"(4,3)   \left(4, 3\right)", r"[4,3]   \left[4,3\right]   \{4,3\}"),
-    ("", "[0,1)", "[0,1)", "(0,1)   [0,1]"),
-])
+@pytest.mark.parametrize("question,right,fine,wrong", rows(r"""
+    | 25\% | 25\%   25 percent   0.25   \frac14   25 | 0.25\%   2500\%   25^\circ   2500
+    How likely? | 0.25 | 25\%   25 percent   \frac{1}{4} | 0.25\%   25
+    How likely? | \frac12 | 50\% | 0.5\%   50
+    What percent? | 0.25 | 0.25\%   0.25 | 25\%   25
+    What percent? | 25 | 25\%   25   25 percent | 0.25\%   2500\%   0.25
+    | 0.5\% | 0.5\%   0.005 | 50\%   50   0.005\%
+    | 1.5 \times 10^{3} | 1500   1.5e3   15 \times 10^2 | 15000   150   1.5
+    How likely? | 24 | 24\% | 0.24   2400\%
+    | 45^\circ | 45°   45   45^\circ | 45\%   \frac{45}{100}
+    A side of 3 cm. | 6\text{ cm}^2 | 6   6 cm^2   6 cm²   6 cm | 6 cm^3   6 cm³   6 %
+    | 6\mathrm{~ml} | 6   6 ml   6\text{ ml} | 6 l   6 mlx
+    In terms of $x$, $n$, $xy$ and $m$. | 5x | 5x   5 x   x * 5 | 5   5m
+    In terms of $x$, $n$, $xy$ and m. | 5m | 5m | 5   5 cm
+    In terms of $a$ and $b$. | 12ab | 12ab   12ba | 12   12a   12b
+    In terms of $r$ and $h$. | 2\pi rh | 2\pi rh   2 h r \pi | 2\pi r   2\pi
+    In terms of $x$. | 5x^2 | 5x^2 | 5   5x
+    With $i$. | 6i | 6i | 6
+    | 3\pi | 3\pi   \pi 3 | 3   9.424778   9.42477796077
+    | \sqrt{2} | \sqrt2   2^{1/2} | 1.414214   1.4142135624   \sqrt{2}\text{ hundred}
+    | p - q | -q+p | p+q
+    | \text{Evelyn} | Evelyn | Eve
+    | 2x | 2x | 3, 2x   3x=2x
+    | (5,\infty) | (5,\infty)   \left(5,\infty\right) | 5
+    | 2\pi | x = \frac{4\pi}{2} = 2\pi | 1+1 = 2\pi
+    | 12_8 | 12_8   12_{8} | 12_9
+    | 1/2004! | 1/2004! | 1/2006!
+    | 12\text{ dozen} | 12\text{ dozen} | 12   12\text{ eggs}
+    | 2\sqrt{3}\text{ hundred} | 2\sqrt{3}\text{ hundred} | 2\sqrt{3}
+    How long? | 6 hours | 6   6 hours   6\text{ hours} | 6 apples   6 hundred
+    | 2\sqrt{3}\text{ cm} | 2\sqrt{3}   2\sqrt3\text{ cm}   \sqrt{12} | 2   2\text{ cm}
+    | 1,000x | 1000x   1{,}000x | 1   1,000   (1, 000x)
+    | (4,3) | (4,3)   \left(4, 3\right) | [4,3]   \left[4,3\right]   \{4,3\}
+    | [0,1) | [0,1) | (0,1)   [0,1]
+"""))
 def test_a_right_answer_in_tex_says_what_is_right(question, right, fine, wrong):
     for forms, expected in ((fine, True), (wrong, False)):
         for text in entries(forms):
@@ -226,6 +230,7 @@ def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
     start = time.process_time()
     assert is_right(f"\\boxed{{{text}}}", "x+1") is None
     assert is_right(f"\\boxed{{{text}}}", text)
+    assert is_right(f"\\boxed{{{1000 * text}}}", "x+1") is False           # no answer that is meant
     assert time.process_time() - start < 1
     rollout = qerl.Rollout(torch.zeros(2, 1), *[None] * 4)
     texts = [f"\\boxed{{{text}}}", "\\boxed{x+1}"]
