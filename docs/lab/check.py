@@ -61,8 +61,8 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(POINTS))
-    parser.add_argument("--file", type=Path, default=HERE / "student.py", help="the file to check")
-    parser.add_argument("--cases", type=Path, default=HERE / "mycases.py", help="your cases")
+    parser.add_argument("--file", type=Path, default=HERE / "student.py",
+                        help="the file to check; mycases.py is beside it")
     parser.add_argument("--json", action="store_true", help="print results as Gradescope reads them")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one function")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
@@ -505,7 +505,7 @@ def send_grade(name, args, connection):
     os.dup2(2, 1)
     torch.set_num_threads(1)
     if name == "cases":
-        result = grade_cases(args.cases.resolve())
+        result = grade_cases(args.file.resolve().with_name("mycases.py"))
     else:
         result = grade(name, args.file.resolve(), args.seed)
     connection.send_bytes(json.dumps(result).encode())
