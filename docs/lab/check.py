@@ -1,9 +1,9 @@
 """Points for docs/lab/student.py and mycases.py, in all; README.md here describes the lab.
 
-    python docs/lab/check.py                             all functions, and the cases
-    python docs/lab/check.py sample policy_loss          these alone, in seconds
-    python docs/lab/check.py cases                       mycases.py alone
-    python docs/lab/check.py --file solution.py --json   another file; in Gradescope's format
+    python docs/lab/check.py                        all functions, and the cases
+    python docs/lab/check.py sample policy_loss     these alone, in seconds
+    python docs/lab/check.py cases                  mycases.py alone
+    python docs/lab/check.py --file NAME.py --json  another file; printed in Gradescope's format
 
 The exit status is 0 only with all points. Half of a function's points are for the cases in
 cases.json: inputs, right results, and what likely mistakes give. NVFP4's bytes in it are by
@@ -458,9 +458,8 @@ def grade(name, file, seed=0):
 
 def wrong_functions():
     """{name: (the right function, the wrong one)} of wrong.py"""
-    found = runpy.run_path(str(HERE / "wrong.py"))
-    right = {name: REFERENCE.get(name.rpartition("_")[0]) for name in found}
-    return {name: (right[name], wrong) for name, wrong in found.items() if right[name]}
+    found = runpy.run_path(str(HERE / "wrong.py")).items()
+    return {name: (REFERENCE[name[:-2]], wrong) for name, wrong in found if name[:-2] in REFERENCE}
 
 
 def why_not(case, right, wrong, file):

@@ -28,9 +28,9 @@ def quantize_nvfp4_2(weight):
 
 
 def dequantize_blocks_1(packed, table, scale, dtype):
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
-    scales = scale.repeat_interleave(16, 1)[:, :codes.shape[1]]
-    return (table[codes] * scales).to(dtype)
+    values = qerl.dequantize_blocks(packed, table, torch.ones_like(scale), torch.float32)
+    scales = scale.repeat_interleave(16, 1)[:, :values.shape[1]]
+    return (values * scales).to(dtype)
 
 
 def dequantize_blocks_2(packed, table, scale, dtype):
@@ -104,13 +104,12 @@ def sample_2(logits, temperature=1.0, top_p=1.0, generator=None):
 
 
 def sample_3(logits, temperature=1.0, top_p=1.0, generator=None):
-    token, _, entropy = qerl.sample(logits, temperature)
+    _, _, entropy = qerl.sample(logits, temperature)
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    if temperature:
-        p = logprobs.exp()
-        likely = qerl.nucleus(p, top_p)
-        least = likely.where(likely > 0, 1).amin(-1, keepdim=True)
-        token = torch.multinomial(p * (p >= least), 1, generator=generator)[:, 0]
+    likely = qerl.nucleus(logprobs.exp(), top_p) > 0
+    least = logprobs.where(likely, 0).amin(-1, keepdim=True)
+    kept = logits.where(logprobs >= least, -1e9)
+    token, _, _ = qerl.sample(kept, temperature, 1.0, generator)
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
