@@ -451,12 +451,6 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
         load_questions(replace(settings, eval=None))
 
 
-def test_long_prompts_are_counted_and_skipped(capsys):
-    problems = [{"question": "q" * n, "answer": "#### 1"} for n in (5, 50, 500)]
-    assert with_prompts(problems, WordText(), 60) == problems[:2]
-    assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
-
-
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     """pass@1 is the mean of three answers to each question; the first of them is kept."""
     rows = [{"question": "a question", "right": Fraction(n), "source": source}
