@@ -77,7 +77,7 @@ def test_a_tensor_comes_from_the_file_that_the_index_says(qwen, tmp_path, shardi
     assert fast.load_model(folder)(TOKENS).equal(fast.load_model(qwen)(TOKENS))
     shard.unlink()
     torch.save(wrong, tmp_path / "pytorch_model.bin")
-    refused(folder, f"{shard}: cannot be read.*fetch the model again.*pickled.*never loaded")
+    refused(folder, f"{shard}: cannot be read.*fetch the model again, or .*pickled.*never loaded")
 
 
 def test_a_new_file_beside_an_old_index_is_not_the_index(qwen, tmp_path):
@@ -166,8 +166,8 @@ def test_compressed_tensors_folder_is_read_as_it_is(made_qwen, tmp_path):
 
 
 @pytest.mark.parametrize("name,edit,message", [
-    (DOWN, lambda t: t / 0, "is damaged: its largest number is (inf|nan)"),
-    (DOWN, lambda t: t.double() * 1e-40, "is damaged: its largest number is .*e-4.*fetch the model again"),
+    (DOWN, lambda t: t / 0,
+     "is damaged: its largest number is (inf|nan).*, or delete its folder in .* to have it made anew"),
     (NORM, None, "is missing"),
     (NORM, torch.zeros_like, "is damaged: its largest number is 0, "),
     (DOWN, lambda t: t[:, :64].contiguous(), r"\[128, 64\].*\[128, 192\]"),
@@ -204,11 +204,6 @@ def test_a_tensor_that_cannot_be_right_is_named(qwen, tmp_path, name, edit, mess
 }.items())
 def test_unusable_configs_are_named(qwen, tmp_path, message, config):
     refused(break_tensor(qwen, tmp_path, lambda t: None, **config), message)
-
-
-def test_features_that_no_block_divides_are_named():
-    with pytest.raises(AssertionError, match="200 input features, not divisible by nvfp4's block of 16"):
-        qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4")
 
 
 def test_code_of_a_model_never_runs(qwen, tmp_path, monkeypatch):
