@@ -9,7 +9,8 @@ formula, and by what bounds its speed: memory, instructions or latency.
     1. quantising     weights rounded to E2M1, GPTQ's columns         encode_e2m1, round_columns
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
-    3. linear         y = x Ŵᵀ + bias + LoRA + residual               TiledWeight.multiply
+    3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
+                                                                      lora_down
     4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
                                                                       packed_attention,
                                                                       decode_attention
@@ -342,6 +343,7 @@ class TiledWeight:
                                 # the kernels have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
+    wide = None                 # see fast.with_room
     values = None               # the weight in bfloat16, too, as an object that multiplies, where
                                 # machine.keep_values found room for it
 
@@ -387,11 +389,10 @@ class TiledWeight:
         bounds = sum(sizes[:1]), sum(sizes[:2])
         return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
-        """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
+    def multiply(self, x, bias=None, lora=None):
+        """x Ŵᵀ + bias + LoRA [rows, out], in x's dtype, without gradient.
 
-        x [rows, in], interleaved, on a GPU bfloat16; bias [out]; residual [rows, out]; lora from
-        prepare_lora; x and residual contiguous. Unlike fast.PackedWeight it leaves the residual alone.
+        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out]; lora from prepare_lora.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
@@ -403,11 +404,10 @@ class TiledWeight:
         if not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
             y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-            y = y if residual is None else y + residual
             return y if lora is None else add_lora(y, x, self, lora)
         if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(launch_linear(x, self, bias, residual, None), x, self, lora)
-        return launch_linear(x, self, bias, residual, lora)
+            return add_lora(launch_linear(x, self, bias, None), x, self, lora)
+        return launch_linear(x, self, bias, lora)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
@@ -665,7 +665,7 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
+# 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ
 #
 # With many rows PyTorch multiplies, by a weight that was decoded before (TiledWeight.multiply). x and
 # the columns of A are interleaved, so the weight has to be, too.
@@ -692,7 +692,7 @@ def add_lora(y, x, tiled, lora):
 # So all SMs have the same work, whatever the layer's size. A program that has only a part of a tile
 # leaves its sums in `partial`. Whoever is the last to do so adds the parts up, always in the same
 # order, so that equal inputs give equal outputs, and finishes the tile: it adds LoRA, multiplies by
-# out_scale, adds bias and residual, and writes y.
+# out_scale, adds the bias, and writes y.
 #
 # LoRA's h = x Aᵀ is left to the first few programs, who cut it along the input, too. When they are
 # done, `ready` says so, and whoever finishes a tile multiplies h by its share of B. It may have to
@@ -836,7 +836,7 @@ def scratch(device):
     )
 
 
-def launch_linear(x, tiled, bias, residual, lora):
+def launch_linear(x, tiled, bias, lora):
     """TiledWeight.multiply by linear_kernel, in one launch."""
     rows, columns = x.shape
     out = len(tiled.out_scale)
@@ -849,20 +849,17 @@ def launch_linear(x, tiled, bias, residual, lora):
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
-    # By TMA, a tile of x, residual or y is moved as a block, and the kernel takes a descriptor
-    # instead of a pointer. This pays with more than 32 rows.
+    # By TMA, a tile of x or y is moved as a block, and the kernel takes a descriptor instead of a
+    # pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
     if wgmma and plan["ROWS"] > 32:
-        tile_of_y = [plan["ROWS"], 64 * plan["R"]]
         x_tma = tma_descriptor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = tma_descriptor(y, tile_of_y)
-        if residual is not None:
-            residual = tma_descriptor(residual, tile_of_y)
+        y_there = tma_descriptor(y, [plan["ROWS"], 64 * plan["R"]])
 
     linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
-        bias, residual, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
+        bias, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
         RANK=rank, NF4=tiled.nf4, WGMMA=wgmma, launch_pdl=wgmma, **plan)
     return y
 
@@ -911,12 +908,12 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 
 @triton.jit
-def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
-              ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_part(x, lora_A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
+                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
     Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
-    return 0.
+    return 0. copy: where x goes, too, if not None, in rows of h's stride.
     """
     tile = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -930,6 +927,9 @@ def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
         a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
         b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
         acc = product(b, a.T, acc)
+        if copy is not None:
+            copied = tl.where(tile % j_tiles == 0, M, 0)     # rows: one of the tiles beside another
+            tl.store(copy + m[:, None] * stride_h + k[None], b, mask=m[:, None] < copied)
 
     here = partial + tile * parts * (ROWS * J)
     here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
@@ -940,7 +940,7 @@ def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
         tl.store(arrived + tile, 0)
         acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
-        at_h = h + m[:, None] * ranks + j[None]
+        at_h = h + m[:, None] * stride_h + j[None]
         tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
         tl.debug_barrier()
     return last
@@ -1027,7 +1027,7 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
 
 
 @triton.jit
-def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+def finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
            M, N, ranks, bound1, bound2, lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
     """Write a tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
     n = n0 + tl.arange(0, acc.shape[0])
@@ -1047,13 +1047,9 @@ def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, f
     out = acc * scale + shift
 
     if BY_TMA:                                           # which leaves out the rows from M on
-        if residual is not None:
-            out += residual.load([m0, n0]).T
         y.store([m0, n0], out.to(y.dtype).T)
     else:
         at_y = m[None].to(tl.int64) * N + n[:, None]
-        if residual is not None:
-            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
 
     if RANK > 0:
@@ -1065,7 +1061,7 @@ def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, f
 
 @triton.jit
 def linear_kernel(x_tma, x, words, scales, out_scale, table,
-                  bias, residual, lora_A, lora_B, h, y,
+                  bias, lora_A, lora_B, h, y,
                   partial, lora_partial, counters,
                   M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
                   RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
@@ -1075,7 +1071,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     """y [M, N], where W has `column_tiles` tiles along the input; plan_linear explains the other
     numbers.
 
-    If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
+    If x_tma is a descriptor, y is one, too. WGMMA: on Hopper; else by mma.sync.
     """
     ready = counters                                     # how many tiles of h are done
     finished = counters + 1                              # how many tiles of y
@@ -1097,8 +1093,9 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     wait_for_previous()
     if RANK > 0:
         if p < 0:
-            done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
-                             ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
+            done = lora_down_part(x, lora_A, h, None, lora_partial, lora_arrived, M,
+                                  column_tiles * 64, ranks, ranks, lora_parts, LORA_ROWS, 64,
+                                  64 * max(2, C))
             tl.atomic_add(ready, done)
             at = end
 
@@ -1123,9 +1120,97 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
                                        total, R, WARP_GROUPS, AT_ONCE)
         if finishes:
             n0 = tile // m_tiles * (64 * R)
-            finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+            finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
                    M, N, ranks, bound1, bound2, lora_programs // lora_parts,
                    RANK, x_tma is not None)
+
+
+# One order of sums. Of the values in 16 bits cuBLAS mostly adds the products of a row in the order of
+# the columns, so that its result does not depend on the rows beside it. Where there are few rows and
+# many columns it shares the sum out. Sampling and training would then differ in the last bits. The
+# kernel adds in order always; linear takes it where cuBLAS's result is another.
+
+@functools.lru_cache
+def orders(device, dtype, columns):
+    """Whether linear and lora_down take such an x [rows, columns]."""
+    fits = dtype == torch.bfloat16 or INTERPRETED
+    return fits and runs_on(device, dtype) and is_hopper(device) and columns % 128 == 0
+
+
+SAME = {}                          # whether cuBLAS's result of a size is the kernel's
+
+
+def linear(x, weight, bias=None):
+    """F.linear(x, weight, bias), in the order of the columns. x is contiguous."""
+    size = *x.shape, *weight.shape, weight.stride(0), bias is None
+    if size not in SAME:
+        SAME[size] = F.linear(x, weight, bias).equal(in_order(x, weight, bias))
+    return F.linear(x, weight, bias) if SAME[size] else in_order(x, weight, bias)
+
+
+def in_order(x, weight, bias):
+    """linear by the kernel, which is bound by memory for few rows."""
+    M, K = x.shape
+    N = len(weight)
+    y = x.new_empty(M, N)
+    rows = 16 if M <= 16 else 32 if M <= 32 else 64
+    out = 32 if M <= 128 else 64
+    step = 256 if M <= 32 else 128
+    in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
+        x, weight, bias, y, M, N, K, weight.stride(0), WHOLE=K % step == 0,
+        ROWS=rows, OUT=out, STEP=step, num_warps=4, num_stages=5)
+    return y
+
+
+@triton.jit
+def in_order_kernel(x, weight, bias, y, M, N, K, stride, WHOLE: tl.constexpr,
+                    ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr):
+    """A tile ROWS x OUT of y. Behind the last row or output it reads the last again."""
+    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at_x = x + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K
+    at_w = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride
+    acc = tl.zeros([ROWS, OUT], tl.float32)
+    for first in range(0, K, STEP):
+        k = first + tl.arange(0, STEP)[None]
+        if WHOLE:
+            a = tl.load(at_x + k)
+            b = tl.load(at_w + k)
+        else:
+            a = tl.load(at_x + k, mask=k < K, other=0.0)
+            b = tl.load(at_w + k, mask=k < K, other=0.0)
+        acc = product(a, b.T, acc)
+    if bias is not None:
+        acc += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[None]
+    at_y = y + m[:, None].to(tl.int64) * N + n[None]
+    tl.store(at_y, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None] < N))
+
+
+def lora_down(x, A, beside=False):
+    """h = x Aᵀ of x [rows, in] and A [ranks, in] or, beside x, [x, h].
+
+    The columns are cut into parts whatever the number of rows, which are added up in their order.
+    """
+    rows, columns = x.shape
+    ranks = len(A)
+    h = both = x.new_empty(rows, ranks + beside * columns)
+    if beside:
+        h = both[:, columns:]
+    J = 64 if ranks <= 64 else 128
+    parts = triton.cdiv(columns, 2048)
+    tile_rows = 16 if rows <= 1024 else 32             # too few for wgmma, see plan_linear
+    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
+    partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
+    lora_down_kernel[(tiles * parts,)](
+        x, A, h, both if beside else None, partial, parts_arrived(x.device), rows, columns, ranks,
+        h.stride(0), parts, ROWS=tile_rows, J=J, K=128, num_warps=4)
+    return both
+
+
+@triton.jit
+def lora_down_kernel(x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
+                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+    lora_down_part(x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1153,14 +1238,14 @@ def tile_place(k):
 # In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
 # all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
-def rms_norm(x, weight, eps, interleaved=False):
+def rms_norm(x, weight, eps):
     """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    return FusedRMSNorm.apply(x.contiguous(), None, weight, eps, interleaved)[1]
+    return norm_branch(x.contiguous(), None, weight, eps)[1]
 
 
-def norm_branch(x, added, weight, eps):
+def norm_branch(x, added, weight, eps, interleaved=False):
     """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
-    return FusedRMSNorm.apply(x, added, weight, eps, False)
+    return FusedRMSNorm.apply(x, added, weight, eps, interleaved)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -1310,6 +1395,8 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 
 # Rotary embedding: y = R(position) x, which turns each pair (x[i], x[i + D/2]) of a head by an
 # angle of its own. It is a rotation, so the gradient is turned back: dL/dx = R(-position) dL/dy.
+# decode_attention rotates, too. In both kernels each product is rounded (enable_fp_fusion=False), so
+# that their results are equal.
 
 def rotary(x, cos, sin):
     """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
@@ -1335,7 +1422,7 @@ class FusedRotary(torch.autograd.Function):
         rotary_kernel[(B * T,)](
             x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign,
             HEADS=triton.next_power_of_2(heads), HALF=D // 2,
-            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
+            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4, enable_fp_fusion=False)
         return y
 
 
@@ -1359,53 +1446,139 @@ def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: 
     tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
-# Attention in a line of tokens (fast.pack): a prompt attends to itself, and a completion to its
-# prompt and to itself. A softmax over keys that lie in two places is made of those of both places:
+# Attention, online: of the keys seen so far a kernel keeps the maximal score of each query (m), the sum
+# of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a larger score comes, total
+# and out shrink by exp(old m - new m). At the end y = out / total.
 #
-#     y = (e^l₁ y₁ + e^l₂ y₂) / (e^l₁ + e^l₂),     where l = log Σ exp(scores) of a place
-#
-# So PyTorch's FlashAttention runs twice: within each prompt and completion, and from all completions
-# of a prompt to the prompt. Nothing is copied or padded. Of the softmax its backward takes only y and
-# l. If these are the whole's, the gradients of both places add up to the whole's.
+# Training and sampling add up in one order. The keys of a sequence, from its first token on, are cut
+# into parts of PART and these into blocks; each part begins anew, and the parts are put together one
+# after the other. A sum over a block's keys is a product with ones: that of tl.sum would depend on the
+# tile.
+
+PART = 256
+BLOCK = 64
+LOWEST = tl.constexpr(-1e30)           # below all scores; unlike -inf it can be subtracted from itself
+
+
+@triton.jit
+def begin(ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    """(m, total, out) of no keys."""
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    return m, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, D_PAD], tl.float32)
+
+
+@triton.jit
+def attend(Q, K, V, seen, m, total, out, scale_log2e):
+    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`."""
+    score = product(Q, tl.trans(K))                                          # [ROWS, BLOCK]
+    score = tl.where(seen, score * scale_log2e, -float("inf"))
+    new_m = tl.maximum(m, tl.max(score, 1))
+    w = tl.exp2(score - new_m[:, None]).to(V.dtype)
+    shrink = tl.exp2(m - new_m)[:, None]
+    total = product(w, tl.full([V.shape[0], 16], 1.0, V.dtype), total * shrink)
+    return new_m, total, product(w, V, out * shrink)
+
+
+@triton.jit
+def put_together(m, total, out, part_m, part_total, part_out):
+    """(m, total, out) of what was so far and of another part."""
+    new_m = tl.maximum(m, part_m)
+    old = tl.exp2(m - new_m)[:, None]
+    new = tl.exp2(part_m - new_m)[:, None]
+    return new_m, total * old + part_total * new, out * old + part_out * new
+
+
+# In a line of tokens (fast.pack) a prompt attends to itself, and a completion to its prompt and to
+# itself. For the gradient PyTorch's FlashAttention runs twice: within each prompt and completion, and
+# from all completions of a prompt to the prompt. Of the softmax it takes only y and l = log Σ
+# exp(scores). If these are the whole's, the gradients of both places add up to the whole's.
+
+def attend_in_line(q, k, v, ends, prefix, longest):
+    """Attention of sequences in a line: -> y [S, heads, D], l float32 [heads, S].
+
+    q [S, heads, D], k and v [S, kv_heads, D]; ends int32 [1 + sequences]: 0, and where each ends;
+    prefix int32 [2, sequences]: where tokens of the line begin that precede each, and how many;
+    longest: of the sequences.
+    """
+    S, heads, D = q.shape
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    l = torch.empty(heads, S, device=q.device)
+    sequences = len(ends) - 1
+    line_attention_kernel[heads, sequences, triton.cdiv(longest, 64)](
+        q, k, v, y, l, ends, prefix, S, heads, sequences, q.stride(0), k.stride(0), v.stride(0),
+        D ** -0.5 * LOG2E, SHARE=heads // k.shape[1], ROWS=64, D=D, D_PAD=triton.next_power_of_2(D),
+        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
+    return y, l
+
+
+@triton.jit(do_not_specialize=["S", "sequences"])
+def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stride_q, stride_k,
+                          stride_v, scale_log2e, SHARE: tl.constexpr, ROWS: tl.constexpr,
+                          D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+                          PART: tl.constexpr):
+    """A program has ROWS tokens of a sequence, and one of the heads, of which SHARE share a kv head."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    first = tl.load(ends + sequence)
+    end = tl.load(ends + sequence + 1)
+    row = first + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if first + tl.program_id(2) * ROWS < end:
+        before = tl.load(prefix + sequence)                      # where its prompt begins
+        count = tl.load(prefix + sequences + sequence)           # tokens of it
+        position = count + row - first
+        d = tl.arange(0, D_PAD)[None]
+        inside = (row[:, None] < end) & (d < D)
+        Q = tl.load(q + row[:, None].to(tl.int64) * stride_q + head * D + d, mask=inside, other=0.0)
+        keys = tl.minimum(count + (tl.program_id(2) + 1) * ROWS, count + end - first)
+        m, total, out = begin(ROWS, D_PAD)
+        for part in range(0, keys, PART):
+            part_m, part_total, part_out = begin(ROWS, D_PAD)
+            for block in range(part, tl.minimum(part + PART, keys), BLOCK):
+                t = block + tl.arange(0, BLOCK)
+                at = tl.where(t < count, before + t, first + t - count)[:, None].to(tl.int64)
+                at_head = head // SHARE * D + d
+                there = (t[:, None] < keys) & (d < D)
+                K = tl.load(k + at * stride_k + at_head, mask=there, other=0.0)
+                V = tl.load(v + at * stride_v + at_head, mask=there, other=0.0)
+                seen = t[None] <= position[:, None]
+                part_m, part_total, part_out = attend(
+                    Q, K, V, seen, part_m, part_total, part_out, scale_log2e)
+            m, total, out = put_together(m, total, out, part_m, part_total, part_out)
+        total = tl.max(total, 1)                                 # its columns are equal
+        at_y = y + (row[:, None].to(tl.int64) * heads + head) * D + d
+        tl.store(at_y, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+        log_sum = (m + tl.log2(total)) * 0.6931471805599453
+        tl.store(l + head.to(tl.int64) * S + row, log_sum, mask=row < end)
+
 
 def packed_attention(q, k, v, packing):
     """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
-    return FlashPacked.apply(q, k, v, packing)
+    return PackedAttention.apply(q, k, v, packing)
 
 
-class FlashPacked(torch.autograd.Function):
-    @staticmethod
-    def places(packing):
-        """Where the completions begin, and FlashAttention's arguments for both places."""
-        P = len(packing.group_ends) - 1
-        first = len(packing.position) - len(packing.before)
-        longest = max(packing.sizes)
-        own = packing.ends, packing.ends, longest, longest, 0.0, True
-        prompt = packing.group_ends, packing.ends[:P + 1], packing.largest, longest, 0.0, False
-        return first, own, prompt
-
+class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packing):
-        flash = torch.ops.aten._flash_attention_forward
-        first, own, prompt = FlashPacked.places(packing)
-        y, l, *state = flash(q, k, v, *own, False)[:4]                 # l [heads, S]
-        y_2, l_2, *state_2 = flash(q[first:], k[:first], v[:first], *prompt, False)[:4]
-        share = torch.sigmoid(l_2 - l[:, first:]).T[..., None]
-        y[first:].lerp_(y_2, share.to(y.dtype))
-        l[:, first:] = torch.logaddexp(l[:, first:], l_2)
+        y, l = attend_in_line(q, k, v, packing.ends, packing.prefix, max(packing.sizes))
         ctx.packing = packing
-        ctx.save_for_backward(q, k, v, y, l, *state, *state_2)
+        ctx.save_for_backward(q, k, v, y, l)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         flash = torch.ops.aten._flash_attention_backward
-        first, own, prompt = FlashPacked.places(ctx.packing)
-        q, k, v, y, l, *states = ctx.saved_tensors
+        packing = ctx.packing
+        q, k, v, y, l = ctx.saved_tensors
         grad = grad.contiguous()
-        dq, dk, dv = flash(grad, q, k, v, y, l, *own, *states[:2])
-        dq_2, dk_2, dv_2 = flash(grad[first:], q[first:], k[:first], v[:first], y[first:],
-                                 l[:, first:].contiguous(), *prompt, *states[2:])
+        P = len(packing.group_ends) - 1
+        first = len(packing.position) - len(packing.before)      # where the completions begin
+        longest = max(packing.sizes)
+        unused = [grad.new_empty(2, dtype=torch.uint64)] * 2     # the state of its random numbers
+        dq, dk, dv = flash(grad, q, k, v, y, l, packing.ends, packing.ends, longest, longest, 0.0, True,
+                           *unused)
+        dq_2, dk_2, dv_2 = flash(
+            grad[first:], q[first:], k[:first], v[:first], y[first:], l[:, first:].contiguous(),
+            packing.group_ends, packing.ends[:P + 1], packing.largest, longest, 0.0, False, *unused)
         dq[first:] += dq_2
         dk[:first] += dk_2
         dv[:first] += dv_2
@@ -1418,13 +1591,8 @@ class FlashPacked(torch.autograd.Function):
 #
 # It is bound by memory: the keys and values that are there are read once for all query heads that
 # share them (grouped-query attention); the places of the cache that are not filled are not
-# touched. A row's cache is cut into parts for different programs, so that long rows do not make the
-# others wait: parts of `split` tokens, of more where the row would have more parts than programs.
-# The last program of a row to finish puts its parts together, one after the other.
-
-PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
-MOST_PARTS = 64            # of a row
-
+# touched. The parts of a row are for different programs, so that long rows do not make the others
+# wait. The last program of a row to finish puts its parts together.
 
 def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
@@ -1437,8 +1605,7 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     _, B, kv_heads, max_len, D = cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
-    split = 512 if B * kv_heads >= 128 else 128
-    parts = min(MOST_PARTS, triton.cdiv(PROGRAMS, B * kv_heads), triton.cdiv(max_len, split))
+    parts = triton.cdiv(max_len, PART)
 
     # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
     # least.
@@ -1452,21 +1619,15 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
         qkv, cos, sin, cache, filled, y, out, stats, parts_arrived(qkv.device),
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=64, SPLIT=split,
-        num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
+        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        launch_pdl=is_hopper(y.device))
     return y
 
 
 @functools.lru_cache
 def parts_arrived(device):
-    """How many parts of each row and kv head have left what they computed, int32, zero between calls."""
+    """How many parts of each sum have left what they computed, int32, zero between calls."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-# The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
-# (m), the sum of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a larger score
-# comes, total and out shrink by exp(old m - new m). The same rule puts parts together. At the end
-# y = out / total.
 
 
 @triton.jit
@@ -1476,29 +1637,6 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
     v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
     return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
-
-
-@triton.jit
-def attend(Q, m, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
-           D: tl.constexpr, BLOCK: tl.constexpr):
-    """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
-
-    The cache has n tokens; token t of these is at t * D of k_cache and v_cache.
-    """
-    for start in range(first, last, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        there = (t[:, None] < n) & (d[None] < D)
-        K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-        V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-        score = product(Q, tl.trans(K))                                      # (HEADS, BLOCK)
-        score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))
-        new_m = tl.maximum(m, tl.max(score, 1))
-        w = tl.exp2(score - new_m[:, None])
-        shrink = tl.exp2(m - new_m)
-        total = total * shrink + tl.sum(w, 1)
-        out = out * shrink[:, None] + product(w.to(V.dtype), V)
-        m = new_m
-    return m, total, out
 
 
 @triton.jit
@@ -1513,26 +1651,19 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
     i = head[:, None] * D_PAD + d[None]
     tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
     tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
-    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
+    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, tl.max(total, 1))
     tl.debug_barrier()                                     # all threads store before one counts
     done = tl.atomic_add(arrived + b_head, 1) == parts - 1
     if done:
         tl.store(arrived + b_head, 0)
         at_out = outs + slot * (HEADS * D_PAD) + i
         at_m = stats + slot * (2 * HEADS) + head
-        m = tl.full([HEADS], -float("inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        out = tl.zeros([HEADS, D_PAD], tl.float32)
+        m, total, out = begin(HEADS, D_PAD)
         for q in range(0, parts):
             part_m = tl.load(at_m + q * (2 * HEADS), cache_modifier=".cg")
-            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
+            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")[:, None]
             part_out = tl.load(at_out + q * (HEADS * D_PAD), cache_modifier=".cg")
-            new_m = tl.maximum(m, part_m)
-            old = tl.exp2(m - new_m)
-            new = tl.exp2(part_m - new_m)
-            total = total * old + part_total * new
-            out = out * old[:, None] + part_out * new[:, None]
-            m = new_m
+            m, total, out = put_together(m, total, out, part_m, part_total, part_out)
     return done, total, out
 
 
@@ -1542,8 +1673,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
                             kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                            BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
+                            BLOCK: tl.constexpr, PART: tl.constexpr):
+    """A program has a part of the cache of one row and kv head (b_head).
 
     SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded. values: how far
     behind the keys the values are.
@@ -1557,8 +1688,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
     n = tl.load(filled + b).to(tl.int32)
     k_cache = cache + b_head.to(tl.int64) * max_len * D        # all keys come before all values
     v_cache = k_cache + values
-    size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
-    first = part * size
+    first = part * PART
     if first <= n:
         head = tl.arange(0, HEADS)
         d = tl.arange(0, D_PAD)
@@ -1568,25 +1698,22 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
         at = b * (kv_heads * (SHARE + 2)) * D
         at_q = at + (g * SHARE + head[:, None]) * D
         Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
-        m = tl.full([HEADS], -float("inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        out = tl.zeros([HEADS, D_PAD], tl.float32)
-
-        # The new token is this part's: append it, and begin the softmax with it.
-        if n < first + size:
+        if n < first + PART:                                   # the new token is this part's
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
             tl.store(k_cache + n * D + d, k, mask=d < D)
             tl.store(v_cache + n * D + d, v, mask=d < D)
-            m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
-            total += 1.0
-            out += v.to(tl.float32)[None]
-        last = tl.minimum(n, first + size)
-        m, total, out = attend(Q, m, total, out, k_cache, v_cache, first, last, n, d,
-                               scale_log2e, D, BLOCK)
+            tl.debug_barrier()                                 # all threads store before any loads
+        m, total, out = begin(HEADS, D_PAD)
+        for block in range(first, tl.minimum(n + 1, first + PART), BLOCK):
+            t = block + tl.arange(0, BLOCK)
+            there = (t[:, None] <= n) & (d[None] < D)
+            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            m, total, out = attend(Q, K, V, t[None] <= n, m, total, out, scale_log2e)
 
-        parts = n // size + 1
-        done = n < size
+        parts = n // PART + 1
+        done = parts == 1
         if not done:
             done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
                                                parts, b_head, head, d, HEADS, D_PAD)
@@ -1594,7 +1721,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
             place = (g * SHARE + head[:, None]) * D + d[None]
             place = tile_place(place) if INTERLEAVED else place
             at_y = y + (b * (kv_heads * SHARE * D) + place)
-            result = (out / total[:, None]).to(y.dtype.element_ty)
+            result = (out / tl.max(total, 1)[:, None]).to(y.dtype.element_ty)
             tl.store(at_y, result, mask=inside)
 
 
@@ -1602,91 +1729,61 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
 # 5. After the output layer
 #
 # Log-probabilities and sampling are bound by memory: by one pass over the logits, of which a token
-# has as many as the vocabulary has entries (their gradient is as large again). Both use the online
-# softmax of decode_attention.
+# has as many as the vocabulary has entries (their gradient is as large again). A row's logits are
+# shared by many programs. Each finds the sums of its part, and of these alone the rest is made. With
+# z = logits/temperature a token's log-probability is z[token] - log Z, where Z = Σ e^z, and its gradient
 #
-# A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). Its gradient:
-#
-#     dlogprob/dlogits = 1[token] - softmax(logits)
+#     dlogprob/dlogits = (1[token] - softmax(z)) / temperature
 
 LOGITS = 4096              # of a row at a time
 
 
-def token_logprob(logits, tokens, gradient=False):
+def token_logprob(logits, tokens, temperature=1.0, gradient=False):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     gradient: put its gradient [n, V] in the place of the logits.
     """
     n, V = logits.shape
-    logprob = torch.empty(n, device=logits.device)
-    log_Z = torch.empty(n, device=logits.device)
-    token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=LOGITS, num_warps=8)
+    scale = 1 / temperature
+    parts, blocks, sizes = sums_of_parts(logits, scale)
+    logprob, log_Z = chosen_logprob(logits, tokens, parts, blocks, scale)
     if gradient:
-        token_logprob_gradient_kernel[(n * triton.cdiv(V, LOGITS),)](
-            logits, tokens, log_Z, V, SIZE=LOGITS, num_warps=8)
+        token_logprob_gradient_kernel[(n * blocks,)](
+            logits, tokens, log_Z, V, scale, SIZE=LOGITS, num_warps=8)
     return logprob
 
 
-@triton.jit
-def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
-    """A program has a row of logits and goes through it SIZE at a time."""
-    row = tl.program_id(0).to(tl.int64)
-    m = -float("inf")                                              # the largest logit so far
-    total = 0.0                                                    # Σ exp(logits - m)
-    for first in range(0, V, SIZE):
-        i = first + tl.arange(0, SIZE)
-        z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        new_m = tl.maximum(m, tl.max(z))
-        total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
-        m = new_m
-    m += tl.log(total)
-    tl.store(log_Z + row, m)
-    chosen = tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32)
-    tl.store(logprob + row, chosen - m)
-
-
-@triton.jit
-def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
-    """A program has SIZE logits of a row, and overwrites them."""
-    blocks = tl.cdiv(V, SIZE)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
-    z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-    p = tl.exp(z - tl.load(log_Z + row))
-    g = (i == tl.load(tokens + row)).to(tl.float32) - p
-    tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
-
-
-# Sampling: a random share of a sum of probabilities is drawn, and the place at which the running sum passes
-# it. (qerl.sample draws other numbers, from the same distribution.)
-#
-# A row's logits are shared by many programs. Each finds the sums of its part. From these alone a second
-# kernel draws a part, and then it draws a token in it. There is no need of all log-probabilities either:
-# with z = logits/temperature that of the token is z[token] - log Z, and the entropy is
-# log Z - Σ softmax(z) z.
-
-def sample(logits, temperature, seed, top_p=1.0):
-    """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
-
-    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call. With top_p the
-    token is of the nucleus; of equal logits at its border all are in it.
-    """
+def sums_of_parts(logits, scale):
+    """(the sums of each row's parts [B, 4, PARTS], how many parts there are, the kernels' sizes)."""
     B, V = logits.shape
-    scale = 1 / temperature
     blocks = triton.cdiv(V, LOGITS)
     sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
     parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
-    lowest = torch.empty(B, device=logits.device)
-    token = torch.empty(B, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty(B, device=logits.device)
-    entropy = torch.empty(B, device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
-    if top_p < 1:
-        nucleus_kernel[(B,)](
-            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
-    sample_kernel[(B,)](
-        logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
-    return token, logprob, entropy
+    return parts, blocks, sizes
+
+
+def chosen_logprob(logits, tokens, parts, blocks, scale):
+    """log-probability of each row's token and log Z, float32 [B]: of training and sampling."""
+    logprob, log_Z = torch.empty(2, len(tokens), device=logits.device)
+    chosen_kernel[(len(tokens),)](
+        logits, tokens, parts, logprob, log_Z, logits.shape[1], blocks, scale,
+        PARTS=parts.shape[2], num_warps=1)
+    return logprob, log_Z
+
+
+@triton.jit
+def chosen_kernel(logits, tokens, parts, logprob, log_Z, V, blocks, scale, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    here = parts + row * (4 * PARTS) + part
+    m = tl.load(here, mask=part < blocks, other=-float("inf"))
+    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
+    largest = tl.max(m)
+    log_sum = largest + tl.log(tl.sum(total * tl.exp(m - largest)))
+    tl.store(log_Z + row, log_sum)
+    z = scaled_logits(logits, row, tl.load(tokens + row), V, scale)
+    tl.store(logprob + row, z - log_sum)
 
 
 @triton.jit
@@ -1708,6 +1805,41 @@ def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.c
     tl.store(here, m)
     tl.store(here + PARTS, tl.sum(e))
     tl.store(here + 2 * PARTS, tl.sum(tl.where(e > 0, z * e, 0.0)))
+
+
+@triton.jit
+def token_logprob_gradient_kernel(logits, tokens, log_Z, V, scale, SIZE: tl.constexpr):
+    """A program has SIZE logits of a row, and overwrites them."""
+    blocks = tl.cdiv(V, SIZE)
+    row = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    p = tl.exp(scaled_logits(logits, row, i, V, scale) - tl.load(log_Z + row))
+    g = scale * ((i == tl.load(tokens + row)).to(tl.float32) - p)
+    tl.store(logits + row.to(tl.int64) * V + i, g.to(logits.dtype.element_ty), mask=i < V)
+
+
+# Sampling: a random share of a sum of probabilities is drawn, and the place at which the running sum passes
+# it. (qerl.sample draws other numbers, from the same distribution.) From the sums of the parts a kernel
+# draws a part, and then it draws a token in it. The entropy is log Z - Σ softmax(z) z.
+
+def sample(logits, temperature, seed, top_p=1.0):
+    """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
+
+    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call. With top_p the
+    token is of the nucleus; of equal logits at its border all are in it.
+    """
+    B, V = logits.shape
+    scale = 1 / temperature
+    parts, blocks, sizes = sums_of_parts(logits, scale)
+    lowest = torch.empty(B, device=logits.device)
+    token = torch.empty(B, dtype=torch.int64, device=logits.device)
+    entropy = torch.empty(B, device=logits.device)
+    if top_p < 1:
+        nucleus_kernel[(B,)](
+            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
+    sample_kernel[(B,)](
+        logits, seed, parts, lowest, token, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
+    return token, chosen_logprob(logits, token, parts, blocks, scale)[0], entropy
 
 
 @triton.jit
@@ -1760,7 +1892,7 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
 
 
 @triton.jit
-def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale,
+def sample_kernel(logits, seed, parts, lowest, token, entropy, V, blocks, scale,
                   NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
     """Put a row's parts together, pick one of them, and a token in it."""
     row = tl.program_id(0)
@@ -1787,7 +1919,6 @@ def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, block
         p = tl.where(z >= tl.load(lowest + row), p, 0.0)
     chosen = block * SIZE + place_of(p, v * tl.sum(p), SIZE)
     tl.store(token + row, chosen)
-    tl.store(logprob + row, tl.sum(tl.where(i == chosen, z, 0.0)) - log_Z)
 
 
 @triton.jit

@@ -73,10 +73,9 @@ class CodedWeight(fast.PackedWeight):
                      "a GPU's 8-bit products need features divisible by 16, and this model has a weight "
                      f"{list(weight.shape)}; use --method qerl")
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
+    def multiply(self, x, bias=None, lora=None):
         y = multiply(quantize(x, self.format), self.parts).to(x.dtype)
-        for added in (bias, residual):
-            y = y if added is None else y + added.to(x.dtype)
+        y = y if bias is None else y + bias.to(x.dtype)
         return y if lora is None else y.addmm_(x @ lora[0].T, lora[1].T)
 
 
