@@ -909,7 +909,7 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 @triton.jit
 def lora_down_part(x, lora_A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
-                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+                   CUT: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
     Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
@@ -931,14 +931,17 @@ def lora_down_part(x, lora_A, h, copy, partial, arrived, M, columns, ranks, stri
             copied = tl.where(tile % j_tiles == 0, M, 0)     # rows: one of the tiles beside another
             tl.store(copy + m[:, None] * stride_h + k[None], b, mask=m[:, None] < copied)
 
-    here = partial + tile * parts * (ROWS * J)
-    here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
-    tl.store(here + part * (ROWS * J), acc)
-    tl.debug_barrier()                                   # all threads store before one counts
-    last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
+    last = 1
+    if CUT:
+        here = partial + tile * parts * (ROWS * J)
+        here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+        tl.store(here + part * (ROWS * J), acc)
+        tl.debug_barrier()                               # all threads store before one counts
+        last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
+        if last == 1:
+            tl.store(arrived + tile, 0)
+            acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
     if last == 1:
-        tl.store(arrived + tile, 0)
-        acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
         at_h = h + m[:, None] * stride_h + j[None]
         tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
@@ -1094,8 +1097,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     if RANK > 0:
         if p < 0:
             done = lora_down_part(x, lora_A, h, None, lora_partial, lora_arrived, M,
-                                  column_tiles * 64, ranks, ranks, lora_parts, LORA_ROWS, 64,
-                                  64 * max(2, C))
+                                  column_tiles * 64, ranks, ranks, lora_parts, True, LORA_ROWS,
+                                  64, 64 * max(2, C))
             tl.atomic_add(ready, done)
             at = end
 
@@ -1127,58 +1130,74 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
 
 # One order of sums. Of the values in 16 bits cuBLAS mostly adds the products of a row in the order of
 # the columns, so that its result does not depend on the rows beside it. Where there are few rows and
-# many columns it shares the sum out. Sampling and training would then differ in the last bits. The
-# kernel adds in order always; linear takes it where cuBLAS's result is another.
+# many columns it shares the sum out, and sampling and training would differ in the last bits. The
+# kernel adds in order always; linear takes it where cuBLAS does not.
 
 @functools.lru_cache
 def orders(device, dtype, columns):
-    """Whether linear and lora_down take such an x [rows, columns]."""
+    """Whether linear and lora_down take an x [rows, columns]."""
     fits = dtype == torch.bfloat16 or INTERPRETED
     return fits and runs_on(device, dtype) and is_hopper(device) and columns % 128 == 0
 
 
-SAME = {}                          # whether cuBLAS's result of a size is the kernel's
-
-
 def linear(x, weight, bias=None):
     """F.linear(x, weight, bias), in the order of the columns. x is contiguous."""
-    size = *x.shape, *weight.shape, weight.stride(0), bias is None
-    if size not in SAME:
-        SAME[size] = F.linear(x, weight, bias).equal(in_order(x, weight, bias))
-    return F.linear(x, weight, bias) if SAME[size] else in_order(x, weight, bias)
+    ordered = cublas_orders(*x.shape, len(weight), weight.stride(0), bias is not None, x.dtype, x.device)
+    return F.linear(x, weight, bias) if ordered else in_order(x, weight, bias)
+
+
+@functools.lru_cache(maxsize=None)
+def cublas_orders(rows, columns, out, stride, biased, dtype, device):
+    """Whether cuBLAS's product of this size is in_order's: tried once, by large terms that cancel.
+
+    The two halves of a row's sum are opposite up to a 64th, which brings its rounding to light.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    random = functools.partial(torch.randn, generator=generator, dtype=dtype, device=device)
+    half = columns // 2
+    x = 64 * random(rows, columns)
+    x[:, half:2 * half] = random(rows, half) - x[:, :half]
+    weight = random(out, stride)[:, :columns]
+    weight[:, half:2 * half] = weight[:, :half]
+    bias = random(out) if biased else None
+    return F.linear(x, weight, bias).equal(in_order(x, weight, bias))
 
 
 def in_order(x, weight, bias):
-    """linear by the kernel, which is bound by memory for few rows."""
+    """linear by the kernel, which few rows bind to the memory."""
     M, K = x.shape
     N = len(weight)
     y = x.new_empty(M, N)
     rows = 16 if M <= 16 else 32 if M <= 32 else 64
-    out = 32 if M <= 128 else 64
     step = 256 if M <= 32 else 128
+    out = 64
+    while out > 16 and triton.cdiv(M, rows) * N < 100 * out:       # programs, for 132 SMs
+        out //= 2
     in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
-        x, weight, bias, y, M, N, K, weight.stride(0), WHOLE=K % step == 0,
-        ROWS=rows, OUT=out, STEP=step, num_warps=4, num_stages=5)
+        x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0,
+        ROWS=rows, OUT=out, STEP=step, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
     return y
 
 
 @triton.jit
-def in_order_kernel(x, weight, bias, y, M, N, K, stride, WHOLE: tl.constexpr,
+def in_order_kernel(x, weight, bias, y, M, N, K, stride, REST: tl.constexpr,
                     ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr):
     """A tile ROWS x OUT of y. Behind the last row or output it reads the last again."""
+    let_next_start()
+    wait_for_previous()
     n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    at_x = x + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K
-    at_w = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride
+    k = tl.arange(0, STEP)[None]
+    at_x = x + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k
+    at_w = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride + k
     acc = tl.zeros([ROWS, OUT], tl.float32)
-    for first in range(0, K, STEP):
-        k = first + tl.arange(0, STEP)[None]
-        if WHOLE:
-            a = tl.load(at_x + k)
-            b = tl.load(at_w + k)
-        else:
-            a = tl.load(at_x + k, mask=k < K, other=0.0)
-            b = tl.load(at_w + k, mask=k < K, other=0.0)
+    whole = K // STEP * STEP
+    for first in range(0, whole, STEP):
+        acc = product(tl.load(at_x + first), tl.load(at_w + first).T, acc)
+    if REST:
+        there = k < K - whole
+        a = tl.load(at_x + whole, mask=there, other=0.0)
+        b = tl.load(at_w + whole, mask=there, other=0.0)
         acc = product(a, b.T, acc)
     if bias is not None:
         acc += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[None]
@@ -1196,21 +1215,26 @@ def lora_down(x, A, beside=False):
     h = both = x.new_empty(rows, ranks + beside * columns)
     if beside:
         h = both[:, columns:]
-    J = 64 if ranks <= 64 else 128
-    parts = triton.cdiv(columns, 2048)
-    tile_rows = 16 if rows <= 1024 else 32             # too few for wgmma, see plan_linear
+    few = rows <= 1024
+    J = 32 if few or ranks <= 32 else 64 if ranks <= 64 else 128
+    tile_rows = 16 if few else 32                      # too few for wgmma, see plan_linear
+    parts = 1 if columns <= 2048 else triton.cdiv(columns, 1024)
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
         x, A, h, both if beside else None, partial, parts_arrived(x.device), rows, columns, ranks,
-        h.stride(0), parts, ROWS=tile_rows, J=J, K=128, num_warps=4)
+        h.stride(0), parts, CUT=parts > 1, ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4,
+        launch_pdl=is_hopper(x.device))
     return both
 
 
 @triton.jit
 def lora_down_kernel(x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
-                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-    lora_down_part(x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts, ROWS, J, K)
+                     CUT: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    lora_down_part(
+        x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts, CUT, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------

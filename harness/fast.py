@@ -151,9 +151,9 @@ class PackedWeight(qerl.PackedWeight):
 
 
 def with_room(weight, layer):
-    """Values [out, in] as a PackedWeight; where out > in with room for B' of the layer beside them."""
+    """Values [out, in] as a PackedWeight, with room for B' of the layer beside them."""
     out, columns = weight.shape
-    ranks = len(layer.lora_A) if layer.use_adapter and out > columns else 0
+    ranks = len(layer.lora_A) if layer.use_adapter else 0
     wide = weight.new_empty(out, columns + ranks)
     wide[:, :columns] = weight
     values = FORMATS["bf16"].pack(wide[:, :columns])
@@ -179,8 +179,8 @@ class FrozenLinear(torch.autograd.Function):
     again there, unless the block is recomputed just before (Block.forward). Ŵ
     has no gradient.
 
-    LoRA's products are thin: they take the time of reading and writing x and y. The wider of the two
-    is therefore not written twice: LoRA joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ.
+    LoRA's products are thin: they take the time of reading and writing x and y. Where it pays LoRA
+    therefore joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ (QuantLinear.beside).
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ class FrozenLinear(torch.autograd.Function):
             y = x.new_zeros(len(x), len(weight))
             h = None if A is None else x @ A.T                                   # [n, layers * r]
         else:
-            wide = layer.beside(weight, B) if A is not None and len(weight) > weight.shape[1] else None
+            wide = None if A is None else layer.beside(weight, B)
             y, x, h = lora_product(x, weight, layer.bias, A, B, wide)
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
@@ -241,11 +241,15 @@ class QuantLinear(qerl.QuantLinear):
         return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
     def beside(self, weight, B):
-        """[Ŵ, B'] of the weight Ŵ: values that are kept lie in it already."""
+        """[Ŵ, B'] of the weight Ŵ; None where to write x beside h costs more than to write y twice.
+
+        Values that are kept lie in it already.
+        """
+        out, columns = weight.shape
         wide = self.weight.for_rows(math.inf).wide
         if wide is None:
-            return torch.cat([weight, B], 1)
-        wide[:, weight.shape[1]:] = B
+            return torch.cat([weight, B], 1) if out > columns else None
+        wide[:, columns:] = B
         return wide
 
     @torch.no_grad()
