@@ -1133,11 +1133,9 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
 # many columns it shares the sum out, and sampling and training would differ in the last bits. The
 # kernel adds in order always; linear takes it where cuBLAS does not.
 
-@functools.lru_cache
-def orders(device, dtype, columns):
-    """Whether linear and lora_down take an x [rows, columns]."""
-    fits = dtype == torch.bfloat16 or INTERPRETED
-    return fits and runs_on(device, dtype) and is_hopper(device) and columns % 128 == 0
+def orders(device, dtype):
+    """Whether linear and lora_down take tensors of this dtype on this device."""
+    return is_hopper(device) and runs_on(device, dtype) and (INTERPRETED or dtype == torch.bfloat16)
 
 
 def linear(x, weight, bias=None):
@@ -1206,7 +1204,7 @@ def in_order_kernel(x, weight, bias, y, M, N, K, stride, REST: tl.constexpr,
 
 
 def lora_down(x, A, beside=False):
-    """h = x Aᵀ of x [rows, in] and A [ranks, in] or, beside x, [x, h].
+    """h = x Aᵀ of x [rows, in] and A [ranks, in] or, beside x, [x, h]; in is divisible by 128.
 
     The columns are cut into parts whatever the number of rows, which are added up in their order.
     """

@@ -73,6 +73,8 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
+    exact: str = "auto"             # without noise the rollout's log-probabilities are those of
+                                    # training, bit for bit: auto: where it can be (Hopper), yes, no
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
@@ -132,6 +134,7 @@ CHOICES = {
     "quantizer": ["rtn", "four-over-six", "awq", "gptq"],
     "schedule": qerl.SCHEDULES,
     "algo": qerl.OBJECTIVES,
+    "exact": ["auto", "yes", "no"],
     "engine": ["plain", "fast"],
     "dtype": ["bfloat16", "float16", "float32"],
     "gpu": GPUS,
@@ -182,6 +185,7 @@ def train(settings, ranks=None):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
                                  settings.sigma_end, settings.schedule)
+        exact = run.samples_exactly(sigma)      # whether the rollout's log-probabilities are π_old's
         with engine.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = complete(next(shares))    # questions -> completions -> rewards
             samples = resample(samples, complete, shares, settings, ranks, noise_rng)
@@ -194,7 +198,10 @@ def train(settings, ranks=None):
         # minibatch needs no old ones: its own forward pass, in `update`, gives them.
         with clock("logprobs"), torch.no_grad():
             rows, later = batch.trained_rows(), batch.trained_rows(first=1)
-            list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
+            if exact:
+                batch.old_logprobs.copy_(batch.rollout_logprobs)
+            else:
+                list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
             if settings.beta:
                 with engine.reference_policy(model):
                     list(forward(engine, model, batch, rows, settings, into=batch.ref_logprobs))
@@ -203,10 +210,12 @@ def train(settings, ranks=None):
         set_learning_rate(optimizer, step, settings)
         with clock("update"):
             update_metrics = update(engine, model, batch, optimizer, scaler, settings, ranks)
+        if exact:
+            run.check_exact(batch)
 
         # Log, evaluate and save.
         metrics = {"step": step + 1, "sigma": sigma, **update_metrics,
-                   **describe(samples, batch, clock, engine.mismatch)}
+                   **describe(samples, batch, clock, engine.mismatch, exact)}
         if method:
             metrics |= method.measured
         if settings.eval_every and (step + 1) % settings.eval_every == 0:

@@ -42,10 +42,14 @@ def use_kernels(x):
     return kernels is not None and kernels.runs_on(x.device, x.dtype)
 
 
+def orders(x):
+    """Whether kernels compute linear layers in one order of sums, whatever the number of rows."""
+    return kernels is not None and kernels.orders(x.device, x.dtype)
+
+
 def linear(x, weight, bias=None):
     """F.linear of x [n, in], of whose result on Hopper in bfloat16 no row depends on n."""
-    ordered = use_kernels(x) and kernels.orders(x.device, x.dtype, x.shape[1])
-    return (kernels if ordered else F).linear(x, weight, bias)
+    return (kernels if orders(x) else F).linear(x, weight, bias)
 
 
 def lora_product(x, weight, bias=None, A=None, B=None, wide=None):
@@ -55,7 +59,7 @@ def lora_product(x, weight, bias=None, A=None, B=None, wide=None):
     """
     if A is None:
         return linear(x, weight, bias), x, None
-    ordered = use_kernels(x) and kernels.orders(x.device, x.dtype, weight.shape[1])
+    ordered = orders(x) and x.shape[1] % 128 == 0
     if wide is None:
         h = kernels.lora_down(x, A) if ordered else x @ A.T
         return linear(x, weight, bias).addmm_(h, B.T), x, h
@@ -463,10 +467,9 @@ class Transformer(qerl.Transformer):
         def ordered(layer):
             values = layer.weight.for_rows(math.inf)
             return (type(layer) is QuantLinear and not values.interleaved
-                    and values.format is FORMATS["bf16"]
-                    and kernels.orders(self.device, self.embedding.dtype, values.parts[0].shape[1]))
+                    and values.format is FORMATS["bf16"] and values.parts[0].shape[1] % 128 == 0)
         layers = self.quantized_layers()
-        self.exact = wanted and use_kernels(self.embedding) and all(map(ordered, layers))
+        self.exact = wanted and orders(self.embedding) and all(map(ordered, layers))
         for layer in layers:
             layer.exact = self.exact
         return self.exact
@@ -579,7 +582,9 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
-        self.max_len = max_len
+        # On a GPU the length of prompts is rounded up, so that their products have few sizes.
+        self.unit = 32 if device.type == "cuda" else 1
+        self.max_len = max_len = max_len + -max_len % self.unit
         self.cache = KVCache(model, slots, max_len)
         self.graphs = {}                                               # {slots: a step, recorded}
         self.read = None                                               # addresses that the graphs read
@@ -647,7 +652,8 @@ class Sampler:
         longest = padded.shape[1]
         if longest > 1:                                # a single token needs no prefill
             at_once = max(1, PREFILL_TOKENS // longest)
-            for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
+            filled = F.pad(padded[:, :-1], (0, (1 - longest) % self.unit))
+            for tokens, chosen in zip(filled.split(at_once), slots.split(at_once * group)):
                 self.model.hidden(tokens, Prefill(self.cache, chosen))
         first_input = padded.gather(1, last[:, None])[:, 0]
         self.token[slots] = first_input.repeat_interleave(group)

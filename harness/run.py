@@ -93,7 +93,7 @@ class Run:
         self.scaler = scaler
         self.generators = generators
         self.method = method
-        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
+        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None, "exact": True}
         self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
         self.steps_without_signal = 0
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
@@ -142,6 +142,30 @@ class Run:
         for step in self.bar:
             clock.restart()
             yield step
+
+    def samples_exactly(self, sigma):
+        """Whether the next rollout's log-probabilities will be those of training: --exact.
+
+        Not under a --method, which may sample another policy, nor once check_exact has failed.
+        """
+        if self.settings.engine == "plain" or self.settings.exact == "no" or self.method:
+            return False
+        wanted = sigma == 0 and self.state.get("exact", False)         # old checkpoints have none
+        exact = self.model.decode_exactly(wanted)
+        require(exact or not wanted or self.settings.exact == "auto",
+                "--exact yes: sampling and training cannot be equal to the last bit here: it needs a Hopper "
+                "GPU, bfloat16, LoRA and memory for the values of all weights; use --exact auto")
+        return exact
+
+    def check_exact(self, batch):
+        """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
+        rows = batch.minibatches[0]
+        there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
+        differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
+        if differ.any():
+            self.state["exact"] = False
+            print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
+                  "in sampling; from now on training computes those of the old policy, too")
 
     def save(self):
         """Write the adapter, if there is one, then all that the next step depends on."""
@@ -251,20 +275,21 @@ class Run:
 # --------------------------------------------------------------------------------------------------
 # A line of metrics.jsonl
 
-def describe(samples, batch, clock, mismatch):
+def describe(samples, batch, clock, mismatch, exact):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
     that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
     share of questions with right and wrong answers, signal that of the groups whose rewards differ.
-    mismatch: qerl's, or a method's own.
+    mismatch: qerl's, or a method's own; exact: only the first minibatch's own pass has computed π_old.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     rows = batch.trained_rows()
-    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
+    computed = exact and batch.minibatches[0] or rows
+    policies = batch.old_logprobs[computed], rollout.logprobs[computed], rollout.mask[computed]
     kl, largest_ratio = mismatch(*policies)
     rewards = torch.cat([s.rewards for s in draws])
     correct = torch.cat([s.correct for s in draws])
