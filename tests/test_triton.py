@@ -1,18 +1,21 @@
 """Triton's kernels against the PyTorch that they replace, on a GPU or in Triton's interpreter."""
 import itertools
 import math
+import random
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.testing import assert_close
 
 import qerl
 from harness import fast, loading, machine
 from common import neighbour, run_python
 from methods import gptq
+from studies import random_models
 from harness.fast import kernels
 from test_qerl import CUDA, KERNEL_DEVICE, NEAR, gpu, gradient_of, make_folder, relative
 from test_qerl import runs_kernels, stacked_layer, with_lora
@@ -428,3 +431,49 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
     assert errors[first.mask].mean() < 0.03
     assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
     assert name != "qerl" or first.logprobs.equal(again.logprobs)
+
+
+def random_policy(choose):
+    """A model of one of Qwen2.5's widths with random weights and LoRA, whose values are kept."""
+    size = choose(["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B"])
+    sizes = dict(zip(loading.SIZES, random_models.SHAPES[size])) | {
+        "num_hidden_layers": choose([2, 3]), "vocab_size": choose([5000, 32000])}
+    make = choose([transformers.Qwen2Config, transformers.Qwen3Config, transformers.LlamaConfig])
+    weights = choose(["nvfp4", "mxfp4", "nf4", "bf16"])
+    rank = choose([8, 32, 64, 128]) * choose([weights == "bf16", True])
+    reader = random_models.RandomWeights({}, weights, rank, device="cuda", dtype=torch.bfloat16)
+    model = fast.Transformer(make(**sizes, tie_word_embeddings=choose([False, True])), reader)
+    for name, p in qerl.trainable(model).items():
+        p.data.normal_(0, 0.02)
+    machine.keep_values(model, fast)
+    return model
+
+
+@gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_gpu_sampling_is_training_to_the_last_bit(monkeypatch, seed):
+    """Of all that a run may choose: sizes, formats, ranks, slots, prompts, cuts, and a graph or none."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    torch.manual_seed(seed)
+    choose = random.Random(seed).choice
+    model = random_policy(choose)
+    assert model.decode_exactly()
+    if choose([False, True]):
+        model.recompute_in_backward()
+    if choose([False, False, True]):                   # without a graph
+        monkeypatch.setattr(fast.Sampler, "record", lambda sampler: setattr(sampler, "replay", None))
+    longest = choose([1, 40, 300, 700])
+    prompts = [[choose(range(5000)) for _ in range(choose([1, longest]))] for _ in range(choose([1, 5, 40]))]
+    group = choose([1, 2, 8])
+    temperature = choose([1.0, 0.7])
+    rollout = fast.generate(model, prompts, choose([1, 40, 300]), group, temperature, choose([1.0, 0.9]),
+                            range(choose([5, 50])), choose([1, 3, 31, 64, 512]))
+    repeated = [prompt for prompt in prompts for _ in range(group)]
+    cut = choose([1, 7, 1000])
+    for i in range(0, min(len(repeated), 20 * cut), cut):
+        rows = slice(i, i + cut)
+        logprobs = fast.token_logprobs(
+            model, repeated[rows], rollout.tokens[rows], rollout.length[rows], temperature)
+        there = rollout.mask[rows]
+        assert logprobs[there].equal(rollout.logprobs[rows][there])
