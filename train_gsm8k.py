@@ -1,5 +1,4 @@
-"""Train a 4-bit policy on word problems by reinforcement learning with annealed quantisation noise
-(QeRL, arXiv 2510.11696).
+"""Train a 4-bit policy by reinforcement learning with annealed quantisation noise (QeRL, 2510.11696).
 
     python train_gsm8k.py                                 a small policy, made-up problems: minutes
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
@@ -73,8 +72,7 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
-    exact: str = "auto"             # without noise the rollout's log-probabilities are those of
-                                    # training, bit for bit: auto: where it can be (Hopper), yes, no
+    exact: str = "auto"             # without noise sample what is trained, bit for bit: auto, yes, no
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
@@ -140,7 +138,6 @@ CHOICES = {
     "gpu": GPUS,
 }
 PRESETS = {
-    # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", lr=1.5e-3, steps=30,
                   eval_questions=256, save_every=5, quantizer="rtn"),
     # Table 4, whose batch of 128 is read as questions. AWQ: section 4.1, which has it for MXFP4, too.
@@ -192,15 +189,13 @@ def train(settings, ranks=None):
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = engine.group_advantages(samples.rewards, settings.algo)              # [P, G]
-        batch = make_batch(samples, advantages, engine, settings, ranks)
+        batch = make_batch(samples, advantages, engine, settings, ranks, exact)
 
         # Log-probabilities under the policy before its updates and under the reference policy. The first
         # minibatch needs no old ones: its own forward pass, in `update`, gives them.
         with clock("logprobs"), torch.no_grad():
             rows, later = batch.trained_rows(), batch.trained_rows(first=1)
-            if exact:
-                batch.old_logprobs.copy_(batch.rollout_logprobs)
-            else:
+            if not exact:
                 list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
             if settings.beta:
                 with engine.reference_policy(model):
@@ -235,7 +230,7 @@ def forward(engine, model, batch, chosen, settings, into=None):
         logprobs = engine.token_logprobs(
             model, rows.prompts, rows.tokens, rows.length, settings.temperature)
         if into is not None:
-            into[rows.index] = logprobs.detach()
+            into[rows.index] = logprobs.detach()                                      # into: [N, C]
         yield rows, logprobs
 
 
