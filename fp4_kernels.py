@@ -908,12 +908,12 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 
 @triton.jit
-def lora_down_part(x, lora_A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
-                   CUT: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
+                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
     Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
-    return 0. copy: where x goes, too, if not None, in rows of h's stride.
+    return 0.
     """
     tile = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -927,23 +927,17 @@ def lora_down_part(x, lora_A, h, copy, partial, arrived, M, columns, ranks, stri
         a = tl.load(lora_A + j[:, None] * columns + k[None], mask=j[:, None] < ranks, other=0.0)
         b = tl.load(x + m[:, None] * columns + k[None], mask=m[:, None] < M, other=0.0)
         acc = product(b, a.T, acc)
-        if copy is not None:
-            copied = tl.where(tile % j_tiles == 0, M, 0)     # rows: one of the tiles beside another
-            tl.store(copy + m[:, None] * stride_h + k[None], b, mask=m[:, None] < copied)
 
-    last = 1
-    if CUT:
-        here = partial + tile * parts * (ROWS * J)
-        here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
-        tl.store(here + part * (ROWS * J), acc)
-        tl.debug_barrier()                               # all threads store before one counts
-        last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
-        if last == 1:
-            tl.store(arrived + tile, 0)
-            acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
+    here = partial + tile * parts * (ROWS * J)
+    here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
+    tl.store(here + part * (ROWS * J), acc)
+    tl.debug_barrier()                                   # all threads store before one counts
+    last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
     if last == 1:
+        tl.store(arrived + tile, 0)
+        acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
-        at_h = h + m[:, None] * stride_h + j[None]
+        at_h = h + m[:, None] * ranks + j[None]
         tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
         tl.debug_barrier()
     return last
@@ -1096,9 +1090,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     wait_for_previous()
     if RANK > 0:
         if p < 0:
-            done = lora_down_part(x, lora_A, h, None, lora_partial, lora_arrived, M,
-                                  column_tiles * 64, ranks, ranks, lora_parts, True, LORA_ROWS,
-                                  64, 64 * max(2, C))
+            done = lora_down_part(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
+                                  ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
             tl.atomic_add(ready, done)
             at = end
 
@@ -1203,36 +1196,35 @@ def in_order_kernel(x, weight, bias, y, M, N, K, stride, REST: tl.constexpr,
     tl.store(at_y, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None] < N))
 
 
-def lora_down(x, A, beside=False):
-    """h = x Aᵀ of x [rows, in] and A [ranks, in] or, beside x, [x, h]; in is divisible by 128.
+def lora_down(x, A):
+    """h = x Aᵀ of x [rows, in], in divisible by 128, and A [ranks, in].
 
-    The columns are cut into parts whatever the number of rows, which are added up in their order.
+    The columns are cut into parts whatever the number of rows, which are added up in their order. Up to
+    2,048 columns cuBLAS does not cut the sum.
     """
     rows, columns = x.shape
+    if columns <= 2048:
+        return linear(x, A)
     ranks = len(A)
-    h = both = x.new_empty(rows, ranks + beside * columns)
-    if beside:
-        h = both[:, columns:]
+    h = x.new_empty(rows, ranks)
     few = rows <= 1024
-    J = 32 if few or ranks <= 32 else 64 if ranks <= 64 else 128
+    J = 32 if few or ranks <= 32 else 64
     tile_rows = 16 if few else 32                      # too few for wgmma, see plan_linear
-    parts = 1 if columns <= 2048 else triton.cdiv(columns, 1024)
+    parts = triton.cdiv(columns, 1024)
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
-        x, A, h, both if beside else None, partial, parts_arrived(x.device), rows, columns, ranks,
-        h.stride(0), parts, CUT=parts > 1, ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4,
-        launch_pdl=is_hopper(x.device))
-    return both
+        x, A, h, partial, parts_arrived(x.device), rows, columns, ranks, parts,
+        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
+    return h
 
 
 @triton.jit
-def lora_down_kernel(x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts,
-                     CUT: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_kernel(x, A, h, partial, arrived, M, columns, ranks, parts,
+                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     let_next_start()
     wait_for_previous()
-    lora_down_part(
-        x, A, h, copy, partial, arrived, M, columns, ranks, stride_h, parts, CUT, ROWS, J, K)
+    lora_down_part(x, A, h, partial, arrived, M, columns, ranks, parts, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------

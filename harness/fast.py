@@ -53,18 +53,16 @@ def linear(x, weight, bias=None):
 
 
 def lora_product(x, weight, bias=None, A=None, B=None, wide=None):
-    """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], x, h = x Aᵀ), in the order of training and sampling.
+    """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), in the order of training and sampling.
 
-    A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] for one product.
+    A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] where one product is cheaper.
     """
     if A is None:
-        return linear(x, weight, bias), x, None
-    ordered = orders(x) and x.shape[1] % 128 == 0
+        return linear(x, weight, bias), None
+    h = kernels.lora_down(x, A) if orders(x) and x.shape[1] % 128 == 0 else x @ A.T
     if wide is None:
-        h = kernels.lora_down(x, A) if ordered else x @ A.T
-        return linear(x, weight, bias).addmm_(h, B.T), x, h
-    both = kernels.lora_down(x, A, beside=True) if ordered else torch.cat([x, x @ A.T], 1)
-    return linear(both, wide, bias), *both.split([x.shape[1], len(A)], 1)
+        return linear(x, weight, bias).addmm_(h, B.T), h
+    return linear(torch.cat([x, h], 1), wide, bias), h
 
 
 # cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
@@ -155,9 +153,9 @@ class PackedWeight(qerl.PackedWeight):
 
 
 def with_room(weight, layer):
-    """Values [out, in] as a PackedWeight, with room for B' of the layer beside them."""
+    """Values [out, in] as a PackedWeight; where out > in with room for B' of the layer beside them."""
     out, columns = weight.shape
-    ranks = len(layer.lora_A) if layer.use_adapter else 0
+    ranks = len(layer.lora_A) if layer.use_adapter and out > columns else 0
     wide = weight.new_empty(out, columns + ranks)
     wide[:, :columns] = weight
     values = FORMATS["bf16"].pack(wide[:, :columns])
@@ -183,8 +181,8 @@ class FrozenLinear(torch.autograd.Function):
     again there, unless the block is recomputed just before (Block.forward). Ŵ
     has no gradient.
 
-    LoRA's products are thin: they take the time of reading and writing x and y. Where it pays LoRA
-    therefore joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ (QuantLinear.beside).
+    LoRA's products are thin: they take the time of reading and writing x and y. The wider of the two
+    is therefore not written twice: LoRA joins the product with Ŵ, as [x, h] [Ŵ, B']ᵀ with h = x Aᵀ.
     """
 
     @staticmethod
@@ -197,7 +195,7 @@ class FrozenLinear(torch.autograd.Function):
             h = None if A is None else x @ A.T                                   # [n, layers * r]
         else:
             wide = None if A is None else layer.beside(weight, B)
-            y, x, h = lora_product(x, weight, layer.bias, A, B, wide)
+            y, h = lora_product(x, weight, layer.bias, A, B, wide)
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
         return y
@@ -245,14 +243,13 @@ class QuantLinear(qerl.QuantLinear):
         return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
     def beside(self, weight, B):
-        """[Ŵ, B'] of the weight Ŵ; None where to write x beside h costs more than to write y twice.
-
-        Values that are kept lie in it already.
-        """
+        """[Ŵ, B'] of the weight Ŵ if out > in, else None; values that are kept lie in it already."""
         out, columns = weight.shape
+        if out <= columns:
+            return None
         wide = self.weight.for_rows(math.inf).wide
         if wide is None:
-            return torch.cat([weight, B], 1) if out > columns else None
+            return torch.cat([weight, B], 1)
         wide[:, columns:] = B
         return wide
 

@@ -281,6 +281,55 @@ def test_kernel_linear_plans_fit(rows):
 
 
 # --------------------------------------------------------------------------------------------------
+# One order of sums
+
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+
+
+@runs_kernels
+def test_kernel_products_are_those_of_any_number_of_rows():
+    """A row's sum is that of its columns in order, in LoRA's case in parts, whatever stands beside it.
+
+    (The interpreter's products are numpy's, whose last bits depend on the tile.)
+    """
+    x, weight, A = (t.to(DTYPE) for t in there(
+        torch.randn(300, 2176), torch.randn(40, 2200), torch.randn(24, 2176)))
+    weight = weight[:, :2176]                          # LoRA's B may lie beside it
+    for multiply, other in ((kernels.in_order, weight), (kernels.linear, weight), (kernels.lora_down, A)):
+        arguments = () if multiply is kernels.lora_down else (None,)
+        found = multiply(x, other, *arguments)
+        assert relative(found.double(), x.double() @ other.double().T) < (5e-3 if CUDA else 1e-6)
+        for rows in (1, 20, 70) if CUDA else ():
+            assert multiply(x[:rows], other, *arguments).equal(found[:rows])
+
+
+@runs_kernels
+@pytest.mark.parametrize("prompt,own", [(3, 1), (250, 30), (40, 300)])
+def test_kernel_attends_in_decoding_as_in_a_line(prompt, own):
+    """A completion's last token, by decode_attention from a cache and in the line: on a GPU equal bits."""
+    heads, kv_heads, D = 4, 2, 48
+    length = prompt + own
+    qkv = torch.randn(length, heads + 2 * kv_heads, D).to(KERNEL_DEVICE, DTYPE)
+    angles = torch.randn(length, D // 2).repeat(1, 2).to(KERNEL_DEVICE)
+    cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
+    raw_q, raw_k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    q, k = (kernels.rotary(part[None], cos, sin)[0] for part in (raw_q, raw_k))
+    ends, prefix = (t.int() for t in there(
+        torch.tensor([0, prompt, length]), torch.tensor([[0, 0], [0, prompt]])))
+    y, log_sums = kernels.attend_in_line(q, k, v, ends, prefix, max(prompt, own))
+
+    assert relative(y.float(), qerl.attention(q[None].float(), k[None].float(), v[None].float())[0]) < 5e-3
+    score = torch.einsum("hd,thd->ht", q[-1].double(), k.double().repeat_interleave(2, 1)) * D ** -0.5
+    assert_close(log_sums[:, -1].double(), score.logsumexp(1), rtol=1e-4, atol=1e-4)
+    cache = torch.zeros(2, 1, kv_heads, length + 20, D, device=KERNEL_DEVICE, dtype=DTYPE)
+    cache[:, 0, :, :length - 1] = torch.stack([k, v]).transpose(1, 2)[:, :, :-1]
+    filled = torch.tensor([length - 1], device=KERNEL_DEVICE)
+    decoded = kernels.decode_attention(qkv[-1].flatten()[None], cos[-1:], sin[-1:], cache, filled)
+    decoded = decoded.view(heads, D)
+    assert decoded.equal(y[-1]) if CUDA else relative(decoded, y[-1]) < 1e-6
+
+
+# --------------------------------------------------------------------------------------------------
 # Output
 
 @runs_kernels
