@@ -6,7 +6,7 @@ a GPU and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is 
 formula, and by what bounds its speed: memory, instructions or latency.
 
     0. plain product  y = x Ŵᵀ: read this first                       fp4_matmul
-    1. quantising     weights rounded to E2M1, GPTQ's columns         encode_e2m1, round_columns
+    1. quantising     GPTQ's columns rounded to E2M1                  round_columns
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
@@ -121,7 +121,7 @@ def e2m1_value(code):
 #     compute capability     GPUs, for example            the kernels
 #     9.0                    H100, H200                   all
 #     8.x, 10.x to 12.x      A100, RTX 3090 to 5090       all; linear_kernel by other instructions,
-#                                                         for fewer rows and not for NF4
+#                                                         for fewer rows
 #     7.5                    T4                           not in bfloat16, which it cannot compute
 #                                                         in; no weights in tiles
 #     below                  V100                         none: PyTorch does everything
@@ -203,21 +203,8 @@ def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
 # --------------------------------------------------------------------------------------------------
 # 1. Quantising to E2M1                                  code = the E2M1 number nearest to w / scale
 #
-# The kernel is bound by memory: it reads the weight once and writes a quarter as many bytes, where
-# PyTorch's operations together pass it through memory about ten times.
-
-def encode_e2m1(weight, scale):
-    """weight [out, in] / scale float32 [out, in/block] -> packed uint8 [out, in/2].
-
-    Even index in the low nibble; rounded to nearest, ties to even, saturating at 6.
-    """
-    out, columns = weight.shape
-    packed = weight.new_empty(out, columns // 2, dtype=torch.uint8)
-    size = packed.numel()
-    encode_kernel[(triton.cdiv(size, 1024),)](
-        weight.contiguous(), scale.contiguous(), packed, size, size // scale.numel(), SIZE=1024)
-    return packed
-
+# GPTQ's columns follow one another, so that latency bounds it: with a kernel for each operation that
+# is a dozen launches a column. Here the columns of some rows stay in a program's registers.
 
 @triton.jit
 def e2m1_code(w, scale):
@@ -236,19 +223,6 @@ def e2m1_code(w, scale):
     magnitude += a > 5.0
     return magnitude | (x < 0).to(tl.int32) << 3
 
-
-@triton.jit
-def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
-    """Each program writes SIZE bytes of two codes each."""
-    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
-    low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
-    high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
-    tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
-
-
-# GPTQ's columns follow one another, so that latency bounds it: with a kernel for each operation that is a
-# dozen launches a column. Here the columns of some rows stay in a program's registers.
 
 def round_columns(W, scale, U):
     """methods.gptq.round_columns in one kernel: W, scale [out, n], U [n, n] -> rounded, losses [out, n]."""
@@ -286,7 +260,7 @@ def round_columns_kernel(W, scale, U, rounded, losses, out, n, ROWS: tl.constexp
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. 4-bit tiles                          weight[n, k] = table[code[n, k]] · scale[n, k/16] · row[n]
+# 2. 4-bit tiles                          weight[n, k] = e2m1(code[n, k]) · scale[n, k/16] · row[n]
 #
 # Hopper's tensor cores (the instruction wgmma) take W, 64 rows x 16 columns at a time, from the
 # registers of 128 threads. The hardware prescribes who holds what: call a thread (warp, g, t),
@@ -330,17 +304,14 @@ class Lora(NamedTuple):
 
 @dataclass(eq=False)
 class TiledWeight:
-    """A frozen weight [out, in] in tiles: table[code] * scale * out_scale.
+    """A frozen weight [out, in] in tiles: e2m1(code) * scale * out_scale.
 
     out and in are divisible by 128. Its tensors do not move with a module's .to(). qerl.PackedWeight
     computes the same from a weight in the order of its file.
     """
     words: torch.Tensor         # int32 [out/64, in/64, 512]: a tile has four words of each thread
-    scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]; NF4's are
-                                # bfloat16 and the same for all t, so t has 1 place
+    scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]
     out_scale: torch.Tensor     # float32 [out]
-    table: torch.Tensor         # float32 [16], the value of each code; for the interpreter alone, as
-                                # the kernels have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
     wide = None                 # see fast.with_room
@@ -356,10 +327,6 @@ class TiledWeight:
         few = rows <= (128 if is_hopper(self.words.device) else 64)
         return self if few or self.values is None else self.values
 
-    @property
-    def nf4(self):
-        return self.scales.dtype == torch.bfloat16
-
     def dequantize(self, dtype=torch.bfloat16, interleaved=False):
         """The whole weight [out, in] in dtype: a temporary, or the kept values.
 
@@ -369,11 +336,9 @@ class TiledWeight:
             return self.values.dequantize(dtype)
         row_tiles, column_tiles, _ = self.words.shape
         weight = self.out_scale.new_empty(64 * row_tiles, 64 * column_tiles, dtype=dtype)
-        by_tma = is_hopper(weight.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
-            self.words, self.scales, self.out_scale, self.table,
-            tma_descriptor(weight, [64, 128]) if by_tma else weight,
-            column_tiles, NF4=self.nf4, INTERLEAVED=interleaved, BY_TMA=by_tma, num_warps=4)
+            self.words, self.scales, self.out_scale,
+            weight, column_tiles, INTERLEAVED=interleaved, num_warps=4)
         return weight
 
     def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
@@ -395,12 +360,11 @@ class TiledWeight:
         x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out]; lora from prepare_lora.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
-        # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
-        # and with NF4, whose values pass through shared memory on their way to mma.sync.
+        # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has.
         if is_hopper(x.device):
             pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
-            pays = len(x) <= 64 and not self.nf4
+            pays = len(x) <= 64
         if not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
             y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
@@ -414,34 +378,26 @@ class TiledWeight:
 # its upper half, as the hardware computes with two bfloat16 in one register. The four pairs share
 # the 16 bits of a half so:
 #
-#   E2M1   bit          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#          of pair       0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
-#          code's bit    s  s  e  s  f  m  s  e  f  m  e  f  m  e  f  m
+#     bit          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     of pair       0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+#     code's bit    s  s  e  s  f  m  s  e  f  m  e  f  m  e  f  m
 #
-#          where s is the sign, e f the exponent and m the mantissa. A bfloat16 has its sign at bit
-#          15, its exponent at the bits 14-7 and its mantissa at 6-0. Pair 0 therefore is a bfloat16
-#          once the other bits are cleared: its exponent has the lowest two of eight bits and its
-#          mantissa the first of seven, which is the code's value times 2^-126. (This holds for the
-#          smallest codes, too, as both formats are subnormal there.) Pairs 1 and 2 get there by a
-#          shift of 3 and of 6. Pair 3 has the bits that are left, and takes three shifts. The
-#          product with the scale makes up for 2^-126.
+# where s is the sign, e f the exponent and m the mantissa. A bfloat16 has its sign at bit 15, its
+# exponent at the bits 14-7 and its mantissa at 6-0. Pair 0 therefore is a bfloat16 once the other
+# bits are cleared: its exponent has the lowest two of eight bits and its mantissa the first of seven,
+# which is the code's value times 2^-126. (This holds for the smallest codes, too, as both formats are
+# subnormal there.) Pairs 1 and 2 get there by a shift of 3 and of 6. Pair 3 has the bits that are
+# left, and takes three shifts. The product with the scale makes up for 2^-126.
 #
-#          A scale is stored in a byte: 5 bits tell how many powers of two it is below the largest
-#          of its row, 3 are its mantissa. One multiplication and one addition make of it a pair of
-#          bfloat16. All of this is exact.
-#
-#   NF4    Code i stands at the bits 4i to 4i + 3. Its value is looked up with the instruction PRMT,
-#          which picks four bytes out of eight by 3-bit indices. 16 values of two bytes take four
-#          such tables.
+# A scale is stored in a byte: 5 bits tell how many powers of two it is below the largest of its row,
+# 3 are its mantissa. One multiplication and one addition make of it a pair of bfloat16. All of this
+# is exact.
 
-def pack_words(codes, nf4):
+def pack_words(codes):
     """4-bit codes uint8 [..., 8] -> words int32 [...]."""
     words = codes.new_zeros(codes.shape[:-1], dtype=torch.int32)
     for i, code in enumerate(codes.unbind(-1)):
         code = code.int()
-        if nf4:
-            words |= code << 4 * i
-            continue
         pair, half = divmod(i, 2)
         sign = code >> 3
         magnitude = code & 7
@@ -466,29 +422,24 @@ def pack_scales(scale):
     return byte, torch.exp2(top - 2.0)
 
 
-def tile(packed, scale, row_scale, table, nf4=False):
-    """The TiledWeight of a quantised weight table[code] * scale * row_scale.
+def tile(packed, scale, row_scale):
+    """The TiledWeight of a quantised weight e2m1(code) * scale * row_scale.
 
-    packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16], NF4's [out,
-    in/64]; row_scale float32, broadcast to [out]; table float32 [16]; out and in divisible by 64.
+    packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16]; row_scale
+    float32, broadcast to [out]; out and in divisible by 64.
     Exact for scales of four significant bits (E4M3, E8M0) less than 2^31 below their row's largest.
-    NF4's scales are rounded to bfloat16.
     """
     out, columns = packed.shape[0], 2 * packed.shape[1]
     codes = torch.stack([packed & 15, packed >> 4], -1)
     # (tile, warp, row half, g, tile, t, word, code) -> (tile, tile, warp, g, t, row half, word, code)
     codes = codes.view(out // 64, 4, 2, 8, columns // 64, 4, 2, 8).permute(0, 4, 1, 3, 5, 2, 6, 7)
-    words = pack_words(codes, nf4).reshape(out // 64, columns // 64, 512)
+    words = pack_words(codes).reshape(out // 64, columns // 64, 512)
 
-    if nf4:
-        stored = scale.bfloat16()
-        factor = 1.0
-    else:
-        stored, factor = pack_scales(scale)
+    stored, factor = pack_scales(scale)
     # (tile, warp, row half, g, tile, t) -> (tile, tile, warp, g, t, row half)
     stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2)
     out_scale = row_scale.reshape(-1).expand(out) * factor
-    return TiledWeight(words, stored.contiguous(), out_scale, table.to(packed.device))
+    return TiledWeight(words, stored.contiguous(), out_scale)
 
 
 # untile_kernel is bound by memory: it reads 9/16 byte and writes two for each weight. Its inner
@@ -551,101 +502,39 @@ def e2m1_pairs(word, scale):
 
 
 @triton.jit
-def nf4_pairs(word, scale, table):
-    """As e2m1_pairs, for NF4.
-
-    prmt looks four codes up at a time, i those of the word's lower half, j those of its upper
-    half, by their low three bits. What it finds are the high bytes of four bfloat16: h if the
-    codes are 0-7, g if they are 8-15. In the same way l and k are the low bytes. The mask m
-    chooses between the two by the codes' top bits. For it prmt is told to fill each byte with
-    the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
-    shifted by one code, which is that of the codes 0, 2, ...
-    """
-    if IN_INTERPRETER:
-        s = low_half(scale)
-        return tuple(tl.load(table + (word >> 4 * i & 15)) * s for i in range(8))
-    return tl.inline_asm_elementwise("""{
-        .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
-        mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
-        and.b32 i, $8, 0x77777777;
-        shr.b32 j, i, 16;
-        shl.b32 u, $8, 4;
-        prmt.b32 m, $8, u, 0x9D8C;           // FF where a code of the lower half is 8 or more
-        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;
-        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;
-        lop3.b32 h, m, g, h, 0xCA;           // m ? g : h
-        prmt.b32 l, 0xCA063280, 0x00BA3D92, i;
-        prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;
-        lop3.b32 l, m, k, l, 0xCA;
-        prmt.b32 a, l, h, 0x5140;            // low and high bytes of the codes 0 and 1 in turn
-        prmt.b32 b, l, h, 0x7362;            // of the codes 2 and 3
-        prmt.b32 m, $8, u, 0xBFAE;           // the same for the upper half
-        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;
-        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;
-        lop3.b32 h, m, g, h, 0xCA;
-        prmt.b32 l, 0xCA063280, 0x00BA3D92, j;
-        prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;
-        lop3.b32 l, m, k, l, 0xCA;
-        prmt.b32 c, l, h, 0x5140;
-        prmt.b32 d, l, h, 0x7362;
-        fma.rn.bf16x2 a, a, $9, z;
-        fma.rn.bf16x2 b, b, $9, z;
-        fma.rn.bf16x2 c, c, $9, z;
-        fma.rn.bf16x2 d, d, $9, z;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
-        }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
-        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
-
-
-@triton.jit
-def decode_tiles(words, scales, table, tile, column_tiles,
-                 R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+def decode_tiles(words, scales, tile, column_tiles, R: tl.constexpr, C: tl.constexpr):
     """R x C tiles, without out_scale; tile: the number of the first.
 
     column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
     g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
     """
-    T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
     words += tile * 512
-    scales += tile * (64 * T)
+    scales += tile * 256
     r = tl.arange(0, R)[:, None] * column_tiles
     word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
     word = word.reshape(R, C, 4, 8, 4, 2, 2)
-    scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+    scale = tl.load(scales + r * 256 + tl.arange(0, C * 256)[None])
 
     # The scale as a pair of equal bfloat16.
-    if NF4:
-        pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
-    else:
-        pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
-        # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves
-        # pack_scales' 2^-30.
-        pair = pair + 0x6F806F80
-    pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
+    pair = scale.to(tl.int32) * 0x00100010                      # shifted by 4, in both halves
+    # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves pack_scales'
+    # 2^-30.
+    pair = pair + 0x6F806F80
+    pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, 4, 2, 1), (R, C, 4, 8, 4, 2, 2))
 
-    if NF4:
-        v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
+    v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))            # (.., step, column half)
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.join(even, odd)
 
 
 @triton.jit
-def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
-                  NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
-    """Each program decodes two tiles that lie side by side.
-
-    If BY_TMA, `weight` is a descriptor.
-    """
+def untile_kernel(words, scales, out_scale, weight, column_tiles, INTERLEAVED: tl.constexpr):
+    """Each program decodes two tiles that lie side by side."""
     row = tl.program_id(0)
     c = tl.program_id(1) * 2
     at = (row * column_tiles + c).to(tl.int64)
-    v = decode_tiles(words, scales, table, at, column_tiles, 1, 2, NF4)
+    v = decode_tiles(words, scales, at, column_tiles, 1, 2)
 
     # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
     # interleaved, (C, word, step, column half, t, i).
@@ -655,13 +544,10 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
         v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
     scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
     w = v.to(tl.float32) * scale
-    if BY_TMA:
-        weight.store([row * 64, c * 64], w.to(weight.dtype))
-    else:
-        n = row * 64 + tl.arange(0, 64)[:, None]
-        k = c * 64 + tl.arange(0, 128)[None]
-        at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
-        tl.store(at_w, w.to(weight.dtype.element_ty))
+    n = row * 64 + tl.arange(0, 64)[:, None]
+    k = c * 64 + tl.arange(0, 128)[None]
+    at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
+    tl.store(at_w, w.to(weight.dtype.element_ty))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -858,9 +744,9 @@ def launch_linear(x, tiled, bias, lora):
         y_there = tma_descriptor(y, [plan["ROWS"], 64 * plan["R"]])
 
     linear_kernel[(programs,)](
-        x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
+        x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
         bias, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
-        RANK=rank, NF4=tiled.nf4, WGMMA=wgmma, launch_pdl=wgmma, **plan)
+        RANK=rank, WGMMA=wgmma, launch_pdl=wgmma, **plan)
     return y
 
 
@@ -945,24 +831,22 @@ def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
 
 @triton.jit
 def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles,
-                  R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+                  R: tl.constexpr, C: tl.constexpr):
     """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
 
     A tile has 512 words, which are 2,048 bytes.
     """
-    SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
-    BYTES: tl.constexpr = 128 if NF4 else 256            # their size
     tile_row = at // steps // m_tiles * R
     start = (tile_row * column_tiles + at % steps * C).to(tl.int64)
     there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
     prefetch(words + start * 512, column_tiles * 2048, there * 2048, R, 8192 // R)
-    prefetch(scales + start * SCALES, column_tiles * BYTES, there * BYTES, R, 4 * BYTES // R)
+    prefetch(scales + start * 256, column_tiles * 256, there * 256, R, 1024 // R)
     prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
 
 
 @triton.jit
-def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-              NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+def sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
+              ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
               STAGES: tl.constexpr, WGMMA: tl.constexpr):
     """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
 
@@ -975,7 +859,7 @@ def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_ti
     """
     acc = tl.zeros([64 * R, ROWS], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        w = decode_tiles(words, scales, table, row + step * C, column_tiles, R, C, NF4)
+        w = decode_tiles(words, scales, row + step * C, column_tiles, R, C)
         if WGMMA:
             w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
         else:
@@ -1057,11 +941,11 @@ def finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
 
 
 @triton.jit
-def linear_kernel(x_tma, x, words, scales, out_scale, table,
+def linear_kernel(x_tma, x, words, scales, out_scale,
                   bias, lora_A, lora_B, h, y,
                   partial, lora_partial, counters,
                   M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
-                  RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
+                  RANK: tl.constexpr, ROWS: tl.constexpr,
                   LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                   WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
                   WGMMA: tl.constexpr):
@@ -1086,7 +970,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     if ROWS > 64:                                        # with fewer rows, after the last product
         let_next_start()
     if p >= 0:
-        prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C, NF4)
+        prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C)
     wait_for_previous()
     if RANK > 0:
         if p < 0:
@@ -1102,8 +986,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
         at += last - first
         m0 = tile % m_tiles * ROWS
         row = (tile // m_tiles * R * column_tiles).to(tl.int64)
-        acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-                        NF4, ROWS, R, C, STAGES, WGMMA)
+        acc = sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
+                        ROWS, R, C, STAGES, WGMMA)
 
         # If the next kernel were let start sooner, its few short programs would lie unevenly on
         # the SMs.
@@ -1161,12 +1045,13 @@ def in_order(x, weight, bias):
     y = x.new_empty(M, N)
     rows = 16 if M <= 16 else 32 if M <= 32 else 64
     step = 256 if M <= 32 else 128
-    out = 64
-    while out > 16 and triton.cdiv(M, rows) * N < 100 * out:       # programs, for 132 SMs
-        out //= 2
+    out = 16                                               # the fewest whose programs run all at once
+    while out < 128 and triton.cdiv(M, rows) * triton.cdiv(N, out) > 132:
+        out *= 2
+    stages = min(8, 110_000 // ((rows + out) * step))      # loads under way in the SM's 220,000 bytes
     in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
-        x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0,
-        ROWS=rows, OUT=out, STEP=step, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
+        x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0, ROWS=rows, OUT=out, STEP=step,
+        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=is_hopper(x.device))
     return y
 
 

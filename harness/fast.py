@@ -26,7 +26,7 @@ import qerl
 from harness import loading
 from harness.batches import to_device
 from harness.errors import require
-from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
+from qerl import E2M1, Rollout, length_mask
 # The rest of what an engine has, which the loop calls.
 from qerl import adaptive_quantization_noise, group_advantages, mismatch, policy_loss
 from qerl import reference_policy, token_weights
@@ -73,21 +73,6 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 # --------------------------------------------------------------------------------------------------
 # 1. Layers
 
-def encode_e2m1(weight, scale):
-    """qerl.encode_e2m1, by a kernel where one runs."""
-    return (kernels if use_kernels(weight) else qerl).encode_e2m1(weight, scale)
-
-
-def quantize_nvfp4(weight):
-    """qerl.quantize_nvfp4, by that kernel."""
-    return qerl.quantize_nvfp4(weight, encode_e2m1)
-
-
-def quantize_mxfp4(weight):
-    """qerl.quantize_mxfp4, by that kernel."""
-    return qerl.quantize_mxfp4(weight, encode_e2m1)
-
-
 @functools.lru_cache
 def table_on(table, device):
     """A constant table on a device, copied there once: a CUDA graph may read it."""
@@ -110,22 +95,13 @@ class Format(qerl.Format):
         return PackedWeight(self, *self.quantize(weight))
 
     def tile(self, packed, block_scale, global_scale):
-        """The three parts in the order in which the kernels read them (fp4_kernels.py, section 2).
-
-        NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
-        """
-        scale = self.scale(block_scale)
-        if self.table is E2M1:
-            scale = scale.repeat_interleave(self.block // 16, 1)      # one for each 16
-        return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.table is NF4)
+        """The three parts in the order in which the kernels read them (fp4_kernels.py, section 2)."""
+        scale = self.scale(block_scale).repeat_interleave(self.block // 16, 1)       # one for each 16
+        return kernels.tile(packed, scale, 1 / global_scale)
 
 
-# qerl's entries; those that the kernels know are replaced.
-FORMATS = {name: Format(**vars(format)) for name, format in qerl.FORMATS.items()} | {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
-    "nf4": Format(qerl.quantize_nf4, 64, NF4, tiled=True),
-}
+FORMATS = {
+    name: Format(**vars(format), tiled=format.table is E2M1) for name, format in qerl.FORMATS.items()}
 
 
 class PackedWeight(qerl.PackedWeight):

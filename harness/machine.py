@@ -197,8 +197,8 @@ def estimate(config, settings, gpu, length, taught=1.0):
     block = 2 * d * (q + kv) + 3 * d * wide                  # weights: q and o, k and v, the MLP's
     lora = settings.lora_rank * (4 * d + 2 * (q + kv) + 3 * (d + wide))
     output = config.vocab_size * d
-    # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale (of NF4 16)
-    frozen = blocks * block * (9 / 16 if settings.weights != "bf16" else 2)
+    # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale; NF4 is decoded, see keep_decoded
+    frozen = blocks * block * (9 / 16 if settings.weights in ("nvfp4", "mxfp4") else 2)
     multiplied = 2 * (blocks * (block + lora) + output) / speed                # seconds a token
 
     # Memory: what is trained has float32, a gradient and AdamW's two moments.

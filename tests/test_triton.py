@@ -156,17 +156,6 @@ def test_kernel_plain_product(dtype, largest, name, rows, columns):
 # Quantising
 
 @runs_kernels
-@pytest.mark.parametrize("block,dtype", [(16, torch.float32), (32, torch.bfloat16)])
-def test_kernel_encode(block, dtype):
-    """Byte for byte as PyTorch, at ties too, for an odd number of rows."""
-    weight = torch.randint(-29, 30, (35, 96)) / 4                      # half of them ties
-    scale = 2.0 ** torch.randint(-3, 3, (35, 96 // block))
-    packed = kernels.encode_e2m1(*there(weight.to(dtype), scale)).cpu()
-    with pytorch_alone():
-        assert packed.equal(fast.encode_e2m1(weight, scale))
-
-
-@runs_kernels
 def test_kernel_rounds_columns_for_gptq():
     """As PyTorch's loop, but for near ties; sizes are no multiples of a tile's."""
     W = torch.randn(35, 24)
@@ -187,11 +176,8 @@ def tiled_weight(name, out, columns):
     size_of_row = 2.0 ** torch.randint(-6, 7, (out, 1))
     weight = size_of_row * torch.randn(out, columns)
     weight = stacked_layer(name, weight.split(128)).weight
-    packed, scale, global_scale = weight.parts
-    if name == "nf4":
-        scale = scale.bfloat16().float()               # as tile keeps them
-    dense = weight.format.dequantize(packed, scale, global_scale, torch.float64)
-    return weight.format.tile(*there(packed, scale, global_scale)), dense
+    dense = weight.format.dequantize(*weight.parts, torch.float64)
+    return weight.format.tile(*there(*weight.parts)), dense
 
 
 def assert_linear(name, rows, columns, piece=128, rank=8):
@@ -202,8 +188,7 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     out = 3 * piece
     tiled, dense = tiled_weight(name, out, columns)
     decoded = tiled.dequantize(torch.float32).cpu().double()
-    # On a GPU NF4's table, too, is bfloat16.
-    assert relative(decoded, dense) < (3e-3 if name == "nf4" and CUDA else 1e-6)
+    assert relative(decoded, dense) < 1e-6
     x = torch.randn(rows, columns).bfloat16()
     bias = torch.randn(out) * 64
     A = torch.randn(3 * rank, columns) / 16
@@ -228,7 +213,6 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     ("nvfp4", 130, 256, 128),
     ("nvfp4", 300, 256, 256),
     ("mxfp4", 5, 256, 16),
-    ("nf4", 21, 256, 128),
 ])
 def test_kernel_linear(monkeypatch, name, rows, columns, tile_rows):
     """In each config with such tiles; with one program an SM several share a tile."""
@@ -258,10 +242,9 @@ def test_kernel_linear_of_any_rank_and_many_rows(rows, rank):
     ("nvfp4", 5),
     ("mxfp4", 40),
     ("nvfp4", 65),
-    ("nf4", 5),
 ])
 def test_kernel_linear_without_wgmma(monkeypatch, name, rows):
-    """As other GPUs than Hopper's multiply: by mma.sync; NF4 and many rows decode first."""
+    """As other GPUs than Hopper's multiply: by mma.sync; many rows decode first."""
     if CUDA and torch.cuda.get_device_capability()[0] == 9:
         monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
     monkeypatch.setattr(kernels, "capability", lambda device: (8, 6))
@@ -478,7 +461,7 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, monkeypatch, name, 
         logprobs = fast.token_logprobs(model, prompts, first.tokens, first.length)
     errors = (logprobs - first.logprobs).abs()
     assert errors[first.mask].mean() < 0.03
-    assert model.blocks[0].mlp.down.weight.interleaved == (weights != "bf16")
+    assert model.blocks[0].mlp.down.weight.interleaved == fast.FORMATS[weights].tiled
     assert name != "qerl" or first.logprobs.equal(again.logprobs)
 
 
@@ -494,6 +477,7 @@ def random_policy(choose):
     model = fast.Transformer(make(**sizes, tie_word_embeddings=choose([False, True])), reader)
     for name, p in qerl.trainable(model).items():
         p.data.normal_(0, 0.02)
+    machine.keep_decoded(model, fast, small=0)
     machine.keep_values(model, fast)
     return model
 
