@@ -198,7 +198,7 @@ class QuantLinear(qerl.QuantLinear):
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
     decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
-    exact = False                  # whether decoding multiplies as training; by Transformer.decode_exactly
+    exact = False                  # whether decoding multiplies as training; by Sampler.start
 
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
@@ -406,7 +406,7 @@ class Transformer(qerl.Transformer):
     recompute_blocks = 0           # how many, from the first on
     keep_sampler = False           # whether `sampler` is that of the last rollout; by machine.fitted
     sampler = None
-    exact = False                  # see decode_exactly
+    exact = False                  # by decode_exactly
 
     def run(self, tokens, positions, blocks, cache):
         """tokens -> hidden states; blocks: the blocks or their `decode`."""
@@ -431,21 +431,21 @@ class Transformer(qerl.Transformer):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
         return self.run(tokens, cache.filled, [block.decode for block in self.blocks], cache)
 
-    def decode_exactly(self, wanted=True):
-        """Let a rollout's log-probabilities be those of token_logprobs, bit for bit -> whether they are.
+    def decode_exactly(self):
+        """Let log-probabilities of rollouts without noise be token_logprobs', bit for bit -> whether they are.
 
         They are on Hopper in bfloat16 where the values of all weights are kept (machine.keep_values):
-        decoding then multiplies by these instead of codes. Noise, which training has not, makes others.
+        decoding then multiplies by these instead of codes.
         """
         def ordered(layer):
             values = layer.weight.for_rows(math.inf)
             return (type(layer) is QuantLinear and not values.interleaved
                     and values.format is FORMATS["bf16"] and values.parts[0].shape[1] % 128 == 0)
-        layers = self.quantized_layers()
-        self.exact = wanted and orders(self.embedding) and all(map(ordered, layers))
-        for layer in layers:
-            layer.exact = self.exact
+        self.exact = orders(self.embedding) and all(map(ordered, self.quantized_layers()))
         return self.exact
+
+    def samples_exactly(self):
+        return self.exact and self.norm.noisy_weight is None
 
     def recompute_in_backward(self, blocks=None):
         """Gradient checkpointing: the first `blocks`, or all, keep only their input.
@@ -581,6 +581,7 @@ class Sampler:
             if isinstance(module, RMSNorm):
                 module.prepare_decoding()
         for layer in self.model.quantized_layers():
+            layer.exact = self.model.samples_exactly()
             layer.prepare_decoding(self.model.embedding.dtype)
         read = [tensor.data_ptr() for tensor in tensors_of(self.model)]
         if read != self.read:
@@ -688,7 +689,7 @@ def tensors_of(thing):
 
 def take_sampler(model, sampler_class, count, slots, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
-    asked = sampler_class, model.exact, count, slots, *others
+    asked = sampler_class, model.samples_exactly(), count, slots, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()

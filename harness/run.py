@@ -108,6 +108,8 @@ class Run:
         """Go on from what `save` has stored -> the steps that were planned then."""
         saved = restore_policy(self.model, self.folder)
         self.state = saved["state"]
+        if not self.state.get("exact"):                # check_exact has failed, or older code began it
+            self.model.exact = False
         self.best_adapter = saved["best_adapter"]
         optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
@@ -144,18 +146,8 @@ class Run:
             yield step
 
     def samples_exactly(self, sigma):
-        """Whether the next rollout's log-probabilities will be those of training: --exact.
-
-        Not under a --method, which may sample another policy, nor once check_exact has failed.
-        """
-        if self.settings.engine == "plain" or self.settings.exact == "no" or self.method:
-            return False
-        wanted = sigma == 0 and self.state.get("exact", False)         # old checkpoints have none
-        exact = self.model.decode_exactly(wanted)
-        require(exact or not wanted or self.settings.exact == "auto",
-                "--exact yes: sampling and training cannot be equal to the last bit here: it needs a Hopper "
-                "GPU, bfloat16, LoRA and memory for the values of all weights; use --exact auto")
-        return exact
+        """Whether the next rollout's log-probabilities will be those of training, see --exact."""
+        return sigma == 0 and self.settings.engine == "fast" and self.model.exact
 
     def check_exact(self, batch):
         """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
@@ -163,7 +155,7 @@ class Run:
         there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
         differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
         if differ.any():
-            self.state["exact"] = False
+            self.state["exact"] = self.model.exact = False
             print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
                   "in sampling; from now on training computes those of the old policy, too")
 
