@@ -445,7 +445,8 @@ class Transformer(qerl.Transformer):
         return self.exact
 
     def samples_exactly(self):
-        return self.exact and self.norm.noisy_weight is None
+        """Whether the next rollout is such a one: without noise."""
+        return self.exact and self.norm.scale.equal(self.norm.weight)
 
     def recompute_in_backward(self, blocks=None):
         """Gradient checkpointing: the first `blocks`, or all, keep only their input.
