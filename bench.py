@@ -4,7 +4,7 @@ picture.
     python bench.py card                               what this machine does with 4 bits and with 16,
                                                        in minutes, as two lines of results/cards.md
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
-    python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
+    python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and BF16
                                                        against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once, and what this
@@ -88,7 +88,7 @@ def bench_kernels(args):
     require_flag(device == "cuda", "device", device, "the kernels run on a GPU alone")
     for name, layer in itertools.product(args.model, range(4)):
         copies = {}
-        for weights in ("bf16", "nvfp4", "nf4"):
+        for weights in ("bf16", "nvfp4"):
             copies[weights], out, columns = layer_copies(name, weights, layer, device)
         first, *others = copies["bf16"]
         dense = first.weight.dequantize(torch.bfloat16)
@@ -100,7 +100,7 @@ def bench_kernels(args):
             yield {**shape, "M": M, **times}
 
 
-OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin in older results
+OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin, NF4 in older results
 
 
 def kernel_means(rows):
@@ -271,8 +271,8 @@ FLAGS = {
     "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
     "model": dict(nargs="+", choices=SHAPES, default=[],
                   help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
-    "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16", "nf4"],
-                    help="default nvfp4 bf16 nf4"),
+    "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16"],
+                    help="default nvfp4 bf16"),
     "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],
                   help="prompts of all processes x completions of each (default 1x2 1x4 1x8 32x8)"),

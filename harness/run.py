@@ -93,7 +93,7 @@ class Run:
         self.scaler = scaler
         self.generators = generators
         self.method = method
-        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
+        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None, "exact": True}
         self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
         self.steps_without_signal = 0
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
@@ -108,6 +108,8 @@ class Run:
         """Go on from what `save` has stored -> the steps that were planned then."""
         saved = restore_policy(self.model, self.folder)
         self.state = saved["state"]
+        if not self.state.get("exact"):                # check_exact has failed, or older code began it
+            self.model.exact = False
         self.best_adapter = saved["best_adapter"]
         optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
@@ -142,6 +144,20 @@ class Run:
         for step in self.bar:
             clock.restart()
             yield step
+
+    def samples_exactly(self, sigma):
+        """Whether the next rollout's log-probabilities will be those of training, see --exact."""
+        return sigma == 0 and self.settings.engine == "fast" and self.model.exact
+
+    def check_exact(self, batch):
+        """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
+        rows = batch.minibatches[0]
+        there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
+        differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
+        if differ.any():
+            self.state["exact"] = self.model.exact = False
+            print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
+                  "in sampling; from now on training computes those of the old policy, too")
 
     def save(self):
         """Write the adapter, if there is one, then all that the next step depends on."""
@@ -251,20 +267,21 @@ class Run:
 # --------------------------------------------------------------------------------------------------
 # A line of metrics.jsonl
 
-def describe(samples, batch, clock, mismatch):
+def describe(samples, batch, clock, mismatch, exact):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
     that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
     share of questions with right and wrong answers, signal that of the groups whose rewards differ.
-    mismatch: qerl's, or a method's own.
+    mismatch: qerl's, or a method's own; exact: only the first minibatch's own pass has computed π_old.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     rows = batch.trained_rows()
-    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
+    computed = exact and batch.minibatches[0] or rows
+    policies = batch.old_logprobs[computed], rollout.logprobs[computed], rollout.mask[computed]
     kl, largest_ratio = mismatch(*policies)
     rewards = torch.cat([s.rewards for s in draws])
     correct = torch.cat([s.correct for s in draws])

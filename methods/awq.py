@@ -28,6 +28,7 @@ already, so that GPTQ comes nearer to the 16-bit model.
 """
 import torch
 
+import qerl
 from harness import fast
 from harness.export import stacked_parts
 from methods.parts.calibration import calibrate
@@ -41,7 +42,7 @@ def awq_scale(layer, seen):
     for step in range(20):
         s = mean.pow(step / 20).clamp_min(1e-4)
         s = s / (s.max() * s.min()).sqrt()
-        parts = fast.quantize_nvfp4(weight * s)
+        parts = qerl.quantize_nvfp4(weight * s)
         difference = fast.FORMATS["nvfp4"].dequantize(*parts, torch.float32) / s - weight
         error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)
         if error < lowest:
@@ -83,7 +84,7 @@ def choose_codes(model, sequences):
         folded = fold(block, scales)
         for layer in inputs:
             weights = [folded.pop(f"{name}.weight") for name in layer.names]
-            parts = fast.quantize_nvfp4(torch.cat(weights))
+            parts = qerl.quantize_nvfp4(torch.cat(weights))
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
         found.update(folded)                       # norms and a bias
     return found

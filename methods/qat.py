@@ -77,13 +77,13 @@ class FakeQuantLinear(TrainedLinear):
     def cast(self, dtype):
         _, bias = super().cast(dtype)
         W = self.master.detach()
-        packed = fast.encode_e2m1(W, self.scale)
+        packed = qerl.encode_e2m1(W, self.scale)
         rounded = qerl.dequantize_blocks(packed, qerl.E2M1, self.scale, torch.float32)
         return (rounded + (self.master - W)).to(dtype), bias       # the gradient of W is Ŵ's
 
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
-        packed = fast.encode_e2m1(self.master.detach(), self.scale)
+        packed = qerl.encode_e2m1(self.master.detach(), self.scale)
         found = stacked_parts(self.names, self.sizes, packed, *self.scales)
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)

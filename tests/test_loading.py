@@ -43,7 +43,7 @@ def break_tensor(folder, tmp_path, edit, **settings):
 def packed_layer(tensors):
     """Store two layers that are stacked as NVFP4."""
     for name in (GATE, UP):
-        parts = fast.quantize_nvfp4(tensors.pop(name))
+        parts = qerl.quantize_nvfp4(tensors.pop(name))
         tensors.update(zip((f"{name}_packed", f"{name}_scale", f"{name}_global_scale"), parts))
 
 

@@ -72,7 +72,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 
 def textbook_gptq(weight, gram):
     """GPTQ as optimal brain quantisation: after each column the inverse Hessian is reduced."""
-    _, block_scale, global_scale = fast.quantize_nvfp4(weight)
+    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = (block_scale.double() / global_scale).repeat_interleave(16, 1)
     W = weight.double()
     result = torch.zeros_like(W)
@@ -106,7 +106,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
     layer(padded[None])
 
     def error(s):
-        rounded = decoded(*fast.quantize_nvfp4(weight * s)) / s
+        rounded = decoded(*qerl.quantize_nvfp4(weight * s)) / s
         return F.linear(x, rounded - weight).norm().item()
 
     def candidate(a):
@@ -216,7 +216,7 @@ def test_losses_and_straight_through_gradients_equal_transformers(made_qwen, tmp
     parameters = dict(theirs.named_parameters())
     for name, p in parameters.items():
         if name.endswith("_proj.weight"):
-            p.data = decoded(*fast.quantize_nvfp4(p.data))
+            p.data = decoded(*qerl.quantize_nvfp4(p.data))
     other, their_teacher = make_folder(tmp_path, seed=1)
     student = qat.fake_quantised(folder)
     teacher = fast.load_model(other, "bf16")

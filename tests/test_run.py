@@ -400,3 +400,19 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     with losses_times(1e9):
         line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
     assert "the values of gradient_norm are NaN" in line
+
+
+def test_a_difference_ends_exact_sampling(quick, capsys, monkeypatch):
+    """Where the sampler is said to be equal, and training's own pass finds other numbers."""
+    assert "--exact yes: sampling and training" in refused(*quick, "--exact", "yes")
+    sampled = fast.generate
+
+    def generate(*args, **options):
+        rollout = sampled(*args, **options)
+        rollout.logprobs += 1e-3
+        return rollout
+    monkeypatch.setattr(fast, "generate", generate)
+    monkeypatch.setattr(fast.Transformer, "exact", True)
+    monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
+    run_main(*quick, "--steps", 2, "--sigma-start", 0, "--sigma-end", 0)
+    assert capsys.readouterr().out.count("have another log-probability") == 1
