@@ -863,6 +863,9 @@ class WeightReader:
             weight = self.read(f"{name}.weight", (out_features, in_features))
             if weights == "bf16":                    # others are quantised in the dtype they have
                 weight = weight.to(self.dtype)
+            else:
+                mixed = any(other.endswith(".weight_packed") for other in self.files)
+                assert not mixed, f"layer {name} is in 16 bit, others are in NVFP4; load it by harness.fast"
         return self.quantize(name, weight, weights)
 
     def quantize(self, name, weight, weights):

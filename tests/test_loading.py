@@ -239,6 +239,10 @@ def test_all_layouts_of_nvfp4_are_one_model(qwen, tmp_path):
 
 
 def test_qerl_reads_a_folder_in_nvfp4_as_fast_does(qwen, tmp_path):
+    """Or, if layers of it are in 16 bit, refuses it."""
     folder = str(tmp_path / "packed")
     save_packed(qwen, folder, "cpu")
     assert_close(qerl.load_model(folder)(TOKENS), fast.load_model(folder)(TOKENS), rtol=1e-4, atol=1e-4)
+    mixed = break_tensor(qwen, tmp_path, packed_layer)                 # which fast leaves in 16 bit
+    with pytest.raises(AssertionError, match="is in 16 bit, others are in NVFP4"):
+        qerl.load_model(mixed)
