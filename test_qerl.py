@@ -2,7 +2,7 @@
 
 They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figures are by hand.
 tests/test_fast.py holds harness/fast.py to qerl.py. The lab's recorded results and the second loop of
-tests/test_run.py hold what stands in none of these files: log-probabilities, noise, GRPO's advantages.
+tests/test_run.py hold what is not here: noise, sampling, log-probabilities, GRPO's advantages.
 
     python -m pytest -n auto                          all tests; those marked `gpu` need a GPU
     python -m pytest test_qerl.py                     these alone
@@ -260,27 +260,13 @@ def scales(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
 
 
-def test_noise_is_normal_around_every_scale(family):
-    """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too.
-
-    That it ends with the block, and that a seed repeats it, is among the lab's recorded results.
-    """
+def test_every_scale_has_noise(family):
+    """Qwen3's q_norm and k_norm, too."""
     folder, theirs = family
     channels = sum(p.numel() for name, p in theirs.named_parameters() if "norm" in name)
-    model = fast.load_model(folder)
-    for norm in scales(model):
-        norm.weight.data = torch.linspace(-1, 9, len(norm.weight))     # not as loaded
-
-    def draw():
-        with qerl.adaptive_quantization_noise(model, 0.02):
-            return torch.cat([(norm.noisy_weight - norm.weight) / 0.02 for norm in scales(model)])
-
-    z = torch.stack([draw() for _ in range(100)])
-    assert z.shape == (100, channels)
-    assert len(z[0].unique()) > 0.98 * channels        # no norm and no channel shares another's
-    # Kolmogorov and Smirnov's distance to N(0, 1) of all draws together, repetitions included.
-    cdf = torch.distributions.Normal(0, 1).cdf(z.flatten().sort()[0])
-    assert (cdf - torch.linspace(0, 1, len(cdf))).abs().max() < 2 / len(cdf) ** 0.5
+    model = qerl.load_model(folder)
+    with qerl.adaptive_quantization_noise(model, 0.02):
+        assert sum((norm.noisy_weight != norm.weight).sum() for norm in scales(model)) == channels
 
 
 @pytest.mark.parametrize("schedule,expected", {
@@ -330,18 +316,6 @@ def test_greedy_completions_equal_transformers(family):
         expected = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert prompt + completion == expected[0].tolist()
-
-
-@pytest.mark.parametrize("temperature,top_p,expected", [
-    (0.5, 1.0, [0.016, 0.865, 0.117, 0.002, 0]),
-    (1.0, 0.7, [0, 0.731, 0.269, 0, 0]),
-])
-def test_samples_follow_the_distribution(temperature, top_p, expected):
-    """And their log-probabilities are of all tokens, before top-p cuts some."""
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, -20.0]])
-    token, logprob, _ = qerl.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
-    assert (token.bincount(minlength=5) / 40000).tolist() == pytest.approx(expected, abs=0.01)
-    assert_close(logprob, (logits[0] / temperature).log_softmax(-1)[token])
 
 
 @pytest.mark.parametrize("message,call", {

@@ -341,7 +341,9 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     assert found == expected | {"right": right_answer(found)}
 
 
-@pytest.mark.parametrize("line", r"""
+@pytest.mark.parametrize("line", ["[" * 9999, *r"""
+{
+[[5]]
 {"question": "a", "answer": "#### 5 #### 6"}
 {"question": "half \ud800", "answer": "#### 5"}
 {"question": [{"role": "user"}], "answer": "#### 5"}
@@ -358,7 +360,7 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
 {"question": "a", "choices": ["5", "6"], "answer": 1}
 {"question": "a", "options": {"A": "5", "B": "6"}, "answer": "A"}
 "no object"
-""".strip().splitlines())
+""".strip().splitlines()])
 def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, line):
     """An empty line at the end is none."""
     fine = '{"question": "fine", "answer": "#### 5"}'
@@ -398,19 +400,13 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert (found["question"], found["right"]) == ("f[1]", "5.50")
 
 
-@pytest.mark.parametrize("content,asked", [
-    ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
-    ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
-    ("[[5]]", None), ("{", None), ("[" * 9999, None),
+@pytest.mark.parametrize("content", [
+    '[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]',
+    '{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n',
 ])
-def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
-    path = tmp_path / "a.json"
-    path.write_text(content, encoding="utf-8")
-    if asked:
-        assert "".join(q["question"] for q in math_questions(str(path))) == asked
-    else:
-        with pytest.raises(UserError, match="a.json:1: not a JSON object"):
-            math_questions(str(path))
+def test_json_is_one_list_or_an_object_a_line(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert [q["question"] for q in math_questions(f"{tmp_path}/a.json")] == ["a", "b"]
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):

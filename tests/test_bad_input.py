@@ -111,7 +111,7 @@ TABLE_4 = dict(
 
 
 @pytest.mark.parametrize("argv,expected", {
-    "": dict(steps=30, lr=1.5e-3, prompts=16, beta=0.0, reward="paper", quantizer="rtn"),
+    "": dict(steps=30, quantizer="rtn"),
     "--algo cispo --lr 5e-5": dict(beta=0.0, lr=5e-5, clip_low=1.0, clip_high=4.0),
     "--clip-low 0 --clip-high 0": dict(clip_low=0.0, clip_high=0.0),
     "--model Qwen2.5-3B": dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq"),
