@@ -15,7 +15,7 @@ import qerl
 from harness.answers import reward_fingerprint
 from harness.batches import effective_size
 from harness.command import command_line, require_flag
-from harness.export import adapter_tensors, save_adapter, save_trained, shapes
+from harness.export import save_adapter, save_trained, shapes
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
 from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
 from harness.folders import write_json
@@ -94,7 +94,6 @@ class Run:
         self.generators = generators
         self.method = method
         self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None, "exact": True}
-        self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
         self.steps_without_signal = 0
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
         planned = self.restore() if settings.resume else None
@@ -110,7 +109,6 @@ class Run:
         self.state = saved["state"]
         if not self.state.get("exact"):                # check_exact has failed, or older code began it
             self.model.exact = False
-        self.best_adapter = saved["best_adapter"]
         optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
@@ -133,7 +131,7 @@ class Run:
                   "differ in the last bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
-            self.save_adapters()
+            self.save_adapter()
         return planned
 
     def steps(self, clock):
@@ -164,36 +162,32 @@ class Run:
         if not self.ranks.main:
             return
         self.state["seconds"] = time.perf_counter() - self.started
-        self.save_adapters()
+        self.save_adapter()
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
             "made_of": self.model.fingerprints,
             "machine": self.machine,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
-            "best_adapter": self.best_adapter,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "generators": [generator.get_state() for generator in self.generators],
             "method_state": getattr(self.method, "state", {}),
         })
 
-    def save_adapters(self):
-        """Write the adapter and the best one, if there are any.
+    def save_adapter(self, name="adapter"):
+        """Write LoRA to a folder of the run's, if it is trained.
 
         Not before the first step: an adapter without a checkpoint is one that lost it.
         """
-        base = self.model.name_or_path
         if self.settings.lora_rank and self.state["step"]:
-            save_adapter(self.model, f"{self.folder}/adapter", base)
-        if self.best_adapter:
-            save_adapter(self.model, f"{self.folder}/adapter-best", base, self.best_adapter)
+            save_adapter(self.model, f"{self.folder}/{name}", self.model.name_or_path)
 
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
 
         Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too. A
-        best adapter comes with a checkpoint, which has it, too.
+        best adapter comes with a checkpoint.
         """
         logged = self.ranks.join(metrics)
         self.state["step"] = step = logged["step"]
@@ -216,14 +210,12 @@ class Run:
             self.save()
 
     def keep_best(self, accuracy):
-        """Is it the highest so far? Then its adapter is kept, too."""
+        """Is it the highest so far? Then its adapter is kept as adapter-best."""
         best = self.state["best"] or {"accuracy": 0.0}
         if accuracy <= best["accuracy"]:
             return False
         self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
-        if self.settings.lora_rank:
-            tensors = adapter_tensors(self.model)
-            self.best_adapter = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+        self.save_adapter("adapter-best")
         print("this is the best policy so far")
         return True
 
@@ -308,8 +300,8 @@ def describe(samples, batch, clock, mismatch, exact):
 # --------------------------------------------------------------------------------------------------
 # The checkpoint
 
-PARTS = {"settings", "made_of", "machine", "state", "model", "best_adapter", "optimizer", "scaler",
-         "generators", "method_state"}
+PARTS = {"settings", "made_of", "machine", "state", "model", "optimizer", "scaler", "generators",
+         "method_state"}
 
 
 def write_checkpoint(folder, content):
@@ -344,7 +336,7 @@ def read_checkpoint(folder):
         return tensors[found["@tensor"]] if "@tensor" in found else found
 
     content = json.loads(bytes(tensors["content"].tolist()), object_hook=place)
-    require_checkpoint(content.keys() == PARTS, folder)
+    require_checkpoint(content.keys() >= PARTS, folder)        # older code stored the best adapter, too
     return content
 
 

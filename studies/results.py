@@ -11,7 +11,6 @@
     learning/runs.json      {name: what summary.json says} of runs that are no study's
     learning/steps.csv.gz   the steps of these
 """
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +21,6 @@ from harness.folders import read_json, read_jsonl
 from harness.report import learning_curve, save_figure
 from studies.plots import table, with_error
 
-ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
 # The runs of learning/ whose curve a page shows.
 SHOWN = ["gsm8k-0.5b", "paper-reward-0.5b"]
 
@@ -52,11 +50,10 @@ def row_of(folder):
     summary = read_json(f"{folder}/summary.json")
     steps = pd.DataFrame(read_jsonl(f"{folder}/metrics.jsonl"))
     settings = summary["settings"]
-    slugs = {re.sub("[ :/]+", "-", arm): arm for arm in ARMS.index}
     return {
         "name": folder.name,
         "model": Path(settings["model"] or "small").name,
-        "arm": slugs[folder.name.rpartition("-lr")[0]],
+        "arm": folder.name.rpartition("-lr")[0],
         **{name: settings[name] for name in ("lr", "seed")},
         **{name: value for name, value in summary.items() if name.endswith(("_before", "_after"))},
         **{name: summary[name] for name in ("steps", "seconds", "hardware")},

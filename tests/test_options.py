@@ -45,8 +45,6 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in log if "accuracy_validation" in m] == [2, 4, 6]
-    shutil.rmtree(tmp_path / "adapter-best")               # the checkpoint has it, too
-    run_main("--resume", "--out", tmp_path)
     best = load_file(tmp_path / "adapter-best/adapter_model.safetensors")
     torch.testing.assert_close(best, adapters[1], rtol=0, atol=0)
 

@@ -64,14 +64,11 @@ def multiply(x, weight):
 class CodedWeight(fast.PackedWeight):
     """A weight [out, in] in "int8" or "fp8" that multiplies activations in the same format.
 
-    parts: its codes and scales; see quantize.
+    parts: its codes and scales; see quantize. On a GPU both sizes have to be divisible by 16.
     """
 
     def __init__(self, weight, format, whole=False):
         super().__init__(format, *quantize(weight, format, whole))
-        require(not weight.is_cuda or all(size % 16 == 0 for size in weight.shape),
-                     "a GPU's 8-bit products need features divisible by 16, and this model has a weight "
-                     f"{list(weight.shape)}; use --method qerl")
 
     def multiply(self, x, bias=None, lora=None):
         y = multiply(quantize(x, self.format), self.parts).to(x.dtype)
