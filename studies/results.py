@@ -1,6 +1,5 @@
-"""The recorded runs of results/: means and differences of a study, and the pages' pictures.
+"""The recorded runs of results/: means and differences of a study.
 
-    python bench.py tables                     draws the pictures again
     python bench.py tables claims              prints a study's tables; --base: the arm with which
                                                the others are compared
     python bench.py tables runs/mine           those of a folder of runs, made by studies/arms.sh
@@ -8,8 +7,6 @@
 
     runs.csv                a row a run; its column study names the study
     steps.csv.gz            the steps of these runs
-    learning/runs.json      {name: what summary.json says} of runs that are no study's
-    learning/steps.csv.gz   the steps of these
 """
 from pathlib import Path
 
@@ -18,11 +15,7 @@ import pandas as pd
 from harness.command import Parser
 from harness.errors import require
 from harness.folders import read_json, read_jsonl
-from harness.report import learning_curve, save_figure
-from studies.plots import table, with_error
-
-# The runs of learning/ whose curve a page shows.
-SHOWN = ["gsm8k-0.5b", "paper-reward-0.5b"]
+from studies.tables import table, with_error
 
 # Columns of tables: {measure: (title, scale, digits)}.
 REACHED = {
@@ -113,31 +106,9 @@ def print_tables(rows, base):
         "after minus before:", "", *columns_table(columns, differences)]))
 
 
-# --------------------------------------------------------------------------------------------------
-# Pictures
-
-def draw_all(folder, plots):
-    """The pages' pictures from the files that the docstring names.
-
-    plots: {name of a .json: the function that draws it}, of the files that bench.py writes.
-    """
-    for path in Path(folder).glob("*/*.json"):
-        if path.stem in plots:
-            save_figure(path.with_suffix(".png"), plots[path.stem], read_json(path))
-    summaries = read_json(f"{folder}/learning/runs.json")
-    for name, steps in pd.read_csv(f"{folder}/learning/steps.csv.gz").groupby("run"):
-        if name in SHOWN:
-            metrics = steps.dropna(axis="columns").to_dict("records")
-            save_figure(f"{folder}/learning/{name}.png", learning_curve, metrics, summaries[name])
-
-
-def main(argv, plots):
-    """plots: as draw_all takes them."""
+def main(argv):
     p = Parser(__doc__)
-    p.add_argument("study", nargs="?", help="in results/runs.csv, or a folder of finished runs")
+    p.add_argument("study", help="in results/runs.csv, or a folder of finished runs")
     p.add_argument("--base", default="nvfp4+aqn", help="the arm with which the others are compared")
     args = p.parse_args(argv)
-    if args.study:
-        print_tables(runs_of(args.study), args.base)
-    else:
-        draw_all("results", plots)
+    print_tables(runs_of(args.study), args.base)

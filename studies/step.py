@@ -14,12 +14,9 @@ from harness import fast
 from harness.batches import make_batch
 from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
-from studies.plots import grouped, plot_bars, plot_lines
+from studies.tables import grouped
 from studies.random_models import random_model, random_prompts
 from train_gsm8k import Samples, Settings, make_optimizer, update
-
-# Recorded results have others, too; exchange is that of gradients.
-PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 
 def take_peak():
@@ -131,17 +128,6 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
 
 
-def plot_step(result, figure):
-    """Seconds by phase of the two largest sizes, a bar a model and format."""
-    contents = {}
-    for (prompts, group), rows in list(grouped(result["rows"], "prompts", "group").items())[-2:]:
-        bars = contents[f"one RL step: {prompts * group} completions"] = {}
-        for row in rows:
-            name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
-            bars[name] = {phase: row[phase] for phase in PHASES if row.get(phase, 0.0) > 1e-3}
-    plot_bars(figure, contents, "seconds")
-
-
 # --------------------------------------------------------------------------------------------------
 # Several processes
 
@@ -158,13 +144,3 @@ def speed_ups(rows):
                 "completions/s": speed * row["group"],
                 "times one": speed / (alone or [math.nan])[0],
             }
-
-
-def plot_scaling(result, figure):
-    points = []
-    for line in speed_ups(result["rows"]):
-        title = f"{line['model']}: an RL step"
-        count = line["processes"]
-        points.append((title, "ideal", count, count))
-        points.append((title, f"{line['completions']} completions", count, line["times one"]))
-    plot_lines(figure, points, "GPUs", "completions per second, over one GPU's")

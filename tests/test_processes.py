@@ -283,5 +283,4 @@ def test_bench_scaling_measures_processes(tmp_path, capsys):
     for row in rows:
         parts = row["rollout"] + row["reward"] + row["update"]
         assert 0.6 * row["step"] < parts <= 1.001 * row["step"]
-    assert out.with_suffix(".png").exists()
     assert "| tiny, nvfp4 | 2 | 32 |" in capsys.readouterr().out
