@@ -568,7 +568,7 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # studies/step.py lowers some
+        self.limit = torch.full_like(self.length, max_new_tokens)
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         self.start()
 
@@ -688,24 +688,24 @@ def tensors_of(thing):
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def take_sampler(model, sampler_class, count, slots, max_len, *others):
+def take_sampler(model, count, slots, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
-    asked = sampler_class, model.samples_exactly(), count, slots, *others
+    asked = model.samples_exactly(), count, slots, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()
         return sampler
     sampler = None                                     # before there is a second cache
-    sampler = sampler_class(model, count, slots, max_len, *others)
+    sampler = Sampler(model, count, slots, max_len, *others)
     sampler.asked = asked
     return sampler
 
 
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
-             slots=256, generator=None, sampler_class=Sampler):
+             slots=256, generator=None, limits=None):
     """qerl.generate: sample group_size completions for each prompt -> Rollout, on model.device.
 
-    sampler_class: methods/ have others.
+    limits: int64 [N], at how many tokens each completion is cut, if not all at max_new_tokens.
     """
     qerl.check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
     count = len(prompts) * group_size
@@ -713,15 +713,16 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
     with torch.no_grad():
-        sampler = take_sampler(model, sampler_class, count, slots, max_len, max_new_tokens, temperature,
-                               top_p, eos, generator)
+        sampler = take_sampler(
+            model, count, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
+        sampler.limit[:-1] = max_new_tokens if limits is None else limits
         entered = 0                                                # prompts that have had their slots
         while True:
             idle = (sampler.completion == IDLE).nonzero()[:, 0]
             busy = len(sampler.completion) - len(idle)
             admitted = min(len(idle) // group_size, len(prompts) - entered)
             if not busy and not admitted:
-                if model.keep_sampler and sampler_class is Sampler:
+                if model.keep_sampler:
                     model.sampler = sampler
                 return sampler.rollout()
             many = len(sampler.completion) >= 32                # so that at least 16 stay

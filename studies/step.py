@@ -5,7 +5,6 @@ reference policy. All memory is in 10^9 bytes; on a CPU there is none to measure
 """
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -38,14 +37,6 @@ def device_memory_gb():
 # --------------------------------------------------------------------------------------------------
 # A step
 
-class CutSampler(fast.Sampler):
-    """Cuts completion i at limits[i] tokens, int64."""
-
-    def __init__(self, limits, model, *args):
-        super().__init__(model, *args)
-        self.limit[:-1] = limits.to(self.limit.device)
-
-
 def cut_lengths(longest, ranks):
     """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
 
@@ -72,7 +63,7 @@ def take_step(model, optimizer, scaler, settings, lengths):
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
     with clock("rollout"), qerl.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = fast.generate(model, asked, settings.max_new_tokens, settings.group,
-                                slots=settings.slots, sampler_class=partial(CutSampler, lengths))
+                                slots=settings.slots, limits=lengths)
     rollout_gb = take_peak()
     with clock("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
@@ -116,6 +107,7 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
         model.recompute_in_backward()
+        model.sampler = None                       # of another size
         completions = prompts // ranks.count * group
         own = fitted(replace(settings, group=group), model,
                      prompt_tokens(settings.device) + settings.max_new_tokens, completions, fast)

@@ -23,7 +23,6 @@ from harness import layers, policy
 from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint
-from studies.step import CutSampler
 from test_qerl import CONFIGS, CUDA, SIZES, WIDE, gpu, gradient_of, make_folder, relative
 from test_qerl import with_lora
 
@@ -69,10 +68,9 @@ def same_completions(generate, model, prompts, max_new_tokens, group, *_, **__):
     So it does not matter who samples them, and in how many slots.
     """
     lengths = [1 + (sum(prompt) + 3 * i) % 8 for prompt in prompts for i in range(group)]
-    sampler_class = partial(CutSampler, torch.tensor(lengths))
     slots = max(group, 8 - 4 * Ranks().rank)
     rollout = generate(model, prompts, max_new_tokens, group, temperature=0.0, slots=slots,
-                       sampler_class=sampler_class)
+                       limits=torch.tensor(lengths))
     return replace(rollout, finished=rollout.length < 8)
 
 
