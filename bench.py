@@ -1,18 +1,16 @@
-"""Measure this project. Each command prints its tables and writes them under results/, most with a
-picture.
+"""Measure this project. Each command prints its tables and writes them under results/.
 
     python bench.py card                               what this machine does with 4 bits and with 16,
                                                        in minutes, as two lines of results/cards.md
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
-    python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and NF4
+    python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and BF16
                                                        against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once, and what this
                                                        reads and multiplies a second
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
     python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
-    python bench.py tables [STUDY_OR_FOLDER]           a study's means and differences; without a name
-                                                       the pictures of results/: studies/results.py
+    python bench.py tables STUDY_OR_FOLDER             a study's means and differences: studies/results.py
 
 All but formats make random weights of true shapes on the GPU. On a CPU all but kernels run a tiny
 shape, to step through; its times, and memory, mean nothing. step may be started by torchrun, too:
@@ -39,13 +37,12 @@ from harness.flags import check_device
 from harness.folders import read_json, write_json
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
-from harness.report import save_figure
 from harness.small_policy import warm_start
 from studies import peers
 from studies.layer import PlainProduct, layer_copies, layer_figures, seconds_a_call
-from studies.plots import grouped, plot_lines, table
 from studies.random_models import SHAPES, random_model, random_prompts
-from studies.step import plot_scaling, plot_step, settings_for, speed_ups, step_rows
+from studies.step import settings_for, speed_ups, step_rows
+from studies.tables import grouped, table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,7 +85,7 @@ def bench_kernels(args):
     require_flag(device == "cuda", "device", device, "the kernels run on a GPU alone")
     for name, layer in itertools.product(args.model, range(4)):
         copies = {}
-        for weights in ("bf16", "nvfp4", "nf4"):
+        for weights in ("bf16", "nvfp4"):
             copies[weights], out, columns = layer_copies(name, weights, layer, device)
         first, *others = copies["bf16"]
         dense = first.weight.dequantize(torch.bfloat16)
@@ -100,7 +97,7 @@ def bench_kernels(args):
             yield {**shape, "M": M, **times}
 
 
-OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin in older results
+OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin, NF4 in older results
 
 
 def kernel_means(rows):
@@ -109,12 +106,6 @@ def kernel_means(rows):
         yield {"model": model, "M": M, **{
             name: statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
             for name in OTHERS if name in same[0]}}
-
-
-def plot_kernels(result, figure):
-    points = [(f"{mean['model']}, geometric mean of four layers", f"over {name}", mean["M"], mean[name])
-              for mean in kernel_means(result["rows"]) for name in OTHERS if name in mean]
-    plot_lines(figure, points, "rows of x", "speed of NVFP4, relative")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,12 +163,6 @@ def bench_rollout(args):
     for name, rank in itertools.product(args.model, args.ranks):
         for weights in args.weights:
             yield from rollout_rows(name, weights, rank, batches, args.device)
-
-
-def plot_rollout(result, figure):
-    points = [(row["model"], f"{row['weights']}, LoRA rank {row['rank']}", row["batch"],
-               row["tokens_per_s"]) for row in result["rows"]]
-    plot_lines(figure, points, "sequences decoded at once", "decoded tokens per second", yscale="log")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,11 +253,11 @@ def size(text):
 
 FLAGS = {
     "device": dict(choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"),
-    "out": dict(help="the files to write, without .json and .png (default results/GPU/COMMAND)"),
+    "out": dict(help="the file to write, without .json (default results/GPU/COMMAND)"),
     "model": dict(nargs="+", choices=SHAPES, default=[],
                   help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
-    "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16", "nf4"],
-                    help="default nvfp4 bf16 nf4"),
+    "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16"],
+                    help="default nvfp4 bf16"),
     "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],
                   help="prompts of all processes x completions of each (default 1x2 1x4 1x8 32x8)"),
@@ -282,17 +267,15 @@ FLAGS = {
     "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
                       "(default 1 2 4 8)"),
 }
-# What each measures, what else it prints of its rows, its picture, its flags.
+# What each measures, what else it prints of its rows, its flags.
 COMMANDS = {
-    "card": (bench_card, None, None, []),
-    "formats": (bench_formats, None, None, []),
-    "kernels": (bench_kernels, kernel_means, plot_kernels, ["model"]),
-    "rollout": (bench_rollout, None, plot_rollout, ["model", "weights", "ranks"]),
-    "step": (bench_step, None, plot_step, ["model", "weights", "sizes", "repeats", "peers"]),
-    "scaling": (bench_scaling, speed_ups, plot_scaling, ["model", "weights", "repeats", "processes"]),
+    "card": (bench_card, None, []),
+    "formats": (bench_formats, None, []),
+    "kernels": (bench_kernels, kernel_means, ["model"]),
+    "rollout": (bench_rollout, None, ["model", "weights", "ranks"]),
+    "step": (bench_step, None, ["model", "weights", "sizes", "repeats", "peers"]),
+    "scaling": (bench_scaling, speed_ups, ["model", "weights", "repeats", "processes"]),
 }
-# Of the .json files in results/: what draws their pictures.
-PLOTS = {what: plot for what, (_, _, plot, _) in COMMANDS.items() if plot}
 
 
 def arguments():
@@ -320,8 +303,8 @@ def print_rows(rows):
 
 
 def run(args):
-    """Measure, and write the files each time there is more, so that a stop loses little."""
-    bench, summary, plot, _ = COMMANDS[args.what]
+    """Measure, and write the file each time there is more, so that a stop loses little."""
+    bench, summary, _ = COMMANDS[args.what]
     ranks = Ranks()
     ranks.start(args.device)
     hardware = "cpu"
@@ -341,9 +324,7 @@ def run(args):
         print_rows(result["rows"])
         if summary:
             print_rows(list(summary(result["rows"])))
-        if plot:
-            save_figure(f"{path}.png", plot, result)
-        print(f"\nwritten to {path}.json" + (" and .png" if plot else ""))
+        print(f"\nwritten to {path}.json")
     ranks.stop()
 
 
@@ -353,7 +334,7 @@ def main():
             require(importlib.util.find_spec("pandas"), "tables: pandas is missing; pip install "
                     "-e '.[studies]'")
             from studies import results                    # which the other commands do without
-            return results.main(sys.argv[2:], PLOTS)
+            return results.main(sys.argv[2:])
         run(arguments())
 
 

@@ -6,10 +6,11 @@ a GPU and in Triton's interpreter (TRITON_INTERPRET=1) on a CPU. Each kernel is 
 formula, and by what bounds its speed: memory, instructions or latency.
 
     0. plain product  y = x Ŵᵀ: read this first                       fp4_matmul
-    1. quantising     weights rounded to E2M1, GPTQ's columns         encode_e2m1, round_columns
+    1. quantising     GPTQ's columns rounded to E2M1                  round_columns
     2. 4-bit tiles    weights in the order in which tensor cores      tile, TiledWeight.dequantize
                       take them
-    3. linear         y = x Ŵᵀ + bias + LoRA + residual               TiledWeight.multiply
+    3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
+                                                                      lora_down
     4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
                                                                       packed_attention,
                                                                       decode_attention
@@ -120,7 +121,7 @@ def e2m1_value(code):
 #     compute capability     GPUs, for example            the kernels
 #     9.0                    H100, H200                   all
 #     8.x, 10.x to 12.x      A100, RTX 3090 to 5090       all; linear_kernel by other instructions,
-#                                                         for fewer rows and not for NF4
+#                                                         for fewer rows
 #     7.5                    T4                           not in bfloat16, which it cannot compute
 #                                                         in; no weights in tiles
 #     below                  V100                         none: PyTorch does everything
@@ -202,21 +203,8 @@ def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
 # --------------------------------------------------------------------------------------------------
 # 1. Quantising to E2M1                                  code = the E2M1 number nearest to w / scale
 #
-# The kernel is bound by memory: it reads the weight once and writes a quarter as many bytes, where
-# PyTorch's operations together pass it through memory about ten times.
-
-def encode_e2m1(weight, scale):
-    """weight [out, in] / scale float32 [out, in/block] -> packed uint8 [out, in/2].
-
-    Even index in the low nibble; rounded to nearest, ties to even, saturating at 6.
-    """
-    out, columns = weight.shape
-    packed = weight.new_empty(out, columns // 2, dtype=torch.uint8)
-    size = packed.numel()
-    encode_kernel[(triton.cdiv(size, 1024),)](
-        weight.contiguous(), scale.contiguous(), packed, size, size // scale.numel(), SIZE=1024)
-    return packed
-
+# GPTQ's columns follow one another, so that latency bounds it: with a kernel for each operation that
+# is a dozen launches a column. Here the columns of some rows stay in a program's registers.
 
 @triton.jit
 def e2m1_code(w, scale):
@@ -235,19 +223,6 @@ def e2m1_code(w, scale):
     magnitude += a > 5.0
     return magnitude | (x < 0).to(tl.int32) << 3
 
-
-@triton.jit
-def encode_kernel(weight, scale, packed, size, pairs_per_scale, SIZE: tl.constexpr):
-    """Each program writes SIZE bytes of two codes each."""
-    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    s = tl.load(scale + i // pairs_per_scale, mask=i < size, other=1.0)
-    low = e2m1_code(tl.load(weight + 2 * i, mask=i < size, other=0.0), s)
-    high = e2m1_code(tl.load(weight + 2 * i + 1, mask=i < size, other=0.0), s)
-    tl.store(packed + i, (low | high << 4).to(tl.uint8), mask=i < size)
-
-
-# GPTQ's columns follow one another, so that latency bounds it: with a kernel for each operation that is a
-# dozen launches a column. Here the columns of some rows stay in a program's registers.
 
 def round_columns(W, scale, U):
     """methods.gptq.round_columns in one kernel: W, scale [out, n], U [n, n] -> rounded, losses [out, n]."""
@@ -285,7 +260,7 @@ def round_columns_kernel(W, scale, U, rounded, losses, out, n, ROWS: tl.constexp
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. 4-bit tiles                          weight[n, k] = table[code[n, k]] · scale[n, k/16] · row[n]
+# 2. 4-bit tiles                          weight[n, k] = e2m1(code[n, k]) · scale[n, k/16] · row[n]
 #
 # Hopper's tensor cores (the instruction wgmma) take W, 64 rows x 16 columns at a time, from the
 # registers of 128 threads. The hardware prescribes who holds what: call a thread (warp, g, t),
@@ -329,19 +304,17 @@ class Lora(NamedTuple):
 
 @dataclass(eq=False)
 class TiledWeight:
-    """A frozen weight [out, in] in tiles: table[code] * scale * out_scale.
+    """A frozen weight [out, in] in tiles: e2m1(code) * scale * out_scale.
 
     out and in are divisible by 128. Its tensors do not move with a module's .to(). qerl.PackedWeight
     computes the same from a weight in the order of its file.
     """
     words: torch.Tensor         # int32 [out/64, in/64, 512]: a tile has four words of each thread
-    scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]; NF4's are
-                                # bfloat16 and the same for all t, so t has 1 place
+    scales: torch.Tensor        # uint8 [out/64, in/64, warp 4, g 8, t 4, row half 2]
     out_scale: torch.Tensor     # float32 [out]
-    table: torch.Tensor         # float32 [16], the value of each code; for the interpreter alone, as
-                                # the kernels have E2M1's and NF4's built in
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
+    wide = None                 # see fast.with_room
     values = None               # the weight in bfloat16, too, as an object that multiplies, where
                                 # machine.keep_values found room for it
 
@@ -354,10 +327,6 @@ class TiledWeight:
         few = rows <= (128 if is_hopper(self.words.device) else 64)
         return self if few or self.values is None else self.values
 
-    @property
-    def nf4(self):
-        return self.scales.dtype == torch.bfloat16
-
     def dequantize(self, dtype=torch.bfloat16, interleaved=False):
         """The whole weight [out, in] in dtype: a temporary, or the kept values.
 
@@ -367,11 +336,9 @@ class TiledWeight:
             return self.values.dequantize(dtype)
         row_tiles, column_tiles, _ = self.words.shape
         weight = self.out_scale.new_empty(64 * row_tiles, 64 * column_tiles, dtype=dtype)
-        by_tma = is_hopper(weight.device)
         untile_kernel[(row_tiles, column_tiles // 2)](
-            self.words, self.scales, self.out_scale, self.table,
-            tma_descriptor(weight, [64, 128]) if by_tma else weight,
-            column_tiles, NF4=self.nf4, INTERLEAVED=interleaved, BY_TMA=by_tma, num_warps=4)
+            self.words, self.scales, self.out_scale,
+            weight, column_tiles, INTERLEAVED=interleaved, num_warps=4)
         return weight
 
     def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
@@ -387,61 +354,50 @@ class TiledWeight:
         bounds = sum(sizes[:1]), sum(sizes[:2])
         return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
-        """x Ŵᵀ + bias + LoRA + residual [rows, out], in x's dtype, without gradient.
+    def multiply(self, x, bias=None, lora=None):
+        """x Ŵᵀ + bias + LoRA [rows, out], in x's dtype, without gradient.
 
-        x [rows, in], interleaved, on a GPU bfloat16; bias [out]; residual [rows, out]; lora from
-        prepare_lora; x and residual contiguous. Unlike fast.PackedWeight it leaves the residual alone.
+        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out]; lora from prepare_lora.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
-        # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has,
-        # and with NF4, whose values pass through shared memory on their way to mma.sync.
+        # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has.
         if is_hopper(x.device):
             pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
-            pays = len(x) <= 64 and not self.nf4
+            pays = len(x) <= 64
         if not pays:
             weight = self.dequantize(x.dtype, interleaved=True)
             y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-            y = y if residual is None else y + residual
             return y if lora is None else add_lora(y, x, self, lora)
         if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(launch_linear(x, self, bias, residual, None), x, self, lora)
-        return launch_linear(x, self, bias, residual, lora)
+            return add_lora(launch_linear(x, self, bias, None), x, self, lora)
+        return launch_linear(x, self, bias, lora)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
 # its upper half, as the hardware computes with two bfloat16 in one register. The four pairs share
 # the 16 bits of a half so:
 #
-#   E2M1   bit          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-#          of pair       0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
-#          code's bit    s  s  e  s  f  m  s  e  f  m  e  f  m  e  f  m
+#     bit          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+#     of pair       0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+#     code's bit    s  s  e  s  f  m  s  e  f  m  e  f  m  e  f  m
 #
-#          where s is the sign, e f the exponent and m the mantissa. A bfloat16 has its sign at bit
-#          15, its exponent at the bits 14-7 and its mantissa at 6-0. Pair 0 therefore is a bfloat16
-#          once the other bits are cleared: its exponent has the lowest two of eight bits and its
-#          mantissa the first of seven, which is the code's value times 2^-126. (This holds for the
-#          smallest codes, too, as both formats are subnormal there.) Pairs 1 and 2 get there by a
-#          shift of 3 and of 6. Pair 3 has the bits that are left, and takes three shifts. The
-#          product with the scale makes up for 2^-126.
+# where s is the sign, e f the exponent and m the mantissa. A bfloat16 has its sign at bit 15, its
+# exponent at the bits 14-7 and its mantissa at 6-0. Pair 0 therefore is a bfloat16 once the other
+# bits are cleared: its exponent has the lowest two of eight bits and its mantissa the first of seven,
+# which is the code's value times 2^-126. (This holds for the smallest codes, too, as both formats are
+# subnormal there.) Pairs 1 and 2 get there by a shift of 3 and of 6. Pair 3 has the bits that are
+# left, and takes three shifts. The product with the scale makes up for 2^-126.
 #
-#          A scale is stored in a byte: 5 bits tell how many powers of two it is below the largest
-#          of its row, 3 are its mantissa. One multiplication and one addition make of it a pair of
-#          bfloat16. All of this is exact.
-#
-#   NF4    Code i stands at the bits 4i to 4i + 3. Its value is looked up with the instruction PRMT,
-#          which picks four bytes out of eight by 3-bit indices. 16 values of two bytes take four
-#          such tables.
+# A scale is stored in a byte: 5 bits tell how many powers of two it is below the largest of its row,
+# 3 are its mantissa. One multiplication and one addition make of it a pair of bfloat16. All of this
+# is exact.
 
-def pack_words(codes, nf4):
+def pack_words(codes):
     """4-bit codes uint8 [..., 8] -> words int32 [...]."""
     words = codes.new_zeros(codes.shape[:-1], dtype=torch.int32)
     for i, code in enumerate(codes.unbind(-1)):
         code = code.int()
-        if nf4:
-            words |= code << 4 * i
-            continue
         pair, half = divmod(i, 2)
         sign = code >> 3
         magnitude = code & 7
@@ -466,29 +422,24 @@ def pack_scales(scale):
     return byte, torch.exp2(top - 2.0)
 
 
-def tile(packed, scale, row_scale, table, nf4=False):
-    """The TiledWeight of a quantised weight table[code] * scale * row_scale.
+def tile(packed, scale, row_scale):
+    """The TiledWeight of a quantised weight e2m1(code) * scale * row_scale.
 
-    packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16], NF4's [out,
-    in/64]; row_scale float32, broadcast to [out]; table float32 [16]; out and in divisible by 64.
+    packed uint8 [out, in/2], even index in the low nibble; scale float32 [out, in/16]; row_scale
+    float32, broadcast to [out]; out and in divisible by 64.
     Exact for scales of four significant bits (E4M3, E8M0) less than 2^31 below their row's largest.
-    NF4's scales are rounded to bfloat16.
     """
     out, columns = packed.shape[0], 2 * packed.shape[1]
     codes = torch.stack([packed & 15, packed >> 4], -1)
     # (tile, warp, row half, g, tile, t, word, code) -> (tile, tile, warp, g, t, row half, word, code)
     codes = codes.view(out // 64, 4, 2, 8, columns // 64, 4, 2, 8).permute(0, 4, 1, 3, 5, 2, 6, 7)
-    words = pack_words(codes, nf4).reshape(out // 64, columns // 64, 512)
+    words = pack_words(codes).reshape(out // 64, columns // 64, 512)
 
-    if nf4:
-        stored = scale.bfloat16()
-        factor = 1.0
-    else:
-        stored, factor = pack_scales(scale)
+    stored, factor = pack_scales(scale)
     # (tile, warp, row half, g, tile, t) -> (tile, tile, warp, g, t, row half)
     stored = stored.view(out // 64, 4, 2, 8, columns // 64, -1).permute(0, 4, 1, 3, 5, 2)
     out_scale = row_scale.reshape(-1).expand(out) * factor
-    return TiledWeight(words, stored.contiguous(), out_scale, table.to(packed.device))
+    return TiledWeight(words, stored.contiguous(), out_scale)
 
 
 # untile_kernel is bound by memory: it reads 9/16 byte and writes two for each weight. Its inner
@@ -551,101 +502,39 @@ def e2m1_pairs(word, scale):
 
 
 @triton.jit
-def nf4_pairs(word, scale, table):
-    """As e2m1_pairs, for NF4.
-
-    prmt looks four codes up at a time, i those of the word's lower half, j those of its upper
-    half, by their low three bits. What it finds are the high bytes of four bfloat16: h if the
-    codes are 0-7, g if they are 8-15. In the same way l and k are the low bytes. The mask m
-    chooses between the two by the codes' top bits. For it prmt is told to fill each byte with
-    the top bit of a byte of the word, which is that of the codes 1, 3, .., or of u, the word
-    shifted by one code, which is that of the codes 0, 2, ...
-    """
-    if IN_INTERPRETER:
-        s = low_half(scale)
-        return tuple(tl.load(table + (word >> 4 * i & 15)) * s for i in range(8))
-    return tl.inline_asm_elementwise("""{
-        .reg .b32 i, j, u, m, h, g, l, k, a, b, c, d, z;
-        mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
-        and.b32 i, $8, 0x77777777;
-        shr.b32 j, i, 16;
-        shl.b32 u, $8, 4;
-        prmt.b32 m, $8, u, 0x9D8C;           // FF where a code of the lower half is 8 or more
-        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, i;
-        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, i;
-        lop3.b32 h, m, g, h, 0xCA;           // m ? g : h
-        prmt.b32 l, 0xCA063280, 0x00BA3D92, i;
-        prmt.b32 k, 0xAD7C25A3, 0x803910E2, i;
-        lop3.b32 l, m, k, l, 0xCA;
-        prmt.b32 a, l, h, 0x5140;            // low and high bytes of the codes 0 and 1 in turn
-        prmt.b32 b, l, h, 0x7362;            // of the codes 2 and 3
-        prmt.b32 m, $8, u, 0xBFAE;           // the same for the upper half
-        prmt.b32 h, 0xBEBFBFBF, 0x00BDBEBE, j;
-        prmt.b32 g, 0x3E3E3E3D, 0x3F3F3F3E, j;
-        lop3.b32 h, m, g, h, 0xCA;
-        prmt.b32 l, 0xCA063280, 0x00BA3D92, j;
-        prmt.b32 k, 0xAD7C25A3, 0x803910E2, j;
-        lop3.b32 l, m, k, l, 0xCA;
-        prmt.b32 c, l, h, 0x5140;
-        prmt.b32 d, l, h, 0x7362;
-        fma.rn.bf16x2 a, a, $9, z;
-        fma.rn.bf16x2 b, b, $9, z;
-        fma.rn.bf16x2 c, c, $9, z;
-        fma.rn.bf16x2 d, d, $9, z;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
-        }""", constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, scale],
-        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
-
-
-@triton.jit
-def decode_tiles(words, scales, table, tile, column_tiles,
-                 R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+def decode_tiles(words, scales, tile, column_tiles, R: tl.constexpr, C: tl.constexpr):
     """R x C tiles, without out_scale; tile: the number of the first.
 
     column_tiles: how many tiles lie side by side along the input. Returns bfloat16 [R, C, warp 4,
     g 8, t 4, row half 2, word 2, step 2, column half 2, i 2], where i counts neighbouring columns.
     """
-    T: tl.constexpr = 1 if NF4 else 4                           # how many t have their own scale
     words += tile * 512
-    scales += tile * (64 * T)
+    scales += tile * 256
     r = tl.arange(0, R)[:, None] * column_tiles
     word = tl.load(words + r * 512 + tl.arange(0, C * 512)[None])
     word = word.reshape(R, C, 4, 8, 4, 2, 2)
-    scale = tl.load(scales + r * (64 * T) + tl.arange(0, C * 64 * T)[None])
+    scale = tl.load(scales + r * 256 + tl.arange(0, C * 256)[None])
 
     # The scale as a pair of equal bfloat16.
-    if NF4:
-        pair = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
-    else:
-        pair = scale.to(tl.int32) * 0x00100010                  # shifted by 4, in both halves
-        # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves
-        # pack_scales' 2^-30.
-        pair = pair + 0x6F806F80
-    pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, T, 2, 1), (R, C, 4, 8, 4, 2, 2))
+    pair = scale.to(tl.int32) * 0x00100010                      # shifted by 4, in both halves
+    # A code in a bfloat16's bits is 2^-126 times its value. With 2^96 here that leaves pack_scales'
+    # 2^-30.
+    pair = pair + 0x6F806F80
+    pair = tl.broadcast_to(pair.reshape(R, C, 4, 8, 4, 2, 1), (R, C, 4, 8, 4, 2, 2))
 
-    if NF4:
-        v0, v1, v2, v3, v4, v5, v6, v7 = nf4_pairs(word, pair, table)
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
+    v0, v1, v2, v3, v4, v5, v6, v7 = e2m1_pairs(word, pair)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))            # (.., step, column half)
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.join(even, odd)
 
 
 @triton.jit
-def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
-                  NF4: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TMA: tl.constexpr):
-    """Each program decodes two tiles that lie side by side.
-
-    If BY_TMA, `weight` is a descriptor.
-    """
+def untile_kernel(words, scales, out_scale, weight, column_tiles, INTERLEAVED: tl.constexpr):
+    """Each program decodes two tiles that lie side by side."""
     row = tl.program_id(0)
     c = tl.program_id(1) * 2
     at = (row * column_tiles + c).to(tl.int64)
-    v = decode_tiles(words, scales, table, at, column_tiles, 1, 2, NF4)
+    v = decode_tiles(words, scales, at, column_tiles, 1, 2)
 
     # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
     # interleaved, (C, word, step, column half, t, i).
@@ -655,17 +544,14 @@ def untile_kernel(words, scales, out_scale, table, weight, column_tiles,
         v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
     scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
     w = v.to(tl.float32) * scale
-    if BY_TMA:
-        weight.store([row * 64, c * 64], w.to(weight.dtype))
-    else:
-        n = row * 64 + tl.arange(0, 64)[:, None]
-        k = c * 64 + tl.arange(0, 128)[None]
-        at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
-        tl.store(at_w, w.to(weight.dtype.element_ty))
+    n = row * 64 + tl.arange(0, 64)[:, None]
+    k = c * 64 + tl.arange(0, 128)[None]
+    at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
+    tl.store(at_w, w.to(weight.dtype.element_ty))
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ + residual
+# 3. linear                                                   y = x Ŵᵀ + bias + (x Aᵀ) Bᵀ
 #
 # With many rows PyTorch multiplies, by a weight that was decoded before (TiledWeight.multiply). x and
 # the columns of A are interleaved, so the weight has to be, too.
@@ -692,7 +578,7 @@ def add_lora(y, x, tiled, lora):
 # So all SMs have the same work, whatever the layer's size. A program that has only a part of a tile
 # leaves its sums in `partial`. Whoever is the last to do so adds the parts up, always in the same
 # order, so that equal inputs give equal outputs, and finishes the tile: it adds LoRA, multiplies by
-# out_scale, adds bias and residual, and writes y.
+# out_scale, adds the bias, and writes y.
 #
 # LoRA's h = x Aᵀ is left to the first few programs, who cut it along the input, too. When they are
 # done, `ready` says so, and whoever finishes a tile multiplies h by its share of B. It may have to
@@ -836,7 +722,7 @@ def scratch(device):
     )
 
 
-def launch_linear(x, tiled, bias, residual, lora):
+def launch_linear(x, tiled, bias, lora):
     """TiledWeight.multiply by linear_kernel, in one launch."""
     rows, columns = x.shape
     out = len(tiled.out_scale)
@@ -849,21 +735,18 @@ def launch_linear(x, tiled, bias, residual, lora):
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
-    # By TMA, a tile of x, residual or y is moved as a block, and the kernel takes a descriptor
-    # instead of a pointer. This pays with more than 32 rows.
+    # By TMA, a tile of x or y is moved as a block, and the kernel takes a descriptor instead of a
+    # pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
     if wgmma and plan["ROWS"] > 32:
-        tile_of_y = [plan["ROWS"], 64 * plan["R"]]
         x_tma = tma_descriptor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = tma_descriptor(y, tile_of_y)
-        if residual is not None:
-            residual = tma_descriptor(residual, tile_of_y)
+        y_there = tma_descriptor(y, [plan["ROWS"], 64 * plan["R"]])
 
     linear_kernel[(programs,)](
-        x_tma, x, tiled.words, tiled.scales, tiled.out_scale, tiled.table,
-        bias, residual, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
-        RANK=rank, NF4=tiled.nf4, WGMMA=wgmma, launch_pdl=wgmma, **plan)
+        x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
+        bias, A, B, h, y_there, *shared, rows, out, columns // 64, ranks, *bounds,
+        RANK=rank, WGMMA=wgmma, launch_pdl=wgmma, **plan)
     return y
 
 
@@ -911,8 +794,8 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 
 @triton.jit
-def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
-              ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
+                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
     Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
@@ -948,24 +831,22 @@ def lora_down(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
 
 @triton.jit
 def prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles,
-                  R: tl.constexpr, C: tl.constexpr, NF4: tl.constexpr):
+                  R: tl.constexpr, C: tl.constexpr):
     """Have the L2 cache fetch a share's first four tiles of W, their scales and out_scale.
 
     A tile has 512 words, which are 2,048 bytes.
     """
-    SCALES: tl.constexpr = 64 if NF4 else 256            # of a tile of W
-    BYTES: tl.constexpr = 128 if NF4 else 256            # their size
     tile_row = at // steps // m_tiles * R
     start = (tile_row * column_tiles + at % steps * C).to(tl.int64)
     there = tl.minimum(end - at, steps - at % steps) * C       # tiles side by side in the share
     prefetch(words + start * 512, column_tiles * 2048, there * 2048, R, 8192 // R)
-    prefetch(scales + start * SCALES, column_tiles * BYTES, there * BYTES, R, 4 * BYTES // R)
+    prefetch(scales + start * 256, column_tiles * 256, there * 256, R, 1024 // R)
     prefetch(out_scale + tile_row * 64, 0, 256 * R, 1, 256 * R)
 
 
 @triton.jit
-def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-              NF4: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+def sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
+              ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
               STAGES: tl.constexpr, WGMMA: tl.constexpr):
     """The sums [64R, ROWS] of a tile of Ŵ xᵀ over the steps first to last - 1.
 
@@ -978,7 +859,7 @@ def sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_ti
     """
     acc = tl.zeros([64 * R, ROWS], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        w = decode_tiles(words, scales, table, row + step * C, column_tiles, R, C, NF4)
+        w = decode_tiles(words, scales, row + step * C, column_tiles, R, C)
         if WGMMA:
             w = w.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
         else:
@@ -1027,7 +908,7 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
 
 
 @triton.jit
-def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+def finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
            M, N, ranks, bound1, bound2, lora_tiles, RANK: tl.constexpr, BY_TMA: tl.constexpr):
     """Write a tile of y from its sums acc [rows of W from n0 on, rows of x from m0 on]."""
     n = n0 + tl.arange(0, acc.shape[0])
@@ -1047,13 +928,9 @@ def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, f
     out = acc * scale + shift
 
     if BY_TMA:                                           # which leaves out the rows from M on
-        if residual is not None:
-            out += residual.load([m0, n0]).T
         y.store([m0, n0], out.to(y.dtype).T)
     else:
         at_y = m[None].to(tl.int64) * N + n[:, None]
-        if residual is not None:
-            out += tl.load(residual + at_y, mask=m[None] < M, other=0.0)
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
 
     if RANK > 0:
@@ -1064,18 +941,18 @@ def finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, f
 
 
 @triton.jit
-def linear_kernel(x_tma, x, words, scales, out_scale, table,
-                  bias, residual, lora_A, lora_B, h, y,
+def linear_kernel(x_tma, x, words, scales, out_scale,
+                  bias, lora_A, lora_B, h, y,
                   partial, lora_partial, counters,
                   M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
-                  RANK: tl.constexpr, NF4: tl.constexpr, ROWS: tl.constexpr,
+                  RANK: tl.constexpr, ROWS: tl.constexpr,
                   LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                   WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
                   WGMMA: tl.constexpr):
     """y [M, N], where W has `column_tiles` tiles along the input; plan_linear explains the other
     numbers.
 
-    If x_tma is a descriptor, residual and y are, too. WGMMA: on Hopper; else by mma.sync.
+    If x_tma is a descriptor, y is one, too. WGMMA: on Hopper; else by mma.sync.
     """
     ready = counters                                     # how many tiles of h are done
     finished = counters + 1                              # how many tiles of y
@@ -1093,12 +970,12 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
     if ROWS > 64:                                        # with fewer rows, after the last product
         let_next_start()
     if p >= 0:
-        prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C, NF4)
+        prefetch_step(words, scales, out_scale, at, end, steps, m_tiles, column_tiles, R, C)
     wait_for_previous()
     if RANK > 0:
         if p < 0:
-            done = lora_down(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
-                             ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
+            done = lora_down_part(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
+                                  ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
             tl.atomic_add(ready, done)
             at = end
 
@@ -1109,8 +986,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
         at += last - first
         m0 = tile % m_tiles * ROWS
         row = (tile // m_tiles * R * column_tiles).to(tl.int64)
-        acc = sum_steps(x_tma, x, words, scales, table, row, m0, first, last, M, column_tiles,
-                        NF4, ROWS, R, C, STAGES, WGMMA)
+        acc = sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
+                        ROWS, R, C, STAGES, WGMMA)
 
         # If the next kernel were let start sooner, its few short programs would lie unevenly on
         # the SMs.
@@ -1123,9 +1000,116 @@ def linear_kernel(x_tma, x, words, scales, out_scale, table,
                                        total, R, WARP_GROUPS, AT_ONCE)
         if finishes:
             n0 = tile // m_tiles * (64 * R)
-            finish(acc, n0, m0, tiles, out_scale, bias, residual, lora_B, h, y, ready, finished,
+            finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
                    M, N, ranks, bound1, bound2, lora_programs // lora_parts,
                    RANK, x_tma is not None)
+
+
+# One order of sums. Of the values in 16 bits cuBLAS mostly adds the products of a row in the order of
+# the columns, so that its result does not depend on the rows beside it. Where there are few rows and
+# many columns it shares the sum out, and sampling and training would differ in the last bits. The
+# kernel adds in order always; linear takes it where cuBLAS does not.
+
+def orders(device, dtype):
+    """Whether linear and lora_down take tensors of this dtype on this device."""
+    return is_hopper(device) and runs_on(device, dtype) and (INTERPRETED or dtype == torch.bfloat16)
+
+
+def linear(x, weight, bias=None):
+    """F.linear(x, weight, bias), in the order of the columns. x is contiguous."""
+    ordered = cublas_orders(*x.shape, len(weight), weight.stride(0), bias is not None, x.dtype, x.device)
+    return F.linear(x, weight, bias) if ordered else in_order(x, weight, bias)
+
+
+@functools.lru_cache(maxsize=None)
+def cublas_orders(rows, columns, out, stride, biased, dtype, device):
+    """Whether cuBLAS's product of this size is in_order's: tried once, by large terms that cancel.
+
+    The two halves of a row's sum are opposite up to a 64th, which brings its rounding to light.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    random = functools.partial(torch.randn, generator=generator, dtype=dtype, device=device)
+    half = columns // 2
+    x = 64 * random(rows, columns)
+    x[:, half:2 * half] = random(rows, half) - x[:, :half]
+    weight = random(out, stride)[:, :columns]
+    weight[:, half:2 * half] = weight[:, :half]
+    bias = random(out) if biased else None
+    return F.linear(x, weight, bias).equal(in_order(x, weight, bias))
+
+
+def in_order(x, weight, bias):
+    """linear by the kernel, which few rows bind to the memory."""
+    M, K = x.shape
+    N = len(weight)
+    y = x.new_empty(M, N)
+    rows = 16 if M <= 16 else 32 if M <= 32 else 64
+    step = 256 if M <= 32 else 128
+    out = 16                                               # the fewest whose programs run all at once
+    while out < 128 and triton.cdiv(M, rows) * triton.cdiv(N, out) > 132:
+        out *= 2
+    stages = min(8, 110_000 // ((rows + out) * step))      # loads under way in the SM's 220,000 bytes
+    in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
+        x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0, ROWS=rows, OUT=out, STEP=step,
+        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=is_hopper(x.device))
+    return y
+
+
+@triton.jit
+def in_order_kernel(x, weight, bias, y, M, N, K, stride, REST: tl.constexpr,
+                    ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr):
+    """A tile ROWS x OUT of y. Behind the last row or output it reads the last again."""
+    let_next_start()
+    wait_for_previous()
+    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, STEP)[None]
+    at_x = x + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k
+    at_w = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride + k
+    acc = tl.zeros([ROWS, OUT], tl.float32)
+    whole = K // STEP * STEP
+    for first in range(0, whole, STEP):
+        acc = product(tl.load(at_x + first), tl.load(at_w + first).T, acc)
+    if REST:
+        there = k < K - whole
+        a = tl.load(at_x + whole, mask=there, other=0.0)
+        b = tl.load(at_w + whole, mask=there, other=0.0)
+        acc = product(a, b.T, acc)
+    if bias is not None:
+        acc += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[None]
+    at_y = y + m[:, None].to(tl.int64) * N + n[None]
+    tl.store(at_y, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None] < N))
+
+
+def lora_down(x, A):
+    """h = x Aᵀ of x [rows, in], in divisible by 128, and A [ranks, in].
+
+    The columns are cut into parts whatever the number of rows, which are added up in their order. Up to
+    2,048 columns cuBLAS does not cut the sum.
+    """
+    rows, columns = x.shape
+    if columns <= 2048:
+        return linear(x, A)
+    ranks = len(A)
+    h = x.new_empty(rows, ranks)
+    few = rows <= 1024
+    J = 32 if few or ranks <= 32 else 64
+    tile_rows = 16 if few else 32                      # too few for wgmma, see plan_linear
+    parts = triton.cdiv(columns, 1024)
+    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
+    partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
+    lora_down_kernel[(tiles * parts,)](
+        x, A, h, partial, parts_arrived(x.device), rows, columns, ranks, parts,
+        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
+    return h
+
+
+@triton.jit
+def lora_down_kernel(x, A, h, partial, arrived, M, columns, ranks, parts,
+                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    lora_down_part(x, A, h, partial, arrived, M, columns, ranks, parts, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1153,14 +1137,14 @@ def tile_place(k):
 # In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
 # all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
-def rms_norm(x, weight, eps, interleaved=False):
+def rms_norm(x, weight, eps):
     """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    return FusedRMSNorm.apply(x.contiguous(), None, weight, eps, interleaved)[1]
+    return norm_branch(x.contiguous(), None, weight, eps)[1]
 
 
-def norm_branch(x, added, weight, eps):
+def norm_branch(x, added, weight, eps, interleaved=False):
     """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
-    return FusedRMSNorm.apply(x, added, weight, eps, False)
+    return FusedRMSNorm.apply(x, added, weight, eps, interleaved)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -1310,6 +1294,8 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 
 # Rotary embedding: y = R(position) x, which turns each pair (x[i], x[i + D/2]) of a head by an
 # angle of its own. It is a rotation, so the gradient is turned back: dL/dx = R(-position) dL/dy.
+# decode_attention rotates, too. In both kernels each product is rounded (enable_fp_fusion=False), so
+# that their results are equal.
 
 def rotary(x, cos, sin):
     """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
@@ -1335,7 +1321,7 @@ class FusedRotary(torch.autograd.Function):
         rotary_kernel[(B * T,)](
             x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign,
             HEADS=triton.next_power_of_2(heads), HALF=D // 2,
-            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4)
+            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4, enable_fp_fusion=False)
         return y
 
 
@@ -1359,53 +1345,139 @@ def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: 
     tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
 
 
-# Attention in a line of tokens (fast.pack): a prompt attends to itself, and a completion to its
-# prompt and to itself. A softmax over keys that lie in two places is made of those of both places:
+# Attention, online: of the keys seen so far a kernel keeps the maximal score of each query (m), the sum
+# of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a larger score comes, total
+# and out shrink by exp(old m - new m). At the end y = out / total.
 #
-#     y = (e^l₁ y₁ + e^l₂ y₂) / (e^l₁ + e^l₂),     where l = log Σ exp(scores) of a place
-#
-# So PyTorch's FlashAttention runs twice: within each prompt and completion, and from all completions
-# of a prompt to the prompt. Nothing is copied or padded. Of the softmax its backward takes only y and
-# l. If these are the whole's, the gradients of both places add up to the whole's.
+# Training and sampling add up in one order. The keys of a sequence, from its first token on, are cut
+# into parts of PART and these into blocks; each part begins anew, and the parts are put together one
+# after the other. A sum over a block's keys is a product with ones: that of tl.sum would depend on the
+# tile.
+
+PART = 256
+BLOCK = 64
+LOWEST = tl.constexpr(-1e30)           # below all scores; unlike -inf it can be subtracted from itself
+
+
+@triton.jit
+def begin(ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    """(m, total, out) of no keys."""
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    return m, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, D_PAD], tl.float32)
+
+
+@triton.jit
+def attend(Q, K, V, seen, m, total, out, scale_log2e):
+    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`."""
+    score = product(Q, tl.trans(K))                                          # [ROWS, BLOCK]
+    score = tl.where(seen, score * scale_log2e, -float("inf"))
+    new_m = tl.maximum(m, tl.max(score, 1))
+    w = tl.exp2(score - new_m[:, None]).to(V.dtype)
+    shrink = tl.exp2(m - new_m)[:, None]
+    total = product(w, tl.full([V.shape[0], 16], 1.0, V.dtype), total * shrink)
+    return new_m, total, product(w, V, out * shrink)
+
+
+@triton.jit
+def put_together(m, total, out, part_m, part_total, part_out):
+    """(m, total, out) of what was so far and of another part."""
+    new_m = tl.maximum(m, part_m)
+    old = tl.exp2(m - new_m)[:, None]
+    new = tl.exp2(part_m - new_m)[:, None]
+    return new_m, total * old + part_total * new, out * old + part_out * new
+
+
+# In a line of tokens (fast.pack) a prompt attends to itself, and a completion to its prompt and to
+# itself. For the gradient PyTorch's FlashAttention runs twice: within each prompt and completion, and
+# from all completions of a prompt to the prompt. Of the softmax it takes only y and l = log Σ
+# exp(scores). If these are the whole's, the gradients of both places add up to the whole's.
+
+def attend_in_line(q, k, v, ends, prefix, longest):
+    """Attention of sequences in a line: -> y [S, heads, D], l float32 [heads, S].
+
+    q [S, heads, D], k and v [S, kv_heads, D]; ends int32 [1 + sequences]: 0, and where each ends;
+    prefix int32 [2, sequences]: where tokens of the line begin that precede each, and how many;
+    longest: of the sequences.
+    """
+    S, heads, D = q.shape
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    l = torch.empty(heads, S, device=q.device)
+    sequences = len(ends) - 1
+    line_attention_kernel[heads, sequences, triton.cdiv(longest, 64)](
+        q, k, v, y, l, ends, prefix, S, heads, sequences, q.stride(0), k.stride(0), v.stride(0),
+        D ** -0.5 * LOG2E, SHARE=heads // k.shape[1], ROWS=64, D=D, D_PAD=triton.next_power_of_2(D),
+        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
+    return y, l
+
+
+@triton.jit(do_not_specialize=["S", "sequences"])
+def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stride_q, stride_k,
+                          stride_v, scale_log2e, SHARE: tl.constexpr, ROWS: tl.constexpr,
+                          D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+                          PART: tl.constexpr):
+    """A program has ROWS tokens of a sequence, and one of the heads, of which SHARE share a kv head."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    first = tl.load(ends + sequence)
+    end = tl.load(ends + sequence + 1)
+    row = first + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if first + tl.program_id(2) * ROWS < end:
+        before = tl.load(prefix + sequence)                      # where its prompt begins
+        count = tl.load(prefix + sequences + sequence)           # tokens of it
+        position = count + row - first
+        d = tl.arange(0, D_PAD)[None]
+        inside = (row[:, None] < end) & (d < D)
+        Q = tl.load(q + row[:, None].to(tl.int64) * stride_q + head * D + d, mask=inside, other=0.0)
+        keys = tl.minimum(count + (tl.program_id(2) + 1) * ROWS, count + end - first)
+        m, total, out = begin(ROWS, D_PAD)
+        for part in range(0, keys, PART):
+            part_m, part_total, part_out = begin(ROWS, D_PAD)
+            for block in range(part, tl.minimum(part + PART, keys), BLOCK):
+                t = block + tl.arange(0, BLOCK)
+                at = tl.where(t < count, before + t, first + t - count)[:, None].to(tl.int64)
+                at_head = head // SHARE * D + d
+                there = (t[:, None] < keys) & (d < D)
+                K = tl.load(k + at * stride_k + at_head, mask=there, other=0.0)
+                V = tl.load(v + at * stride_v + at_head, mask=there, other=0.0)
+                seen = t[None] <= position[:, None]
+                part_m, part_total, part_out = attend(
+                    Q, K, V, seen, part_m, part_total, part_out, scale_log2e)
+            m, total, out = put_together(m, total, out, part_m, part_total, part_out)
+        total = tl.max(total, 1)                                 # its columns are equal
+        at_y = y + (row[:, None].to(tl.int64) * heads + head) * D + d
+        tl.store(at_y, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+        log_sum = (m + tl.log2(total)) * 0.6931471805599453
+        tl.store(l + head.to(tl.int64) * S + row, log_sum, mask=row < end)
+
 
 def packed_attention(q, k, v, packing):
     """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
-    return FlashPacked.apply(q, k, v, packing)
+    return PackedAttention.apply(q, k, v, packing)
 
 
-class FlashPacked(torch.autograd.Function):
-    @staticmethod
-    def places(packing):
-        """Where the completions begin, and FlashAttention's arguments for both places."""
-        P = len(packing.group_ends) - 1
-        first = len(packing.position) - len(packing.before)
-        longest = max(packing.sizes)
-        own = packing.ends, packing.ends, longest, longest, 0.0, True
-        prompt = packing.group_ends, packing.ends[:P + 1], packing.largest, longest, 0.0, False
-        return first, own, prompt
-
+class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packing):
-        flash = torch.ops.aten._flash_attention_forward
-        first, own, prompt = FlashPacked.places(packing)
-        y, l, *state = flash(q, k, v, *own, False)[:4]                 # l [heads, S]
-        y_2, l_2, *state_2 = flash(q[first:], k[:first], v[:first], *prompt, False)[:4]
-        share = torch.sigmoid(l_2 - l[:, first:]).T[..., None]
-        y[first:].lerp_(y_2, share.to(y.dtype))
-        l[:, first:] = torch.logaddexp(l[:, first:], l_2)
+        y, l = attend_in_line(q, k, v, packing.ends, packing.prefix, max(packing.sizes))
         ctx.packing = packing
-        ctx.save_for_backward(q, k, v, y, l, *state, *state_2)
+        ctx.save_for_backward(q, k, v, y, l)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         flash = torch.ops.aten._flash_attention_backward
-        first, own, prompt = FlashPacked.places(ctx.packing)
-        q, k, v, y, l, *states = ctx.saved_tensors
+        packing = ctx.packing
+        q, k, v, y, l = ctx.saved_tensors
         grad = grad.contiguous()
-        dq, dk, dv = flash(grad, q, k, v, y, l, *own, *states[:2])
-        dq_2, dk_2, dv_2 = flash(grad[first:], q[first:], k[:first], v[:first], y[first:],
-                                 l[:, first:].contiguous(), *prompt, *states[2:])
+        P = len(packing.group_ends) - 1
+        first = len(packing.position) - len(packing.before)      # where the completions begin
+        longest = max(packing.sizes)
+        unused = [grad.new_empty(2, dtype=torch.uint64)] * 2     # the state of its random numbers
+        dq, dk, dv = flash(grad, q, k, v, y, l, packing.ends, packing.ends, longest, longest, 0.0, True,
+                           *unused)
+        dq_2, dk_2, dv_2 = flash(
+            grad[first:], q[first:], k[:first], v[:first], y[first:], l[:, first:].contiguous(),
+            packing.group_ends, packing.ends[:P + 1], packing.largest, longest, 0.0, False, *unused)
         dq[first:] += dq_2
         dk[:first] += dk_2
         dv[:first] += dv_2
@@ -1418,13 +1490,8 @@ class FlashPacked(torch.autograd.Function):
 #
 # It is bound by memory: the keys and values that are there are read once for all query heads that
 # share them (grouped-query attention); the places of the cache that are not filled are not
-# touched. A row's cache is cut into parts for different programs, so that long rows do not make the
-# others wait: parts of `split` tokens, of more where the row would have more parts than programs.
-# The last program of a row to finish puts its parts together, one after the other.
-
-PROGRAMS = 8 * 132         # of all rows together, about: enough to keep an H200's SMs busy
-MOST_PARTS = 64            # of a row
-
+# touched. The parts of a row are for different programs, so that long rows do not make the others
+# wait. The last program of a row to finish puts its parts together.
 
 def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     """Append one token a row to the cache and attend to all that are there: -> [B, heads * D].
@@ -1437,8 +1504,7 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     _, B, kv_heads, max_len, D = cache.shape
     heads = qkv.shape[1] // D - 2 * kv_heads
     share = heads // kv_heads
-    split = 512 if B * kv_heads >= 128 else 128
-    parts = min(MOST_PARTS, triton.cdiv(PROGRAMS, B * kv_heads), triton.cdiv(max_len, split))
+    parts = triton.cdiv(max_len, PART)
 
     # The query heads that share keys are the rows of a product, of which tensor cores take 16 at
     # least.
@@ -1452,21 +1518,15 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
         qkv, cos, sin, cache, filled, y, out, stats, parts_arrived(qkv.device),
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=64, SPLIT=split,
-        num_warps=4, num_stages=2, launch_pdl=is_hopper(y.device))
+        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        launch_pdl=is_hopper(y.device))
     return y
 
 
 @functools.lru_cache
 def parts_arrived(device):
-    """How many parts of each row and kv head have left what they computed, int32, zero between calls."""
+    """How many parts of each sum have left what they computed, int32, zero between calls."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-# The softmax is computed "online": of the tokens seen so far the kernel keeps their maximal score
-# (m), the sum of exp(score - m) (total), and the sum of exp(score - m) · v (out). When a larger score
-# comes, total and out shrink by exp(old m - new m). The same rule puts parts together. At the end
-# y = out / total.
 
 
 @triton.jit
@@ -1476,29 +1536,6 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
     v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
     return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
-
-
-@triton.jit
-def attend(Q, m, total, out, k_cache, v_cache, first, last, n, d, scale_log2e,
-           D: tl.constexpr, BLOCK: tl.constexpr):
-    """(m, total, out) after the tokens first to last - 1 of the cache, BLOCK at once.
-
-    The cache has n tokens; token t of these is at t * D of k_cache and v_cache.
-    """
-    for start in range(first, last, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        there = (t[:, None] < n) & (d[None] < D)
-        K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-        V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-        score = product(Q, tl.trans(K))                                      # (HEADS, BLOCK)
-        score = tl.where(t[None] < n, score * scale_log2e, -float("inf"))
-        new_m = tl.maximum(m, tl.max(score, 1))
-        w = tl.exp2(score - new_m[:, None])
-        shrink = tl.exp2(m - new_m)
-        total = total * shrink + tl.sum(w, 1)
-        out = out * shrink[:, None] + product(w.to(V.dtype), V)
-        m = new_m
-    return m, total, out
 
 
 @triton.jit
@@ -1513,26 +1550,19 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
     i = head[:, None] * D_PAD + d[None]
     tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
     tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
-    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, total)
+    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, tl.max(total, 1))
     tl.debug_barrier()                                     # all threads store before one counts
     done = tl.atomic_add(arrived + b_head, 1) == parts - 1
     if done:
         tl.store(arrived + b_head, 0)
         at_out = outs + slot * (HEADS * D_PAD) + i
         at_m = stats + slot * (2 * HEADS) + head
-        m = tl.full([HEADS], -float("inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        out = tl.zeros([HEADS, D_PAD], tl.float32)
+        m, total, out = begin(HEADS, D_PAD)
         for q in range(0, parts):
             part_m = tl.load(at_m + q * (2 * HEADS), cache_modifier=".cg")
-            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")
+            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")[:, None]
             part_out = tl.load(at_out + q * (HEADS * D_PAD), cache_modifier=".cg")
-            new_m = tl.maximum(m, part_m)
-            old = tl.exp2(m - new_m)
-            new = tl.exp2(part_m - new_m)
-            total = total * old + part_total * new
-            out = out * old[:, None] + part_out * new[:, None]
-            m = new_m
+            m, total, out = put_together(m, total, out, part_m, part_total, part_out)
     return done, total, out
 
 
@@ -1542,8 +1572,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
                             kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                            BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """A program has a part, SPLIT tokens or more, of the cache of one row and kv head (b_head).
+                            BLOCK: tl.constexpr, PART: tl.constexpr):
+    """A program has a part of the cache of one row and kv head (b_head).
 
     SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded. values: how far
     behind the keys the values are.
@@ -1557,8 +1587,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
     n = tl.load(filled + b).to(tl.int32)
     k_cache = cache + b_head.to(tl.int64) * max_len * D        # all keys come before all values
     v_cache = k_cache + values
-    size = tl.maximum(SPLIT, tl.cdiv(tl.cdiv(n + 1, tl.num_programs(0)), BLOCK) * BLOCK)
-    first = part * size
+    first = part * PART
     if first <= n:
         head = tl.arange(0, HEADS)
         d = tl.arange(0, D_PAD)
@@ -1568,25 +1597,22 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
         at = b * (kv_heads * (SHARE + 2)) * D
         at_q = at + (g * SHARE + head[:, None]) * D
         Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
-        m = tl.full([HEADS], -float("inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        out = tl.zeros([HEADS, D_PAD], tl.float32)
-
-        # The new token is this part's: append it, and begin the softmax with it.
-        if n < first + size:
+        if n < first + PART:                                   # the new token is this part's
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
             tl.store(k_cache + n * D + d, k, mask=d < D)
             tl.store(v_cache + n * D + d, v, mask=d < D)
-            m = tl.sum(Q.to(tl.float32) * k.to(tl.float32)[None], 1) * scale_log2e
-            total += 1.0
-            out += v.to(tl.float32)[None]
-        last = tl.minimum(n, first + size)
-        m, total, out = attend(Q, m, total, out, k_cache, v_cache, first, last, n, d,
-                               scale_log2e, D, BLOCK)
+            tl.debug_barrier()                                 # all threads store before any loads
+        m, total, out = begin(HEADS, D_PAD)
+        for block in range(first, tl.minimum(n + 1, first + PART), BLOCK):
+            t = block + tl.arange(0, BLOCK)
+            there = (t[:, None] <= n) & (d[None] < D)
+            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
+            m, total, out = attend(Q, K, V, t[None] <= n, m, total, out, scale_log2e)
 
-        parts = n // size + 1
-        done = n < size
+        parts = n // PART + 1
+        done = parts == 1
         if not done:
             done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
                                                parts, b_head, head, d, HEADS, D_PAD)
@@ -1594,7 +1620,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
             place = (g * SHARE + head[:, None]) * D + d[None]
             place = tile_place(place) if INTERLEAVED else place
             at_y = y + (b * (kv_heads * SHARE * D) + place)
-            result = (out / total[:, None]).to(y.dtype.element_ty)
+            result = (out / tl.max(total, 1)[:, None]).to(y.dtype.element_ty)
             tl.store(at_y, result, mask=inside)
 
 
@@ -1602,91 +1628,61 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
 # 5. After the output layer
 #
 # Log-probabilities and sampling are bound by memory: by one pass over the logits, of which a token
-# has as many as the vocabulary has entries (their gradient is as large again). Both use the online
-# softmax of decode_attention.
+# has as many as the vocabulary has entries (their gradient is as large again). A row's logits are
+# shared by many programs. Each finds the sums of its part, and of these alone the rest is made. With
+# z = logits/temperature a token's log-probability is z[token] - log Z, where Z = Σ e^z, and its gradient
 #
-# A token's log-probability: logits[token] - log Z, where Z = Σ exp(logits). Its gradient:
-#
-#     dlogprob/dlogits = 1[token] - softmax(logits)
+#     dlogprob/dlogits = (1[token] - softmax(z)) / temperature
 
 LOGITS = 4096              # of a row at a time
 
 
-def token_logprob(logits, tokens, gradient=False):
+def token_logprob(logits, tokens, temperature=1.0, gradient=False):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     gradient: put its gradient [n, V] in the place of the logits.
     """
     n, V = logits.shape
-    logprob = torch.empty(n, device=logits.device)
-    log_Z = torch.empty(n, device=logits.device)
-    token_logprob_kernel[(n,)](logits, tokens, logprob, log_Z, V, SIZE=LOGITS, num_warps=8)
+    scale = 1 / temperature
+    parts, blocks, sizes = sums_of_parts(logits, scale)
+    logprob, log_Z = chosen_logprob(logits, tokens, parts, blocks, scale)
     if gradient:
-        token_logprob_gradient_kernel[(n * triton.cdiv(V, LOGITS),)](
-            logits, tokens, log_Z, V, SIZE=LOGITS, num_warps=8)
+        token_logprob_gradient_kernel[(n * blocks,)](
+            logits, tokens, log_Z, V, scale, SIZE=LOGITS, num_warps=8)
     return logprob
 
 
-@triton.jit
-def token_logprob_kernel(logits, tokens, logprob, log_Z, V, SIZE: tl.constexpr):
-    """A program has a row of logits and goes through it SIZE at a time."""
-    row = tl.program_id(0).to(tl.int64)
-    m = -float("inf")                                              # the largest logit so far
-    total = 0.0                                                    # Σ exp(logits - m)
-    for first in range(0, V, SIZE):
-        i = first + tl.arange(0, SIZE)
-        z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        new_m = tl.maximum(m, tl.max(z))
-        total = total * tl.exp(m - new_m) + tl.sum(tl.exp(z - new_m))
-        m = new_m
-    m += tl.log(total)
-    tl.store(log_Z + row, m)
-    chosen = tl.load(logits + row * V + tl.load(tokens + row)).to(tl.float32)
-    tl.store(logprob + row, chosen - m)
-
-
-@triton.jit
-def token_logprob_gradient_kernel(logits, tokens, log_Z, V, SIZE: tl.constexpr):
-    """A program has SIZE logits of a row, and overwrites them."""
-    blocks = tl.cdiv(V, SIZE)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
-    z = tl.load(logits + row * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
-    p = tl.exp(z - tl.load(log_Z + row))
-    g = (i == tl.load(tokens + row)).to(tl.float32) - p
-    tl.store(logits + row * V + i, g.to(logits.dtype.element_ty), mask=i < V)
-
-
-# Sampling: a random share of a sum of probabilities is drawn, and the place at which the running sum passes
-# it. (qerl.sample draws other numbers, from the same distribution.)
-#
-# A row's logits are shared by many programs. Each finds the sums of its part. From these alone a second
-# kernel draws a part, and then it draws a token in it. There is no need of all log-probabilities either:
-# with z = logits/temperature that of the token is z[token] - log Z, and the entropy is
-# log Z - Σ softmax(z) z.
-
-def sample(logits, temperature, seed, top_p=1.0):
-    """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
-
-    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call. With top_p the
-    token is of the nucleus; of equal logits at its border all are in it.
-    """
+def sums_of_parts(logits, scale):
+    """(the sums of each row's parts [B, 4, PARTS], how many parts there are, the kernels' sizes)."""
     B, V = logits.shape
-    scale = 1 / temperature
     blocks = triton.cdiv(V, LOGITS)
     sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
     parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
-    lowest = torch.empty(B, device=logits.device)
-    token = torch.empty(B, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty(B, device=logits.device)
-    entropy = torch.empty(B, device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
-    if top_p < 1:
-        nucleus_kernel[(B,)](
-            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
-    sample_kernel[(B,)](
-        logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
-    return token, logprob, entropy
+    return parts, blocks, sizes
+
+
+def chosen_logprob(logits, tokens, parts, blocks, scale):
+    """log-probability of each row's token and log Z, float32 [B]: of training and sampling."""
+    logprob, log_Z = torch.empty(2, len(tokens), device=logits.device)
+    chosen_kernel[(len(tokens),)](
+        logits, tokens, parts, logprob, log_Z, logits.shape[1], blocks, scale,
+        PARTS=parts.shape[2], num_warps=1)
+    return logprob, log_Z
+
+
+@triton.jit
+def chosen_kernel(logits, tokens, parts, logprob, log_Z, V, blocks, scale, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    here = parts + row * (4 * PARTS) + part
+    m = tl.load(here, mask=part < blocks, other=-float("inf"))
+    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
+    largest = tl.max(m)
+    log_sum = largest + tl.log(tl.sum(total * tl.exp(m - largest)))
+    tl.store(log_Z + row, log_sum)
+    z = scaled_logits(logits, row, tl.load(tokens + row), V, scale)
+    tl.store(logprob + row, z - log_sum)
 
 
 @triton.jit
@@ -1708,6 +1704,41 @@ def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.c
     tl.store(here, m)
     tl.store(here + PARTS, tl.sum(e))
     tl.store(here + 2 * PARTS, tl.sum(tl.where(e > 0, z * e, 0.0)))
+
+
+@triton.jit
+def token_logprob_gradient_kernel(logits, tokens, log_Z, V, scale, SIZE: tl.constexpr):
+    """A program has SIZE logits of a row, and overwrites them."""
+    blocks = tl.cdiv(V, SIZE)
+    row = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    p = tl.exp(scaled_logits(logits, row, i, V, scale) - tl.load(log_Z + row))
+    g = scale * ((i == tl.load(tokens + row)).to(tl.float32) - p)
+    tl.store(logits + row.to(tl.int64) * V + i, g.to(logits.dtype.element_ty), mask=i < V)
+
+
+# Sampling: a random share of a sum of probabilities is drawn, and the place at which the running sum passes
+# it. (qerl.sample draws other numbers, from the same distribution.) From the sums of the parts a kernel
+# draws a part, and then it draws a token in it. The entropy is log Z - Σ softmax(z) z.
+
+def sample(logits, temperature, seed, top_p=1.0):
+    """Draw a token a row: -> token int64, its log-probability and the entropy, float32 [B].
+
+    logits [B, V]; temperature above 0; seed int64 [1] on the device, fresh for each call. With top_p the
+    token is of the nucleus; of equal logits at its border all are in it.
+    """
+    B, V = logits.shape
+    scale = 1 / temperature
+    parts, blocks, sizes = sums_of_parts(logits, scale)
+    lowest = torch.empty(B, device=logits.device)
+    token = torch.empty(B, dtype=torch.int64, device=logits.device)
+    entropy = torch.empty(B, device=logits.device)
+    if top_p < 1:
+        nucleus_kernel[(B,)](
+            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
+    sample_kernel[(B,)](
+        logits, seed, parts, lowest, token, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
+    return token, chosen_logprob(logits, token, parts, blocks, scale)[0], entropy
 
 
 @triton.jit
@@ -1760,7 +1791,7 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
 
 
 @triton.jit
-def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, blocks, scale,
+def sample_kernel(logits, seed, parts, lowest, token, entropy, V, blocks, scale,
                   NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
     """Put a row's parts together, pick one of them, and a token in it."""
     row = tl.program_id(0)
@@ -1787,7 +1818,6 @@ def sample_kernel(logits, seed, parts, lowest, token, logprob, entropy, V, block
         p = tl.where(z >= tl.load(lowest + row), p, 0.0)
     chosen = block * SIZE + place_of(p, v * tl.sum(p), SIZE)
     tl.store(token + row, chosen)
-    tl.store(logprob + row, tl.sum(tl.where(i == chosen, z, 0.0)) - log_Z)
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def encode_e2m1(weight, scale):
     return pack_nibbles((magnitude + 8 * (x < 0)).to(torch.uint8))
 
 
-def quantize_nvfp4(weight, encode=encode_e2m1):
+def quantize_nvfp4(weight):
     """Round to NVFP4, byte for byte as compressed-tensors' "nvfp4-pack-quantized" (weights only).
 
     weight [out, in], in divisible by 16 -> packed uint8 [out, in/2], block_scale float8_e4m3fn
@@ -102,7 +102,7 @@ def quantize_nvfp4(weight, encode=encode_e2m1):
     scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)     # amax / 6 in weight's dtype
     scale = scale.to(torch.float8_e4m3fn).float()
     scale[scale == 0] = 0.125          # by that format (nearly) empty blocks have E4M3's epsilon
-    packed = encode(weight, scale / global_scale)
+    packed = encode_e2m1(weight, scale / global_scale)
     return packed, scale.to(torch.float8_e4m3fn), global_scale
 
 
@@ -111,7 +111,7 @@ def powers_of_two(e8m0):
     return torch.exp2(e8m0.float() - 127)
 
 
-def quantize_mxfp4(weight, encode=encode_e2m1):
+def quantize_mxfp4(weight):
     """OCP Microscaling FP4: E2M1 codes, a power of two (E8M0) as the scale of each 32 weights.
 
     weight [out, in] -> packed uint8 [out, in/2], block_scale uint8 [out, in/32], global_scale [1]: 1.
@@ -122,8 +122,7 @@ def quantize_mxfp4(weight, encode=encode_e2m1):
     # it is doubled. OCP's rule cuts to 6: Gaussian weights have an error of 0.115, here 0.112.
     mantissa, exponent = torch.frexp(amax)
     e8m0 = (127 + exponent - 3 + (mantissa >= 0.875)).clamp(0, 254).to(torch.uint8)
-    packed = encode(weight, powers_of_two(e8m0))
-    return packed, e8m0, amax.new_ones(1)
+    return encode_e2m1(weight, powers_of_two(e8m0)), e8m0, amax.new_ones(1)
 
 
 def quantize_nf4(weight):
@@ -864,6 +863,9 @@ class WeightReader:
             weight = self.read(f"{name}.weight", (out_features, in_features))
             if weights == "bf16":                    # others are quantised in the dtype they have
                 weight = weight.to(self.dtype)
+            else:
+                mixed = any(other.endswith(".weight_packed") for other in self.files)
+                assert not mixed, f"layer {name} is in 16 bit, others are in NVFP4; load it by harness.fast"
         return self.quantize(name, weight, weights)
 
     def quantize(self, name, weight, weights):

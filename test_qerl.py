@@ -1,7 +1,8 @@
 """What qerl.py has to do, section by section, against oracles that no one here wrote.
 
 They are transformers, compressed-tensors, bitsandbytes and TRL; elsewhere figures are by hand.
-tests/test_fast.py holds harness/fast.py to qerl.py.
+tests/test_fast.py holds harness/fast.py to qerl.py. The lab's recorded results and the second loop of
+tests/test_run.py hold what is not here: noise, sampling, log-probabilities, GRPO's advantages.
 
     python -m pytest -n auto                          all tests; those marked `gpu` need a GPU
     python -m pytest test_qerl.py                     these alone
@@ -22,7 +23,6 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import qerl
@@ -260,39 +260,24 @@ def scales(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm)]
 
 
-def test_noise_is_normal_around_every_scale_and_ends_with_the_rollout(family):
-    """w + sigma z with z ~ N(0, 1), whatever w is; Qwen3's q_norm and k_norm have it, too."""
+def test_every_scale_has_noise(family):
+    """Qwen3's q_norm and k_norm, too."""
     folder, theirs = family
     channels = sum(p.numel() for name, p in theirs.named_parameters() if "norm" in name)
-    model = fast.load_model(folder)
-    for norm in scales(model):
-        norm.weight.data = torch.linspace(-1, 9, len(norm.weight))     # not as loaded
-
-    def draw(generator):
-        with pytest.raises(KeyError), qerl.adaptive_quantization_noise(model, 0.02, generator):
-            z = torch.cat([(norm.noisy_weight - norm.weight) / 0.02 for norm in scales(model)])
-            raise KeyError                             # which ends the noise like all else
-        assert all(norm.noisy_weight is None for norm in scales(model))
-        return z
-
-    generator = seeded(0)
-    z = torch.stack([draw(generator) for _ in range(100)])
-    assert draw(seeded(0)).equal(z[0])
-    assert z.shape == (100, channels)
-    assert len(z[0].unique()) > 0.98 * channels        # no norm and no channel shares another's
-    # Kolmogorov and Smirnov's distance to N(0, 1) of all draws together, repetitions included.
-    cdf = torch.distributions.Normal(0, 1).cdf(z.flatten().sort()[0])
-    assert (cdf - torch.linspace(0, 1, len(cdf))).abs().max() < 2 / len(cdf) ** 0.5
+    model = qerl.load_model(folder)
+    with qerl.adaptive_quantization_noise(model, 0.02):
+        assert sum((norm.noisy_weight != norm.weight).sum() for norm in scales(model)) == channels
 
 
 @pytest.mark.parametrize("schedule,expected", {
-    "exponential": [16, 8, 4, 2, 1],                                                     # Eq. 8
-    "linear": [16, 12.25, 8.5, 4.75, 1],
     "cosine": [16, 13.803, 8.5, 3.197, 1],
     "logarithmic": [16, 9.540, 5.761, 3.080, 1],
 }.items())
 def test_noise_schedules(schedule, expected):
-    """Five noisy stages from 16 to 1, two steps each, after one without noise (Figure 9)."""
+    """Five noisy stages from 16 to 1, two steps each, after one without noise (Figure 9).
+
+    test_run.py has two more, exponential (Eq. 8) and linear.
+    """
     sigma = [qerl.noise_sigma(step, 12, 6, 16, 1, schedule) for step in range(12)]
     assert sigma[::2] == sigma[1::2] == pytest.approx([0, *expected], rel=1e-3)
     assert qerl.noise_sigma(1, 2, 2, 0.1, 0.01, schedule) == pytest.approx(0.1)
@@ -314,13 +299,8 @@ def test_logits_equal_transformers_with_the_decoded_weights(family, weights):
     assert relative(qerl.load_model(folder, weights)(tokens), decoded(tokens).logits) < 1e-4
 
 
-def test_reference_policy_is_the_model_without_adapters(qwen):
-    plain = qerl.load_model(qwen)(TOKENS)
-    assert qerl.load_model(qwen, lora_rank=4)(TOKENS).equal(plain)         # where training starts
-    tuned = with_lora(qwen, qerl, train_norms=True)
-    with qerl.reference_policy(tuned):
-        assert tuned(TOKENS).equal(plain)
-    assert not torch.allclose(tuned(TOKENS), plain)
+def test_training_starts_at_the_model_without_adapters(qwen):
+    assert qerl.load_model(qwen, lora_rank=4)(TOKENS).equal(qerl.load_model(qwen)(TOKENS))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,41 +318,14 @@ def test_greedy_completions_equal_transformers(family):
         assert prompt + completion == expected[0].tolist()
 
 
-@pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.0, 0.7)])
-def test_samples_follow_the_distribution(temperature, top_p):
-    """And their log-probabilities are of all tokens, before top-p cuts some."""
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
-    token, logprob, _ = qerl.sample(logits.repeat(40000, 1), temperature, top_p, seeded(0))
-    probs = (logits / temperature).softmax(-1)
-    likely = qerl.nucleus(probs, top_p)[0]
-    assert_close(token.bincount(minlength=5) / 40000, likely / likely.sum(), rtol=0, atol=0.01)
-    assert_close(logprob, probs[0].log()[token])
-
-
-@pytest.mark.parametrize("top_p,kept", {
-    0.5: [0, 0, 0.5, 0],
-    0.81: [0.3, 0, 0.5, 0.15],
-}.items())
-def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
-    probs = torch.tensor([[0.3, 0.05, 0.5, 0.15]])
-    assert_close(qerl.nucleus(probs, top_p), torch.tensor([kept]))
-
-
-@pytest.mark.parametrize("name,value", {
-    "top_p": 0.0,
-    "temperature": 1e-45,
-    "group_size": 0,
-    "max_new_tokens": 0,
-    "prompts": [[1], []],
-}.items())
-def test_generate_names_an_argument_out_of_range(name, value):
-    with pytest.raises(AssertionError, match=f"generate: .*{name}"):
-        fast.generate(None, **{"prompts": [[1]], "max_new_tokens": 2, name: value})
-
-
 @pytest.mark.parametrize("message,call", {
+    "generate: prompts": lambda: fast.generate(None, [[1], []], 2),
+    "generate: temperature": lambda: fast.generate(None, [[1]], 2, temperature=1e-45),
+    "generate: top_p": lambda: fast.generate(None, [[1]], 2, top_p=0.0),
     "temperature 0": lambda: qerl.token_logprobs(None, [], TOKENS, None, temperature=0),
     "temperature -1": lambda: fast.token_logprobs(None, [], TOKENS, None, temperature=-1),
+    "200 input features, not divisible by nvfp4's block of 16":
+        lambda: qerl.WeightReader({}).quantize("mlp.down_proj", torch.ones(128, 200), "nvfp4"),
     "step 4 is none of the 4": lambda: qerl.noise_sigma(4, 4),
     "torch.int8 is no floating-point": lambda: qerl.load_model("no-folder", dtype=torch.int8),
 }.items())
@@ -384,15 +337,11 @@ def test_nonsense_is_refused(message, call):
 # --------------------------------------------------------------------------------------------------
 # 6. Objectives
 
-def test_advantages_are_group_relative():
-    """RLOO compares with the mean of the others."""
+def test_advantages_without_the_deviation():
+    """RLOO compares with the mean of the others. GRPO's are among the lab's recorded results."""
     rewards = torch.tensor([[1.0, 0, 0, 1]])
-    centred = rewards - 0.5
-    assert_close(qerl.group_advantages(rewards), centred / (3 ** -0.5 + 1e-4))
-    assert_close(qerl.group_advantages(rewards, "dr-grpo"), centred)
+    assert_close(qerl.group_advantages(rewards, "dr-grpo"), rewards - 0.5)
     assert_close(qerl.group_advantages(rewards, "rloo"), rewards - (2 - rewards) / 3)
-    # Exactly 0, whatever the mean rounds to.
-    assert (qerl.group_advantages(torch.full((1, 10), 0.1)) == 0).all()
 
 
 @pytest.mark.parametrize("log_ratio,advantage", [(200.0, 1.0), (200.0, 0.0), (-200.0, -1.0)])
@@ -474,26 +423,3 @@ def test_loss_and_gradient_equal_trl(qwen, tmp_path, objective, options):
     for norm in scales(ours):
         their_norm = trainer.model.get_parameter(f"{norm.name}.weight")
         assert relative(norm.weight.grad, their_norm.grad) < 1e-3
-
-
-# --------------------------------------------------------------------------------------------------
-# 7. Log-probabilities of completions
-
-def test_training_logprobs_equal_the_samplers(qwen):
-    """And a completion at a time gives the same, with its gradient and the entropy at each token."""
-    model = with_lora(qwen, qerl)
-    rollout = qerl.generate(
-        model, PROMPTS, 16, group_size=2, temperature=0.7, eos=range(20), slots=5, generator=seeded(1))
-    logprobs = qerl.token_logprobs(model, TWICE, rollout.tokens, rollout.length, 0.7)
-    assert_close(logprobs, rollout.logprobs, **NEAR)
-    expected, entropy = [], []
-    for prompt, tokens, n in zip(TWICE, rollout.tokens, rollout.length):
-        logits = model(torch.cat([torch.tensor(prompt), tokens[:n]])[None])[0] / 0.7
-        # The logits at a token are of the next one.
-        policy = torch.distributions.Categorical(logits=logits[len(prompt) - 1:-1])
-        expected.append(policy.log_prob(tokens[:n]))
-        entropy.append(policy.entropy())
-    expected, entropy = (pad_sequence(rows, True) for rows in (expected, entropy))
-    assert_close(rollout.entropy, entropy, **NEAR)
-    found, right = (gradient_of(model, x.square().sum()) for x in (logprobs, expected))
-    assert relative(found, right) < 1e-4

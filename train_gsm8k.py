@@ -1,5 +1,4 @@
-"""Train a 4-bit policy on word problems by reinforcement learning with annealed quantisation noise
-(QeRL, arXiv 2510.11696).
+"""Train a 4-bit policy by reinforcement learning with annealed quantisation noise (QeRL, 2510.11696).
 
     python train_gsm8k.py                                 a small policy, made-up problems: minutes
     python train_gsm8k.py --model Qwen2.5-3B              Qwen/Qwen2.5-3B-Instruct on GSM8K, one GPU
@@ -73,6 +72,7 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
+    exact: str = "auto"             # without noise sample what is trained, bit for bit: auto, yes, no
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
@@ -132,12 +132,12 @@ CHOICES = {
     "quantizer": ["rtn", "four-over-six", "awq", "gptq"],
     "schedule": qerl.SCHEDULES,
     "algo": qerl.OBJECTIVES,
+    "exact": ["auto", "yes", "no"],
     "engine": ["plain", "fast"],
     "dtype": ["bfloat16", "float16", "float32"],
     "gpu": GPUS,
 }
 PRESETS = {
-    # What the built-in policy learns from within minutes.
     "small": dict(prompts=16, max_new_tokens=64, lora_rank=16, reward="paper", lr=1.5e-3, steps=30,
                   eval_questions=256, save_every=5, quantizer="rtn"),
     # Table 4, whose batch of 128 is read as questions. AWQ: section 4.1, which has it for MXFP4, too.
@@ -182,19 +182,21 @@ def train(settings, ranks=None):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
                                  settings.sigma_end, settings.schedule)
+        exact = run.samples_exactly(sigma)      # whether the rollout's log-probabilities are π_old's
         with engine.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = complete(next(shares))    # questions -> completions -> rewards
             samples = resample(samples, complete, shares, settings, ranks, noise_rng)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = engine.group_advantages(samples.rewards, settings.algo)              # [P, G]
-        batch = make_batch(samples, advantages, engine, settings, ranks)
+        batch = make_batch(samples, advantages, engine, settings, ranks, exact)
 
         # Log-probabilities under the policy before its updates and under the reference policy. The first
         # minibatch needs no old ones: its own forward pass, in `update`, gives them.
         with clock("logprobs"), torch.no_grad():
             rows, later = batch.trained_rows(), batch.trained_rows(first=1)
-            list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
+            if not exact:
+                list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
             if settings.beta:
                 with engine.reference_policy(model):
                     list(forward(engine, model, batch, rows, settings, into=batch.ref_logprobs))
@@ -203,10 +205,12 @@ def train(settings, ranks=None):
         set_learning_rate(optimizer, step, settings)
         with clock("update"):
             update_metrics = update(engine, model, batch, optimizer, scaler, settings, ranks)
+        if exact:
+            run.check_exact(batch)
 
         # Log, evaluate and save.
         metrics = {"step": step + 1, "sigma": sigma, **update_metrics,
-                   **describe(samples, batch, clock, engine.mismatch)}
+                   **describe(samples, batch, clock, engine.mismatch, exact)}
         if method:
             metrics |= method.measured
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
@@ -226,7 +230,7 @@ def forward(engine, model, batch, chosen, settings, into=None):
         logprobs = engine.token_logprobs(
             model, rows.prompts, rows.tokens, rows.length, settings.temperature)
         if into is not None:
-            into[rows.index] = logprobs.detach()
+            into[rows.index] = logprobs.detach()                                      # into: [N, C]
         yield rows, logprobs
 
 

@@ -55,10 +55,11 @@ def evaluate(model, tokenizer, questions, settings, when, ranks):
         for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
             answer[name] = {"text": text, "correct": correct}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
+        sets = by_set(questions, counts).items()
         for k in (2 ** i for i in range(samples.bit_length())):
             label = name if k == 1 else f"pass@{k}"
-            chances = [pass_at(k, count, samples) for count in counts]
-            shares = {source: fmean(of_set) for source, of_set in by_set(questions, chances).items()}
+            shares = {source: fmean(pass_at(k, count, samples) for count in of_set)
+                      for source, of_set in sets}
             result[f"{label}_{when}"] = fmean(shares.values())
             if len(shares) > 1:
                 result |= {f"{label}_{source}_{when}": share for source, share in shares.items()}

@@ -42,11 +42,8 @@ def shapes(tensors):
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def save_adapter(model, folder, base_model, tensors=None):
-    """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained.
-
-    tensors: those of another step's model, by PEFT's names; by default this one's.
-    """
+def save_adapter(model, folder, base_model):
+    """Write adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained."""
     os.makedirs(folder, exist_ok=True)
     layers = model.quantized_layers()
     adapted = {name.split(".")[-1] for layer in layers for name in layer.names}
@@ -63,8 +60,7 @@ def save_adapter(model, folder, base_model, tensors=None):
         "modules_to_save": sorted(norms) or None,
         "inference_mode": True,
     }
-    tensors = tensors or adapter_tensors(model)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
     stored = safetensors.torch.save(tensors, metadata={"format": "pt"})
     atomic_write(f"{folder}/adapter_model.safetensors", stored)
     write_json(f"{folder}/adapter_config.json", config)

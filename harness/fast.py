@@ -26,7 +26,7 @@ import qerl
 from harness import loading
 from harness.batches import to_device
 from harness.errors import require
-from qerl import E2M1, NF4, Rollout, length_mask, powers_of_two
+from qerl import E2M1, Rollout, length_mask
 # The rest of what an engine has, which the loop calls.
 from qerl import adaptive_quantization_noise, group_advantages, mismatch, policy_loss
 from qerl import reference_policy, token_weights
@@ -42,6 +42,29 @@ def use_kernels(x):
     return kernels is not None and kernels.runs_on(x.device, x.dtype)
 
 
+def orders(x):
+    """Whether kernels compute linear layers in one order of sums, whatever the number of rows."""
+    return kernels is not None and kernels.orders(x.device, x.dtype)
+
+
+def linear(x, weight, bias=None):
+    """F.linear of x [n, in], of whose result on Hopper in bfloat16 no row depends on n."""
+    return (kernels if orders(x) else F).linear(x, weight, bias)
+
+
+def lora_product(x, weight, bias=None, A=None, B=None, wide=None):
+    """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), in the order of training and sampling.
+
+    A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] where one product is cheaper.
+    """
+    if A is None:
+        return linear(x, weight, bias), None
+    h = kernels.lora_down(x, A) if orders(x) and x.shape[1] % 128 == 0 else x @ A.T
+    if wide is None:
+        return linear(x, weight, bias).addmm_(h, B.T), h
+    return linear(torch.cat([x, h], 1), wide, bias), h
+
+
 # cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
 # PyTorch takes another of its attention kernels instead.
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -49,21 +72,6 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 # --------------------------------------------------------------------------------------------------
 # 1. Layers
-
-def encode_e2m1(weight, scale):
-    """qerl.encode_e2m1, by a kernel where one runs."""
-    return (kernels if use_kernels(weight) else qerl).encode_e2m1(weight, scale)
-
-
-def quantize_nvfp4(weight):
-    """qerl.quantize_nvfp4, by that kernel."""
-    return qerl.quantize_nvfp4(weight, encode_e2m1)
-
-
-def quantize_mxfp4(weight):
-    """qerl.quantize_mxfp4, by that kernel."""
-    return qerl.quantize_mxfp4(weight, encode_e2m1)
-
 
 @functools.lru_cache
 def table_on(table, device):
@@ -87,26 +95,17 @@ class Format(qerl.Format):
         return PackedWeight(self, *self.quantize(weight))
 
     def tile(self, packed, block_scale, global_scale):
-        """The three parts in the order in which the kernels read them (fp4_kernels.py, section 2).
-
-        NVFP4's and MXFP4's are kept exactly; NF4's scales are rounded to bfloat16.
-        """
-        scale = self.scale(block_scale)
-        if self.table is E2M1:
-            scale = scale.repeat_interleave(self.block // 16, 1)      # one for each 16
-        return kernels.tile(packed, scale, 1 / global_scale, self.table, nf4=self.table is NF4)
+        """The three parts in the order in which the kernels read them (fp4_kernels.py, section 2)."""
+        scale = self.scale(block_scale).repeat_interleave(self.block // 16, 1)       # one for each 16
+        return kernels.tile(packed, scale, 1 / global_scale)
 
 
-# qerl's entries; those that the kernels know are replaced.
-FORMATS = {name: Format(**vars(format)) for name, format in qerl.FORMATS.items()} | {
-    "nvfp4": Format(quantize_nvfp4, 16, E2M1, tiled=True),
-    "mxfp4": Format(quantize_mxfp4, 32, E2M1, powers_of_two, tiled=True),
-    "nf4": Format(qerl.quantize_nf4, 64, NF4, tiled=True),
-}
+FORMATS = {
+    name: Format(**vars(format), tiled=format.table is E2M1) for name, format in qerl.FORMATS.items()}
 
 
 class PackedWeight(qerl.PackedWeight):
-    """qerl.PackedWeight, which adds bias, LoRA and a residual to its product.
+    """qerl.PackedWeight, which adds bias and LoRA to its product.
 
     On a GPU that computes in bfloat16 fp4_kernels.TiledWeight takes its place if the sizes fit its
     tiles: it multiplies the codes without dequantising the whole weight first.
@@ -115,25 +114,29 @@ class PackedWeight(qerl.PackedWeight):
     # take them, and so the columns of x have to be in that order, too. In decoding the kernels of norm,
     # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
     interleaved = False
+    wide = None                    # [Ŵ, B'], see with_room
 
     def for_rows(self, rows):
         """What multiplies so many rows; TiledWeight may have its values for many."""
         return self
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
-        """x [n, in] -> x Ŵᵀ + bias + LoRA + residual, [n, out]; without gradient (qerl.lora_linear).
+    def multiply(self, x, bias=None, lora=None):
+        """x [n, in] -> x Ŵᵀ + bias + LoRA, [n, out]; without gradient (qerl.lora_linear).
 
-        lora: (A, B'), see QuantLinear.lora. The residual is overwritten: a copy would take a kernel.
+        lora: (A, B'), see QuantLinear.lora.
         """
-        h = x @ lora[0].T if lora else None
-        weight = self.dequantize(x.dtype)
-        if residual is None:
-            y = F.linear(x, weight, bias)
-        else:
-            y = residual.addmm_(x, weight.T)
-            if bias is not None:
-                y += bias
-        return y if h is None else y.addmm_(h, lora[1].T)
+        return lora_product(x, self.dequantize(x.dtype), bias, *lora or (), wide=self.wide)[0]
+
+
+def with_room(weight, layer):
+    """Values [out, in] as a PackedWeight; where out > in with room for B' of the layer beside them."""
+    out, columns = weight.shape
+    ranks = len(layer.lora_A) if layer.use_adapter and out > columns else 0
+    wide = weight.new_empty(out, columns + ranks)
+    wide[:, :columns] = weight
+    values = FORMATS["bf16"].pack(wide[:, :columns])
+    values.wide = wide if ranks else None
+    return values
 
 
 def renewed(old, new):
@@ -161,17 +164,17 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, A, B, layer):
         weight = layer.weight.dequantize(x.dtype)
-        h = None if A is None else x @ A.T                                       # [n, layers * r]
-        ctx.layer = layer
-        ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
         # The second forward of recompute_in_backward (the first has no gradients) only saves anew what
         # backward needs. `down` is a block's last product, whose value nobody reads then.
         if layer.output_unread and ctx.needs_input_grad[0]:
-            return x.new_zeros(len(x), len(weight))
-        if h is not None and weight.shape[0] > weight.shape[1]:
-            return F.linear(torch.cat([x, h], 1), torch.cat([weight, B], 1), layer.bias)
-        y = F.linear(x, weight, layer.bias)
-        return y if h is None else y.addmm_(h, B.T)
+            y = x.new_zeros(len(x), len(weight))
+            h = None if A is None else x @ A.T                                   # [n, layers * r]
+        else:
+            wide = None if A is None else layer.beside(weight, B)
+            y, h = lora_product(x, weight, layer.bias, A, B, wide)
+        ctx.layer = layer
+        ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
@@ -195,6 +198,7 @@ class QuantLinear(qerl.QuantLinear):
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
     decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
+    exact = False                  # whether decoding multiplies as training; by Sampler.start
 
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
@@ -214,6 +218,17 @@ class QuantLinear(qerl.QuantLinear):
         rows = x.flatten(0, -2)
         return FrozenLinear.apply(rows, *self.lora(x.dtype), self).unflatten(0, x.shape[:-1])
 
+    def beside(self, weight, B):
+        """[Ŵ, B'] of the weight Ŵ if out > in, else None; values that are kept lie in it already."""
+        out, columns = weight.shape
+        if out <= columns:
+            return None
+        wide = self.weight.for_rows(math.inf).wide
+        if wide is None:
+            return torch.cat([weight, B], 1)
+        wide[:, columns:] = B
+        return wide
+
     @torch.no_grad()
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the forms in which `decode` takes it."""
@@ -226,17 +241,23 @@ class QuantLinear(qerl.QuantLinear):
                     self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
             else:
                 lora = self.lora(dtype)
+                if weight.wide is not None:
+                    self.beside(weight.dequantize(dtype), lora[1])
             old = self.decode_lora.get(weight.interleaved)
             self.decode_lora = self.decode_lora | {weight.interleaved: renewed(old, lora)}
 
+    def multiplier(self, rows):
+        """The weight by which `decode` multiplies so many rows."""
+        return self.weight.for_rows(math.inf if self.exact else rows)
+
     def interleaved(self, rows):
         """Whether `decode` takes so many rows of x interleaved, see PackedWeight."""
-        return self.weight.for_rows(rows).interleaved
+        return self.multiplier(rows).interleaved
 
-    def decode(self, x, residual=None):
-        """forward(x) + residual, without gradient; x [slots, in]."""
-        weight = self.weight.for_rows(len(x))
-        return weight.multiply(x, self.bias, residual, self.decode_lora.get(weight.interleaved))
+    def decode(self, x):
+        """forward(x) without gradient; x [slots, in]."""
+        weight = self.multiplier(len(x))
+        return weight.multiply(x, self.bias, self.decode_lora.get(weight.interleaved))
 
 
 class RMSNorm(qerl.RMSNorm):
@@ -249,16 +270,15 @@ class RMSNorm(qerl.RMSNorm):
             self.decode_scale = renewed(self.decode_scale, [self.noisy_weight])
             self.noisy_weight, = self.decode_scale
 
-    def forward(self, x, interleaved=False):
-        """interleaved: for a layer that reads the result so, see PackedWeight."""
+    def forward(self, x):
         if use_kernels(x):
-            return kernels.rms_norm(x, self.scale, self.eps, interleaved)
+            return kernels.rms_norm(x, self.scale, self.eps)
         return super().forward(x)
 
-    def branch(self, x, added=None):
-        """(x + added, its norm)."""
+    def branch(self, x, added=None, interleaved=False):
+        """(x + added, its norm); interleaved: for a layer that reads the norm so, see PackedWeight."""
         if use_kernels(x):
-            return kernels.norm_branch(x, added, self.scale, self.eps)
+            return kernels.norm_branch(x, added, self.scale, self.eps, interleaved)
         x = x if added is None else x + added
         return x, self(x)
 
@@ -275,6 +295,11 @@ def silu_mul(gate_up, interleaved=False):
         return kernels.silu_mul(gate_up, interleaved)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def attends_in_line(q):
+    """Whether kernels.attend_in_line takes the queries, and PyTorch's FlashAttention its gradient."""
+    return kernels is not None and kernels.flash_runs_on(q)
 
 
 def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
@@ -312,15 +337,15 @@ class Attention(qerl.Attention):
         y = qerl.attention(q, k, v) if cache is None else cache.attend(q, k, v, self.index)
         return self.o(y.flatten(2))
 
-    def decode(self, x, rope, cache, residual):
-        """forward(x) + residual for one new token of each slot, [slots, d], which enters the cache."""
+    def decode(self, x, rope, cache):
+        """forward(x) for one new token of each slot, [slots, d], which enters the cache."""
         qkv = self.qkv.decode(x)
         if isinstance(self.q_norm, RMSNorm):
             q, k, v = self.heads(qkv)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1).flatten(1)
         # Turns q and k by rope, puts k and v at place cache.filled, and attends to all up to it.
         y = decode_attention(qkv, *rope, cache, self.index, self.o.interleaved(len(x)))
-        return self.o.decode(y, residual)
+        return self.o.decode(y)
 
 
 class MLP(qerl.MLP):
@@ -329,39 +354,42 @@ class MLP(qerl.MLP):
     def forward(self, x):
         return self.down(silu_mul(self.gate_up(x)))
 
-    def decode(self, x, residual):
-        """forward(x) + residual for one new token of each slot, [slots, d]."""
-        gate_up = self.gate_up.decode(x)
-        y = silu_mul(gate_up, self.down.interleaved(len(x)))
-        return self.down.decode(y, residual)
+    def decode(self, x):
+        """forward(x) for one new token of each slot, [slots, d]."""
+        y = silu_mul(self.gate_up.decode(x), self.down.interleaved(len(x)))
+        return self.down.decode(y)
 
 
 class Block(qerl.Block):
-    """qerl.Block, which may keep nothing but its input for backward (gradient checkpointing)."""
+    """qerl.Block, which may keep nothing but its input for backward (gradient checkpointing).
+
+    Its output is not added up: it is the pair (x, added), and whoever reads it adds the two.
+    """
     recomputed = False             # set by Transformer.recompute_in_backward
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, added, rope, cache=None):
         if not (self.recomputed and torch.is_grad_enabled()):
-            return self.compute(x, rope, cache)
+            return self.compute(x, added, rope, cache)
+        x = x if added is None else x + added          # one tensor to keep instead of two
         # Reentrant recomputation gives a gradient only if its input asks for one. With
         # use_reentrant=False, today's default, it hooks every tensor: twice the host's work.
-        return recompute(self.compute, x.requires_grad_(), rope, cache, use_reentrant=True,
+        return recompute(self.compute, x.requires_grad_(), None, rope, cache, use_reentrant=True,
                          preserve_rng_state=False)
 
-    def compute(self, x, rope, cache):
-        x, y = self.attention_norm.branch(x)
+    def compute(self, x, added, rope, cache):
+        x, y = self.attention_norm.branch(x, added)
         x, y = self.mlp_norm.branch(x, self.attention(y, rope, cache))
-        return x + self.mlp(y)
+        return x, self.mlp(y)
 
-    def decode(self, x, rope, cache):
+    def decode(self, x, added, rope, cache):
         """forward for one new token of each slot, x [slots, d].
 
         On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
         """
-        y = self.attention_norm(x, self.attention.qkv.interleaved(len(x)))
-        x = self.attention.decode(y, rope, cache, residual=x)
-        y = self.mlp_norm(x, self.mlp.gate_up.interleaved(len(x)))
-        return self.mlp.decode(y, residual=x)
+        x, y = self.attention_norm.branch(x, added, self.attention.qkv.interleaved(len(x)))
+        y = self.attention.decode(y, rope, cache)
+        x, y = self.mlp_norm.branch(x, y, self.mlp.gate_up.interleaved(len(x)))
+        return x, self.mlp.decode(y)
 
 
 FASTER = {
@@ -378,6 +406,21 @@ class Transformer(qerl.Transformer):
     recompute_blocks = 0           # how many, from the first on
     keep_sampler = False           # whether `sampler` is that of the last rollout; by machine.fitted
     sampler = None
+    exact = False                  # by decode_exactly
+
+    def run(self, tokens, positions, blocks, cache):
+        """tokens -> hidden states; blocks: the blocks or their `decode`."""
+        x = F.embedding(tokens, self.embedding)
+        added = None
+        rope = self.rope(positions, x.dtype)
+        for block in blocks:
+            x, added = block(x, added, rope, cache)
+        return self.norm.branch(x, added)[1]
+
+    def hidden(self, tokens, cache=None):
+        count = tokens.shape[1]
+        positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
+        return self.run(tokens, positions, self.blocks, cache)
 
     def __init__(self, config, reader):
         super().__init__(config, reader)
@@ -386,11 +429,24 @@ class Transformer(qerl.Transformer):
 
     def decode(self, tokens, cache):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
-        x = F.embedding(tokens, self.embedding)
-        rope = self.rope(cache.filled, x.dtype)
-        for block in self.blocks:
-            x = block.decode(x, rope, cache)
-        return self.norm(x)
+        return self.run(tokens, cache.filled, [block.decode for block in self.blocks], cache)
+
+    def decode_exactly(self):
+        """Let log-probabilities of rollouts without noise be token_logprobs', bit for bit -> whether they are.
+
+        They are on Hopper in bfloat16 where the values of all weights are kept (machine.keep_values):
+        decoding then multiplies by these instead of codes.
+        """
+        def ordered(layer):
+            values = layer.weight.for_rows(math.inf)
+            return (type(layer) is QuantLinear and not values.interleaved
+                    and values.format is FORMATS["bf16"] and values.parts[0].shape[1] % 128 == 0)
+        self.exact = orders(self.embedding) and all(map(ordered, self.quantized_layers()))
+        return self.exact
+
+    def samples_exactly(self):
+        """Whether the next rollout is such a one: without noise."""
+        return self.exact and self.norm.scale.equal(self.norm.weight)
 
     def recompute_in_backward(self, blocks=None):
         """Gradient checkpointing: the first `blocks`, or all, keep only their input.
@@ -464,10 +520,15 @@ class Prefill(NamedTuple):
 
     def attend(self, q, k, v, layer):
         """q [P, T, heads, D], k and v [P, T, kv_heads, D] -> y [P, T, heads, D]."""
-        groups = self.slots.view(len(k), -1)                                     # [P, G]
+        P, T = k.shape[:2]
+        groups = self.slots.view(P, -1)                                          # [P, G]
         kv = torch.stack([k, v]).transpose(2, 3)               # [2, P, kv_heads, T, head_dim]
-        self.cache.layers[layer][:, groups, :, :k.shape[1]] = kv[:, :, None]     # the same for each of G
-        return qerl.attention(q, k, v)
+        self.cache.layers[layer][:, groups, :, :T] = kv[:, :, None]              # the same for each of G
+        if not attends_in_line(q):
+            return qerl.attention(q, k, v)
+        ends = torch.arange(0, P * T + 1, T, dtype=torch.int32, device=q.device)
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return kernels.attend_in_line(*rows, ends, ends.new_zeros(2, P), T)[0].view_as(q)
 
 
 def sample(logits, temperature=1.0, top_p=1.0, generator=None):
@@ -495,7 +556,9 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
-        self.max_len = max_len
+        # On a GPU the length of prompts is rounded up, so that their products have few sizes.
+        self.unit = 32 if device.type == "cuda" else 1
+        self.max_len = max_len = max_len + -max_len % self.unit
         self.cache = KVCache(model, slots, max_len)
         self.graphs = {}                                               # {slots: a step, recorded}
         self.read = None                                               # addresses that the graphs read
@@ -505,7 +568,7 @@ class Sampler:
         self.entropy = torch.zeros_like(self.logprobs)
         self.tokens = torch.zeros_like(self.logprobs, dtype=torch.long)
         self.length = torch.zeros_like(self.tokens[:, 0])
-        self.limit = torch.full_like(self.length, max_new_tokens)      # studies/step.py lowers some
+        self.limit = torch.full_like(self.length, max_new_tokens)
         self.finished = torch.zeros_like(self.length, dtype=torch.bool)
         self.start()
 
@@ -519,6 +582,7 @@ class Sampler:
             if isinstance(module, RMSNorm):
                 module.prepare_decoding()
         for layer in self.model.quantized_layers():
+            layer.exact = self.model.samples_exactly()
             layer.prepare_decoding(self.model.embedding.dtype)
         read = [tensor.data_ptr() for tensor in tensors_of(self.model)]
         if read != self.read:
@@ -563,7 +627,8 @@ class Sampler:
         longest = padded.shape[1]
         if longest > 1:                                # a single token needs no prefill
             at_once = max(1, PREFILL_TOKENS // longest)
-            for tokens, chosen in zip(padded[:, :-1].split(at_once), slots.split(at_once * group)):
+            filled = F.pad(padded[:, :-1], (0, (1 - longest) % self.unit))
+            for tokens, chosen in zip(filled.split(at_once), slots.split(at_once * group)):
                 self.model.hidden(tokens, Prefill(self.cache, chosen))
         first_input = padded.gather(1, last[:, None])[:, 0]
         self.token[slots] = first_input.repeat_interleave(group)
@@ -580,7 +645,7 @@ class Sampler:
     def step(self):
         """One token for every slot: decode, draw, write down, go on; in place, for the graph's sake."""
         hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
-        logits = F.linear(hidden, self.model.lm_head)                            # [slots, V]
+        logits = linear(hidden, self.model.lm_head)                              # [slots, V]
         token, logprob, entropy = sample(logits, self.temperature, self.top_p, self.generator)
         row = self.completion                          # [slots]; IDLE, -1, is the spare last row
         column = self.position                         # [slots]
@@ -623,24 +688,24 @@ def tensors_of(thing):
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def take_sampler(model, sampler_class, count, slots, max_len, *others):
+def take_sampler(model, count, slots, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
-    asked = sampler_class, count, slots, *others
+    asked = model.samples_exactly(), count, slots, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()
         return sampler
     sampler = None                                     # before there is a second cache
-    sampler = sampler_class(model, count, slots, max_len, *others)
+    sampler = Sampler(model, count, slots, max_len, *others)
     sampler.asked = asked
     return sampler
 
 
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
-             slots=256, generator=None, sampler_class=Sampler):
+             slots=256, generator=None, limits=None):
     """qerl.generate: sample group_size completions for each prompt -> Rollout, on model.device.
 
-    sampler_class: methods/ have others.
+    limits: int64 [N], at how many tokens each completion is cut, if not all at max_new_tokens.
     """
     qerl.check_generate(prompts, max_new_tokens, group_size, temperature, top_p)
     count = len(prompts) * group_size
@@ -648,15 +713,16 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
     with torch.no_grad():
-        sampler = take_sampler(model, sampler_class, count, slots, max_len, max_new_tokens, temperature,
-                               top_p, eos, generator)
+        sampler = take_sampler(
+            model, count, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
+        sampler.limit[:-1] = max_new_tokens if limits is None else limits
         entered = 0                                                # prompts that have had their slots
         while True:
             idle = (sampler.completion == IDLE).nonzero()[:, 0]
             busy = len(sampler.completion) - len(idle)
             admitted = min(len(idle) // group_size, len(prompts) - entered)
             if not busy and not admitted:
-                if model.keep_sampler and sampler_class is Sampler:
+                if model.keep_sampler:
                     model.sampler = sampler
                 return sampler.rollout()
             many = len(sampler.completion) >= 32                # so that at least 16 stay
@@ -681,6 +747,8 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
 class Packing(NamedTuple):
     """A line of S tokens: P prompts, then B completions of n tokens in all. See pack.
 
+    The last prompt may have no completion: it is padding.
+
     Transformer.hidden of the line takes it as its cache: a prompt attends to itself, and a completion to
     its prompt and to itself.
     """
@@ -688,6 +756,7 @@ class Packing(NamedTuple):
     owner: list                # of each completion: the number of its prompt
     largest: int               # tokens of the completions of a prompt, at most
     position: torch.Tensor     # int64 [S], of a token in its prompt + completion
+    prefix: torch.Tensor       # int32 [2, P + B]: where each one's prompt begins and how long it is, or 0
     before: torch.Tensor       # int64 [n]: the token of the line before each token of the completions
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
     group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
@@ -698,7 +767,7 @@ class Packing(NamedTuple):
 
     def attend(self, q, k, v, layer=None):
         """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
-        if kernels is not None and kernels.flash_runs_on(q):
+        if attends_in_line(q):
             return kernels.packed_attention(q[0], k[0], v[0], self)[None]
         sizes, owner = self.sizes, self.owner
         P = len(sizes) - len(owner)
@@ -716,13 +785,14 @@ class Packing(NamedTuple):
         return torch.cat(prompts + completions)[None]
 
 
-def pack(prompts, lengths, device):
+def pack(prompts, lengths, device, padding=0):
     """B prompts (lists) and the lengths of their completions, a list -> Packing.
 
     Neighbours with equal prompts share one. Rows "p q a" and "p q b c" -> line "p q a b c", position
-    [0, 1, 2, 2, 3], before [1, 1, 3].
+    [0, 1, 2, 2, 3], before [1, 1, 3]. padding: tokens of one more prompt, without completions.
     """
     groups = [(len(prompt), len(list(rows))) for prompt, rows in itertools.groupby(prompts)]
+    groups += [(padding, 0)] * (padding > 0)
     P = len(groups)
     owner = [p for p, (_, count) in enumerate(groups) for _ in range(count)]
     sizes = [size for size, _ in groups] + lengths
@@ -735,21 +805,24 @@ def pack(prompts, lengths, device):
     before[places[:-1][first]] = ends[1:][owner][first] - 1              # it follows its prompt's last
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     largest = int(group_ends.diff().max())
-    position, before, ends, group_ends = (
-        to_device(t, device) for t in (position, before, ends, group_ends))
-    return Packing(sizes, owner, largest, position, before, ends.int(), group_ends.int())
+    prefix = torch.stack([F.pad(ends[owner], (P, 0)), torch.tensor(starts)])
+    position, prefix, before, ends, group_ends = (
+        to_device(t, device) for t in (position, prefix, before, ends, group_ends))
+    return Packing(
+        sizes, owner, largest, position, prefix.int(), before, ends.int(), group_ends.int())
 
 
-def token_logprob(logits, tokens, gradient=False):
+def token_logprob(logits, tokens, temperature=1.0, gradient=False):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
-    gradient: put its gradient [n, V], 1[token] - softmax(logits), in the place of the logits.
+    It is that of softmax(z), z = logits / temperature. gradient: put its gradient [n, V],
+    (1[token] - softmax(z)) / temperature, in the place of the logits.
     """
     if use_kernels(logits):
-        return kernels.token_logprob(logits, tokens, gradient)
-    logprobs = logits.float().log_softmax(-1)
+        return kernels.token_logprob(logits, tokens, temperature, gradient)
+    logprobs = (logits.float() / temperature).log_softmax(-1)
     if gradient:
-        logits.copy_(F.one_hot(tokens, logits.shape[1]) - logprobs.exp())
+        logits.copy_((F.one_hot(tokens, logits.shape[1]) - logprobs.exp()) / temperature)
     return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
@@ -761,12 +834,12 @@ class OutputLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, chunk):
+    def forward(ctx, hidden, lm_head, tokens, temperature, chunk):
         logprobs = []
         gradients = []
         for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
-            logits = F.linear(h, lm_head)
-            logprobs.append(token_logprob(logits, t, ctx.needs_input_grad[0]))
+            logits = linear(h, lm_head)
+            logprobs.append(token_logprob(logits, t, temperature, ctx.needs_input_grad[0]))
             if ctx.needs_input_grad[0]:
                 gradients.append(logits @ lm_head)
         ctx.save_for_backward(*gradients)
@@ -775,7 +848,10 @@ class OutputLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gradient = torch.cat(ctx.saved_tensors)
-        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None
+        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None, None
+
+
+ROWS = 256                 # to a multiple of so many a GPU's line is padded: products then have few sizes
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
@@ -789,17 +865,19 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     mask = length_mask(length, completions.shape[1])
     places = to_device(mask.flatten().nonzero()[:, 0], device)     # of the n tokens, in the line's order
     tokens = completions.flatten()[places]
-    packing = pack(prompts, length.tolist(), device)
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
-    line = torch.cat([to_device(shared, device), tokens])
+    unpadded = len(shared) + len(tokens)
+    padding = -unpadded % ROWS if device.type == "cuda" else 0
+    packing = pack(prompts, length.tolist(), device, padding)
+    line = torch.cat([to_device(shared + [0] * padding, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
-    hidden = F.embedding(packing.before, hidden)
-    if temperature != 1:
-        hidden = hidden / temperature                      # and so the logits
-    logprobs = OutputLogprobs.apply(hidden, model.lm_head, tokens, chunk)
+    spare = -len(tokens) % ROWS if device.type == "cuda" else 0
+    hidden = F.embedding(F.pad(packing.before, (0, spare)), hidden)
+    logprobs = OutputLogprobs.apply(hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk)
+    logprobs = logprobs[:len(tokens)]
     return torch.zeros(mask.numel(), device=device).scatter(0, places, logprobs).view_as(completions)
 
 

@@ -63,8 +63,8 @@ class TrainedLinear(fast.QuantLinear):
         weight, self.decode_bias = self.cast(dtype)
         self.weight = fast.FORMATS["bf16"].pack(weight.detach())
 
-    def decode(self, x, residual=None):
-        return self.weight.multiply(x, self.decode_bias, residual)
+    def decode(self, x):
+        return self.weight.multiply(x, self.decode_bias)
 
 
 def replace_layers(model, make):

@@ -63,21 +63,29 @@ def keep_decoded(model, engine, small=1e8):
 
 
 def keep_values(model, engine):
-    """Keep bfloat16 values beside the codes that a kernel multiplies, in an eighth of the free memory.
+    """Keep bfloat16 values beside the codes that a kernel multiplies, in a quarter of the free memory.
 
     Training and rollouts of many slots use them (fp4_kernels.TiledWeight.for_rows): there a product
-    takes longer than reading 16 bits a weight, and decoding would only add to it.
+    takes longer than reading 16 bits a weight, and decoding would only add to it. On a GPU values, also
+    those of --weights bf16, get room for LoRA beside them (fast.with_room).
     """
-    weights = [layer.weight for layer in model.quantized_layers()
-               if not isinstance(layer.weight, qerl.PackedWeight)]
-    size = 16 * sum(weight.words.numel() for weight in weights)        # bytes; a word has 8 weights
+    if engine is qerl:                         # which multiplies by codes alone
+        return
+    dtype = model.embedding.dtype
+    layers = []
+    for layer in model.quantized_layers():
+        if not isinstance(layer.weight, qerl.PackedWeight):
+            layers.append(layer)
+        elif model.device.type == "cuda" and layer.use_adapter and layer.weight.format.table is None:
+            layer.weight = engine.with_room(layer.weight.dequantize(dtype), layer)
+    size = 16 * sum(layer.weight.words.numel() for layer in layers)    # bytes; a word has 8 weights
     free = free_memory(model.device)
-    if not weights or 8 * size > free:
+    if not layers or 4 * size > free:
         return
     print(f"the 4-bit weights are kept in bfloat16, too, {size / 1e9:.1f} of {free / 1e9:.1f} GB free, for "
           "training and for rollouts of more than 128 slots")
-    for weight in weights:
-        weight.values = engine.FORMATS["bf16"].pack(weight.dequantize(model.embedding.dtype))
+    for layer in layers:
+        layer.weight.values = engine.with_room(layer.weight.dequantize(dtype), layer)
 
 
 def plan(settings, config, free, sequence, completions, recomputed, itemsize=2):
@@ -189,8 +197,8 @@ def estimate(config, settings, gpu, length, taught=1.0):
     block = 2 * d * (q + kv) + 3 * d * wide                  # weights: q and o, k and v, the MLP's
     lora = settings.lora_rank * (4 * d + 2 * (q + kv) + 3 * (d + wide))
     output = config.vocab_size * d
-    # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale (of NF4 16)
-    frozen = blocks * block * (9 / 16 if settings.weights != "bf16" else 2)
+    # 4 bits, and in the kernels' tiles 8 more for each 16 weights' scale; NF4 is decoded, see keep_decoded
+    frozen = blocks * block * (9 / 16 if settings.weights in ("nvfp4", "mxfp4") else 2)
     multiplied = 2 * (blocks * (block + lora) + output) / speed                # seconds a token
 
     # Memory: what is trained has float32, a gradient and AdamW's two moments.

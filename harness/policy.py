@@ -6,7 +6,8 @@ import torch
 from harness import loading
 from harness.answers import terms
 from harness.data import ChatText, load_questions, write_prompts
-from harness.engines import find_engine, find_method
+from harness.engines import find_engine
+from harness.errors import require
 from harness.export import load_adapter, save_packed
 from harness.machine import fitted, keep_decoded, keep_values
 from harness.run import fingerprints
@@ -89,6 +90,10 @@ def load_policy(settings, engine, stored, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
+    wanted = settings.exact != "no" and settings.engine == "fast" and not settings.method
+    require(wanted and model.decode_exactly() or settings.exact != "yes",
+            "--exact yes: sampling and training cannot be equal to the last bit here: it needs a Hopper GPU, "
+            "bfloat16, LoRA, no --method, and memory for the values of all weights; use --exact auto")
     return model
 
 
@@ -97,8 +102,7 @@ def save_quantized(settings):
     folder, tokenizer = find_model(settings)
 
     def calibrated():
-        return stored_folder(
-            settings, find_method(settings), folder, load_questions(settings).train, tokenizer)
+        return stored_folder(settings, None, folder, load_questions(settings).train, tokenizer)
 
     rounding = settings.quantizer == "rtn"
     save_packed(folder, settings.save_quantized, settings.device, None if rounding else calibrated)

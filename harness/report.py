@@ -8,6 +8,7 @@ import base64
 import bisect
 import io
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def save_figure(path, draw, *data):
     None, with a warning, if it cannot be drawn.
     """
     try:
-        from matplotlib.figure import Figure        # not pyplot, which may ask for a notebook's backend
+        os.environ.pop("MPLBACKEND", None)          # a notebook's, which "!python ..." inherits, may be missing
+        from matplotlib.figure import Figure        # not pyplot, which would take a backend
         png = io.BytesIO()
         figure = Figure(layout="constrained")
         draw(*data, figure)

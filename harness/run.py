@@ -15,7 +15,7 @@ import qerl
 from harness.answers import reward_fingerprint
 from harness.batches import effective_size
 from harness.command import command_line, require_flag
-from harness.export import adapter_tensors, save_adapter, save_trained, shapes
+from harness.export import save_adapter, save_trained, shapes
 from harness.folders import CHECKPOINT, LOCK, append_jsonl, atomic_write, cut_log, fingerprint
 from harness.folders import new_run, newest_run, open_folder, policy_fingerprints, weight_pieces
 from harness.folders import write_json
@@ -93,8 +93,7 @@ class Run:
         self.scaler = scaler
         self.generators = generators
         self.method = method
-        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
-        self.best_adapter = {}                         # of the best step, by PEFT's names, on the CPU
+        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None, "exact": True}
         self.steps_without_signal = 0
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
         planned = self.restore() if settings.resume else None
@@ -108,7 +107,8 @@ class Run:
         """Go on from what `save` has stored -> the steps that were planned then."""
         saved = restore_policy(self.model, self.folder)
         self.state = saved["state"]
-        self.best_adapter = saved["best_adapter"]
+        if not self.state.get("exact"):                # check_exact has failed, or older code began it
+            self.model.exact = False
         optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
@@ -131,7 +131,7 @@ class Run:
                   "differ in the last bits from those of a run without this change")
         if self.ranks.main:
             cut_log(self.folder, done)
-            self.save_adapters()
+            self.save_adapter()
         return planned
 
     def steps(self, clock):
@@ -143,41 +143,51 @@ class Run:
             clock.restart()
             yield step
 
+    def samples_exactly(self, sigma):
+        """Whether the next rollout's log-probabilities will be those of training, see --exact."""
+        return sigma == 0 and self.settings.engine == "fast" and self.model.exact
+
+    def check_exact(self, batch):
+        """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
+        rows = batch.minibatches[0]
+        there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
+        differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
+        if differ.any():
+            self.state["exact"] = self.model.exact = False
+            print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
+                  "in sampling; from now on training computes those of the old policy, too")
+
     def save(self):
         """Write the adapter, if there is one, then all that the next step depends on."""
         if not self.ranks.main:
             return
         self.state["seconds"] = time.perf_counter() - self.started
-        self.save_adapters()
+        self.save_adapter()
         write_checkpoint(self.folder, {
             "settings": lasting(self.settings),
             "made_of": self.model.fingerprints,
             "machine": self.machine,
             "state": self.state,
             "model": {name: p.detach() for name, p in qerl.trainable(self.model).items()},
-            "best_adapter": self.best_adapter,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "generators": [generator.get_state() for generator in self.generators],
             "method_state": getattr(self.method, "state", {}),
         })
 
-    def save_adapters(self):
-        """Write the adapter and the best one, if there are any.
+    def save_adapter(self, name="adapter"):
+        """Write LoRA to a folder of the run's, if it is trained.
 
         Not before the first step: an adapter without a checkpoint is one that lost it.
         """
-        base = self.model.name_or_path
         if self.settings.lora_rank and self.state["step"]:
-            save_adapter(self.model, f"{self.folder}/adapter", base)
-        if self.best_adapter:
-            save_adapter(self.model, f"{self.folder}/adapter-best", base, self.best_adapter)
+            save_adapter(self.model, f"{self.folder}/{name}", self.model.name_or_path)
 
     def log(self, metrics, samples, batch, tokenizer):
         """Add a step's figures, of all ranks, to metrics.jsonl.
 
         Each --save-every steps: a checkpoint, and a group in samples.jsonl, which the first has, too. A
-        best adapter comes with a checkpoint, which has it, too.
+        best adapter comes with a checkpoint.
         """
         logged = self.ranks.join(metrics)
         self.state["step"] = step = logged["step"]
@@ -200,14 +210,12 @@ class Run:
             self.save()
 
     def keep_best(self, accuracy):
-        """Is it the highest so far? Then its adapter is kept, too."""
+        """Is it the highest so far? Then its adapter is kept as adapter-best."""
         best = self.state["best"] or {"accuracy": 0.0}
         if accuracy <= best["accuracy"]:
             return False
         self.state["best"] = {"accuracy": accuracy, "step": self.state["step"]}
-        if self.settings.lora_rank:
-            tensors = adapter_tensors(self.model)
-            self.best_adapter = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+        self.save_adapter("adapter-best")
         print("this is the best policy so far")
         return True
 
@@ -251,20 +259,21 @@ class Run:
 # --------------------------------------------------------------------------------------------------
 # A line of metrics.jsonl
 
-def describe(samples, batch, clock, mismatch):
+def describe(samples, batch, clock, mismatch, exact):
     """What metrics.jsonl says of a step's samples; reward and accuracy are of all draws.
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
     that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
     share of questions with right and wrong answers, signal that of the groups whose rewards differ.
-    mismatch: qerl's, or a method's own.
+    mismatch: qerl's, or a method's own; exact: only the first minibatch's own pass has computed π_old.
     """
     rollout = samples.rollout
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     rows = batch.trained_rows()
-    policies = batch.old_logprobs[rows], rollout.logprobs[rows], rollout.mask[rows]
+    computed = exact and batch.minibatches[0] or rows
+    policies = batch.old_logprobs[computed], rollout.logprobs[computed], rollout.mask[computed]
     kl, largest_ratio = mismatch(*policies)
     rewards = torch.cat([s.rewards for s in draws])
     correct = torch.cat([s.correct for s in draws])
@@ -291,8 +300,8 @@ def describe(samples, batch, clock, mismatch):
 # --------------------------------------------------------------------------------------------------
 # The checkpoint
 
-PARTS = {"settings", "made_of", "machine", "state", "model", "best_adapter", "optimizer", "scaler",
-         "generators", "method_state"}
+PARTS = {"settings", "made_of", "machine", "state", "model", "optimizer", "scaler", "generators",
+         "method_state"}
 
 
 def write_checkpoint(folder, content):
@@ -327,7 +336,7 @@ def read_checkpoint(folder):
         return tensors[found["@tensor"]] if "@tensor" in found else found
 
     content = json.loads(bytes(tensors["content"].tolist()), object_hook=place)
-    require_checkpoint(content.keys() == PARTS, folder)
+    require_checkpoint(content.keys() >= PARTS, folder)        # older code stored the best adapter, too
     return content
 
 

@@ -11,8 +11,8 @@ Formula. Q rounds to NVFP4; W [out, in] is a weight, X its inputs, x̄ the mean 
     min over a in 0, 0.05 .. 0.95 of ‖Q(W s) s⁻¹ X - W X‖²,    s = max(x̄ᵃ, 1e-4),
 
 divided by √(max s · min s). s⁻¹ is folded into the norm before (q, k, v; gate, up) or the layer
-before (v -> o if they have as many heads; up -> down). Since ‖D X‖² = tr(D H Dᵀ) with H = Σ x xᵀ,
-H and x̄ are all that one has to know of the inputs.
+before (up -> down). o is rounded as it is: several heads of it read one head of v. Since
+‖D X‖² = tr(D H Dᵀ) with H = Σ x xᵀ, H and x̄ are all that one has to know of the inputs.
 [Eq. 4-5 of the paper; the normalisation is from the authors' code]
 
 What differs from QeRL. Only the loaded bytes differ; methods/parts/quantizers.py finds and keeps them.
@@ -28,6 +28,7 @@ already, so that GPTQ comes nearer to the 16-bit model.
 """
 import torch
 
+import qerl
 from harness import fast
 from harness.export import stacked_parts
 from methods.parts.calibration import calibrate
@@ -41,7 +42,7 @@ def awq_scale(layer, seen):
     for step in range(20):
         s = mean.pow(step / 20).clamp_min(1e-4)
         s = s / (s.max() * s.min()).sqrt()
-        parts = fast.quantize_nvfp4(weight * s)
+        parts = qerl.quantize_nvfp4(weight * s)
         difference = fast.FORMATS["nvfp4"].dequantize(*parts, torch.float32) / s - weight
         error = ((difference @ seen.gram) * difference).sum()    # tr(D H Dᵀ)
         if error < lowest:
@@ -53,25 +54,21 @@ def awq_scale(layer, seen):
 def fold(block, scales):
     """{tensor name: tensor} of a block that computes the same with its weights times these scales.
 
-    scales: {layer: s [in]}; the input of a layer that is not in it stays.
+    scales: {layer: s [in]} of qkv, gate_up and down.
     """
     found = {}
     attention = block.attention
     mlp = block.mlp
     for layer, norm in ((attention.qkv, block.attention_norm), (mlp.gate_up, block.mlp_norm)):
-        found[f"{norm.name}.weight"] = norm.weight.detach() / scales.get(layer, 1)
-    for layer, reader in ((attention.qkv, attention.o), (attention.o, None),
-                          (mlp.gate_up, mlp.down), (mlp.down, None)):
+        found[f"{norm.name}.weight"] = norm.weight.detach() / scales[layer]
+    for layer in (attention.qkv, attention.o, mlp.gate_up, mlp.down):
         weight = layer.weight.dequantize(torch.float32) * scales.get(layer, 1)
-        divisor = torch.ones_like(weight[:, 0])
-        if reader in scales:                   # the last of the stacked layers, v or up, feeds it
-            divisor[-layer.sizes[-1]:] = scales[reader]
-        tensors = {"weight": weight / divisor[:, None]}
-        if layer.bias is not None:
-            tensors["bias"] = (layer.bias / divisor).to(layer.bias.dtype)
-        for kind, rows in tensors.items():
-            parts = rows.split(layer.sizes)
-            found |= {f"{name}.{kind}": part for name, part in zip(layer.names, parts)}
+        found |= {f"{name}.weight": part for name, part in zip(layer.names, weight.split(layer.sizes))}
+    _, up = mlp.gate_up.names                              # which feeds down
+    found[f"{up}.weight"] = found[f"{up}.weight"] / scales[mlp.down][:, None]
+    if mlp.gate_up.bias is not None:
+        _, bias = mlp.gate_up.bias.chunk(2)
+        found[f"{up}.bias"] = (bias / scales[mlp.down]).to(bias.dtype)
     return found
 
 
@@ -82,14 +79,12 @@ def choose_codes(model, sequences):
     """
     found = {}
     for block, inputs in calibrate(model, sequences):
-        scaled = dict(inputs)
-        if block.attention.qkv.sizes[0] != block.attention.qkv.sizes[2]:
-            del scaled[block.attention.o]          # several heads of o read one head of v
-        scales = {layer: awq_scale(layer, seen) for layer, seen in scaled.items()}
+        scales = {layer: awq_scale(layer, seen) for layer, seen in inputs.items()
+                  if layer is not block.attention.o}
         folded = fold(block, scales)
         for layer in inputs:
             weights = [folded.pop(f"{name}.weight") for name in layer.names]
-            parts = fast.quantize_nvfp4(torch.cat(weights))
+            parts = qerl.quantize_nvfp4(torch.cat(weights))
             found.update(stacked_parts(layer.names, layer.sizes, *parts))
-        found.update(folded)                       # norms and biases
+        found.update(folded)                       # norms and a bias
     return found

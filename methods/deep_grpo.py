@@ -88,13 +88,6 @@ def pivot_utility(cuts, line):
     return r, torch.sigmoid(line[0] + line[1] * r) * r ** 2
 
 
-def cut(rollout, limit):
-    """The rollout with completion i cut at limit[i] tokens, int64 [N]."""
-    kept = qerl.length_mask(limit, rollout.tokens.shape[1])
-    return qerl.Rollout(rollout.tokens * kept, rollout.logprobs * kept, rollout.entropy * kept,
-                        rollout.length.minimum(limit), rollout.finished & (rollout.length <= limit))
-
-
 class Neighbour(Method):
     """QeRL with branches. state: "outcomes", the last pairs (r, was a branch right), oldest first."""
 
@@ -114,9 +107,9 @@ class Neighbour(Method):
 
     def generate(self, model, prompts, max_new_tokens, group_size, **options):
         """fast.generate; a branch is cut where its completion would have been."""
-        rollout = fast.generate(model, prompts, max_new_tokens, group_size, **options)
-        begun = torch.tensor([self.begun.get(tuple(p), 0) for p in prompts], device=model.device)
-        return cut(rollout, (max_new_tokens - begun).repeat_interleave(group_size))
+        begun = torch.tensor([self.begun.get(tuple(p), 0) for p in prompts])
+        limits = (max_new_tokens - begun).repeat_interleave(group_size)
+        return fast.generate(model, prompts, max_new_tokens, group_size, limits=limits, **options)
 
     def resample(self, samples, complete, shares, settings, ranks, generator):
         """Add a group of branches for each failed completion that has a pivot, behind its group."""

@@ -27,7 +27,6 @@ does not promise a smaller error of the model.
 import torch
 
 import qerl
-from harness import fast
 from harness.export import stacked_parts
 
 
@@ -41,7 +40,7 @@ def quantize_four_over_six(weight):
     for largest in (6, 4):
         scale = (global_scale * (amax / largest)).to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, 0.125, scale)          # as quantize_nvfp4
-        packed = fast.encode_e2m1(weight, scale / global_scale)
+        packed = qerl.encode_e2m1(weight, scale / global_scale)
         decoded = qerl.dequantize_blocks(packed, qerl.E2M1, scale / global_scale, torch.float32)
         tried.append((packed, scale, (decoded.view_as(blocks) - blocks).square().sum(-1)))
     (packed_6, scale_6, error_6), (packed_4, scale_4, error_4) = tried

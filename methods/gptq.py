@@ -74,7 +74,7 @@ def quantize_gptq(weight, gram, group=128):
 
     The losses of `group` columns reach the columns behind them in one product.
     """
-    _, block_scale, global_scale = fast.quantize_nvfp4(weight)
+    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = block_scale.float() / global_scale                                    # [out, in/16]
     order = gram.diag().argsort(descending=True, stable=True)
     W = weight.float()[:, order]
@@ -85,7 +85,7 @@ def quantize_gptq(weight, gram, group=128):
         behind = slice(start + group, None)
         W[:, now], losses = round_columns(W[:, now], column_scale[:, now], U[now, now])
         W[:, behind] -= losses @ U[now, behind]
-    codes = fast.encode_e2m1(W[:, order.argsort()], scale)
+    codes = qerl.encode_e2m1(W[:, order.argsort()], scale)
     return codes, block_scale, global_scale
 
 

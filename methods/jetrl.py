@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from harness import fast
 from harness.layers import TrainedLinear
 from methods import Method
-from methods.parts.eight_bit import CodedWeight, multiply, quantize, require_fp8_products, transposed
+from methods.parts.eight_bit import CodedWeight, multiply, quantize, require_fp8_products
 from harness.errors import require
 
 
@@ -73,7 +73,7 @@ class Product(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x = grad_master = None
         if ctx.needs_input_grad[0]:                            # dX = dY W
-            grad_x = multiply(quantize(grad, "fp8"), (transposed(ctx.codes), ctx.scale)).to(grad.dtype)
+            grad_x = multiply(quantize(grad, "fp8"), (ctx.codes.T.contiguous(), ctx.scale)).to(grad.dtype)
         if ctx.x is not None:                                  # dW = dYᵀ X
             codes, scale = ctx.x
             x = quantize(filled(codes.float() * scale).T, "fp8")

@@ -14,26 +14,24 @@ The block scales s stay as the quantiser has set them, so that training starts a
 itself and ends in NVFP4 bytes with the same scales [ours; I]. W is float32. It starts at the 16-bit
 weights, or at GPTQ's decoded codes, each of which lies in the middle of what rounds to it. The loss:
 
-    distil    KL(π_teacher || π_Ŵ) of each answer token, T = 1; the teacher is the 16-bit model
-    sft       cross-entropy of the answer tokens: supervised fine-tuning
+    KL(π_teacher || π_Ŵ) of each answer token, T = 1; the teacher is the 16-bit model
 
-The paper: distillation beats sft; start from GPTQ's weights (`--quantizer gptq`); RL without such a
-cold start may collapse; calibrate on text like the training text. The optimiser is AdamW, with a
-cosine from 1e-5 and a warm-up of 5 %. Here the start is rounding by default, so that the cold start
-is the only change [I].
+The paper: this distillation beats supervised fine-tuning; start from GPTQ's weights (`--quantizer
+gptq`); RL without such a cold start may collapse; calibrate on text like the training text. The
+optimiser is AdamW, with a cosine from 1e-5 and a warm-up of 5 %. Here the start is rounding by
+default, so that the cold start is the only change [I].
 
 What differs from QeRL. Only the frozen weights differ, as with --quantizer: after the cold start they
 are packed into NVFP4, written to the cache and frozen, and RL trains LoRA on top. The paper goes on
 to train the weights in RL, too [I]; we keep QeRL's loop, kernels and memory. Weights and biases of
 the linear layers are trained; norms, embeddings and output layer stay. The cold start needs the
 memory of full fine-tuning, 16 bytes a weight, and that of the teacher. It learns from the training
-questions and answers. sft sees the right answers, which QeRL learns by reward alone, so that only
-distil compares with QeRL. The numbers of steps are not from the paper.
+questions and answers. The numbers of steps are not from the paper.
 
 Result of the paper: the claims above; we did not read its figures. Ours: methods/README.md.
 
 When would you use it? If better codes (gptq.py) leave an error that still costs accuracy, and you can
-once use a machine for full fine-tuning. Use distil to get the 16-bit model's answers back.
+once use a machine for full fine-tuning.
 """
 import torch
 import torch.nn.functional as F
@@ -79,13 +77,13 @@ class FakeQuantLinear(TrainedLinear):
     def cast(self, dtype):
         _, bias = super().cast(dtype)
         W = self.master.detach()
-        packed = fast.encode_e2m1(W, self.scale)
+        packed = qerl.encode_e2m1(W, self.scale)
         rounded = qerl.dequantize_blocks(packed, qerl.E2M1, self.scale, torch.float32)
         return (rounded + (self.master - W)).to(dtype), bias       # the gradient of W is Ŵ's
 
     def packed_tensors(self):
         """{tensor name: tensor} of the NVFP4 that the forward pass multiplies with."""
-        packed = fast.encode_e2m1(self.master.detach(), self.scale)
+        packed = qerl.encode_e2m1(self.master.detach(), self.scale)
         found = stacked_parts(self.names, self.sizes, packed, *self.scales)
         if self.bias is not None:
             biases = self.bias.detach().split(self.sizes)
@@ -107,17 +105,15 @@ def packed_tensors(model):
 
 
 def answer_loss(student, teacher, rows):
-    """KL(teacher || student), or without a teacher the cross-entropy: the mean over answer tokens."""
-    logits, labels = answer_logits(student, rows)
-    if teacher is None:
-        return F.cross_entropy(logits, labels)
+    """KL(teacher || student), the mean over answer tokens."""
+    logits, _ = answer_logits(student, rows)
     with torch.no_grad():
         target = answer_logits(teacher, rows)[0].log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), target, log_target=True, reduction="batchmean")
 
 
 def cold_start(student, teacher, sequences, lr, steps, batch):
-    """Train the student's weights and return the losses. teacher None: supervised fine-tuning."""
+    """Train the student's weights and return the losses."""
     optimizer = torch.optim.AdamW(qerl.trainable(student).values(), lr, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, round(0.05 * steps), steps)
     losses = []
@@ -131,8 +127,6 @@ def cold_start(student, teacher, sequences, lr, steps, batch):
 
 class Neighbour(Method):
     """QeRL on weights that were trained for NVFP4; --quantizer chooses where they start."""
-
-    variants = ("distil", "sft")
 
     @classmethod
     def defaults(cls, variant):
@@ -150,15 +144,14 @@ class Neighbour(Method):
         sequences = worked_sequences(questions, tokenizer, TOKENS)
 
         def make(path):
-            print(f"cold start by {self.variant}, {recipe['steps']} steps, once")
+            print(f"cold start, {recipe['steps']} steps, once")
             student = fake_quantised(start, device)
             if device != "cpu":
                 student.recompute_in_backward()
-            distilled = self.variant == "distil"
-            teacher = fast.load_model(folder, "bf16", device=device) if distilled else None
+            teacher = fast.load_model(folder, "bf16", device=device)
             losses = cold_start(student, teacher, sequences, **recipe)
             write_folder(folder, packed_tensors(student), path)
             print(f"cold start: loss {losses[0]:.5f} -> {losses[-1]:.5f}")
 
-        key = [start, self.variant, sequences, recipe, torch.device(device).type]
+        key = [start, sequences, recipe, torch.device(device).type]
         return cached_folder(folder, "qat", key, make)

@@ -1,1 +1,1 @@
-"""Measuring: bench.py's larger commands, the studies of learning, their tables and pictures."""
+"""Measuring: bench.py's larger commands, the studies of learning and their tables."""

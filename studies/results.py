@@ -1,6 +1,5 @@
-"""The recorded runs of results/: means and differences of a study, and the pages' pictures.
+"""The recorded runs of results/: means and differences of a study.
 
-    python bench.py tables                     draws the pictures again
     python bench.py tables claims              prints a study's tables; --base: the arm with which
                                                the others are compared
     python bench.py tables runs/mine           those of a folder of runs, made by studies/arms.sh
@@ -8,12 +7,7 @@
 
     runs.csv                a row a run; its column study names the study
     steps.csv.gz            the steps of these runs
-    learning/runs.json      {name: what summary.json says} of runs that are no study's
-    learning/steps.csv.gz   the steps of these
-
-A setting is an arm at a learning rate, (arm, lr).
 """
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -21,12 +15,7 @@ import pandas as pd
 from harness.command import Parser
 from harness.errors import require
 from harness.folders import read_json, read_jsonl
-from harness.report import learning_curve, save_figure
-from studies.plots import table, with_error
-
-ARMS = pd.read_csv(Path(__file__).with_name("arms.tsv"), sep="\t", index_col="arm")
-# The runs of learning/ whose curve a page shows.
-SHOWN = ["gsm8k-0.5b", "paper-reward-0.5b"]
+from studies.tables import table, with_error
 
 # Columns of tables: {measure: (title, scale, digits)}.
 REACHED = {
@@ -54,11 +43,10 @@ def row_of(folder):
     summary = read_json(f"{folder}/summary.json")
     steps = pd.DataFrame(read_jsonl(f"{folder}/metrics.jsonl"))
     settings = summary["settings"]
-    slugs = {re.sub("[ :/]+", "-", arm): arm for arm in ARMS.index}
     return {
         "name": folder.name,
         "model": Path(settings["model"] or "small").name,
-        "arm": slugs[folder.name.rpartition("-lr")[0]],
+        "arm": folder.name.rpartition("-lr")[0],
         **{name: settings[name] for name in ("lr", "seed")},
         **{name: value for name, value in summary.items() if name.endswith(("_before", "_after"))},
         **{name: summary[name] for name in ("steps", "seconds", "hardware")},
@@ -70,14 +58,9 @@ def row_of(folder):
     }
 
 
-def read_csv(path):
-    """A packed file as it was written."""
-    return pd.read_csv(path, float_precision="round_trip", dtype={"commit": str})
-
-
 def runs_of(study):
     """The rows of a study in results/runs.csv, or of the finished runs of studies/arms.sh in a folder."""
-    recorded = read_csv("results/runs.csv")
+    recorded = pd.read_csv("results/runs.csv")
     rows = recorded[recorded.study == study]
     if rows.empty:
         folders = [path.parent for path in sorted(Path(study).glob("*-lr*-seed*/summary.json"))]
@@ -88,89 +71,44 @@ def runs_of(study):
 
 
 # --------------------------------------------------------------------------------------------------
-# Means and differences
-
-def rate_text(lr):
-    """A learning rate as one writes it: 0.00015 -> "1.5e-4"."""
-    mantissa, exponent = f"{lr:e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def settings_of(rows, measures):
-    """(model, {(arm, lr): a table with a row a seed, a column a measure}) in the order of the names.
-
-    A run that is there twice counts once.
-    """
-    for model, of_model in rows.groupby("model"):
-        yield model, {setting: runs.groupby("seed")[list(measures)].last()
-                      for setting, runs in of_model.groupby(["arm", "lr"])}
-
-
-# --------------------------------------------------------------------------------------------------
 # Tables
 
-def columns_table(columns, lines):
-    """lines: (model, arm, learning rate, its table: a row a seed), shown if there are any."""
-    titles = [title for title, *_ in columns.values()]
-    cells = []
-    for model, arm, lr, seeds in lines:
+def columns_table(columns, settings):
+    """A line for each setting: means and standard errors over the seeds at which it was measured.
+
+    settings: {(model, arm, lr): a table with a row a seed, a column a measure}.
+    """
+    titles = [title for title, _, _ in columns.values()]
+    lines = []
+    for setting, seeds in settings.items():
         shown = [with_error(seeds[name].dropna(), scale, digits) if seeds[name].count() else ""
                  for name, (_, scale, digits) in columns.items()]
-        if len(seeds):
-            cells.append([model, arm, rate_text(lr), len(seeds), *shown])
-    return table(["model", "arm", "lr", "seeds", *titles], cells)
-
-
-def arms_table(rows):
-    """A line for each model, arm and learning rate: means and standard errors over the seeds."""
-    return columns_table(MEASURES, [
-        (model, arm, lr, seeds)
-        for model, settings in settings_of(rows, MEASURES)
-        for (arm, lr), seeds in settings.items()])
-
-
-def differences_table(rows, base):
-    """The same of the differences by seed: an arm minus the arm `base` at the same learning rate."""
-    rows = rows.assign(gained=rows.accuracy_after - rows.accuracy_before)
-    columns = REACHED | {"gained": ("pass@1 gained", 100, 1)}
-    return columns_table(columns, [
-        (model, arm, lr, (seeds - settings[base, lr]).dropna(how="all"))
-        for model, settings in settings_of(rows, columns)
-        for (arm, lr), seeds in settings.items() if arm != base and (base, lr) in settings])
+        lines.append([*setting, len(seeds), *shown])
+    return table(["model", "arm", "lr", "seeds", *titles], lines)
 
 
 def print_tables(rows, base):
-    print("\n".join([
-        "Means ± standard errors of seeds:", "", *arms_table(rows), "",
-        f"Differences by seed in points, each arm minus {base}, at equal learning rates. Gained is pass@1",
-        "after minus before:", "", *differences_table(rows, base)]))
-
-
-# --------------------------------------------------------------------------------------------------
-# Pictures
-
-def draw_all(folder, plots):
-    """The pages' pictures from the files that the docstring names.
-
-    plots: {name of a .json: the function that draws it}, of the files that bench.py writes.
+    """base: the arm with which the others are compared, at the same learning rate. A run that is there
+    twice counts once.
     """
-    for path in Path(folder).glob("*/*.json"):
-        if path.stem in plots:
-            save_figure(path.with_suffix(".png"), plots[path.stem], read_json(path))
-    summaries = read_json(f"{folder}/learning/runs.json")
-    for name, steps in read_csv(f"{folder}/learning/steps.csv.gz").groupby("run"):
-        if name in SHOWN:
-            metrics = steps.dropna(axis="columns").to_dict("records")
-            save_figure(f"{folder}/learning/{name}.png", learning_curve, metrics, summaries[name])
+    rows = rows.assign(gained=rows.accuracy_after - rows.accuracy_before)
+    settings = {setting: runs.groupby("seed")[[*MEASURES, "gained"]].last()
+                for setting, runs in rows.groupby(["model", "arm", "lr"])}
+    columns = REACHED | {"gained": ("pass@1 gained", 100, 1)}
+    differences = {}
+    for (model, arm, lr), seeds in settings.items():
+        if arm != base and (model, base, lr) in settings:
+            minus = seeds - settings[model, base, lr]
+            differences[model, arm, lr] = minus.dropna(subset=["accuracy_after"])
+    print("\n".join([
+        "Means ± standard errors of seeds:", "", *columns_table(MEASURES, settings), "",
+        f"Differences by seed in points, each arm minus {base}, at equal learning rates. Gained is pass@1",
+        "after minus before:", "", *columns_table(columns, differences)]))
 
 
-def main(argv, plots):
-    """plots: as draw_all takes them."""
+def main(argv):
     p = Parser(__doc__)
-    p.add_argument("study", nargs="?", help="in results/runs.csv, or a folder of finished runs")
+    p.add_argument("study", help="in results/runs.csv, or a folder of finished runs")
     p.add_argument("--base", default="nvfp4+aqn", help="the arm with which the others are compared")
     args = p.parse_args(argv)
-    if args.study:
-        print_tables(runs_of(args.study), args.base)
-    else:
-        draw_all("results", plots)
+    print_tables(runs_of(args.study), args.base)

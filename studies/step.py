@@ -5,7 +5,6 @@ reference policy. All memory is in 10^9 bytes; on a CPU there is none to measure
 """
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -14,12 +13,9 @@ from harness import fast
 from harness.batches import make_batch
 from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
-from studies.plots import grouped, plot_bars, plot_lines
+from studies.tables import grouped
 from studies.random_models import random_model, random_prompts
 from train_gsm8k import Samples, Settings, make_optimizer, update
-
-# Recorded results have others, too; exchange is that of gradients.
-PHASES = ("rollout", "logprobs", "update", "waiting", "exchange")
 
 
 def take_peak():
@@ -40,14 +36,6 @@ def device_memory_gb():
 
 # --------------------------------------------------------------------------------------------------
 # A step
-
-class CutSampler(fast.Sampler):
-    """Cuts completion i at limits[i] tokens, int64."""
-
-    def __init__(self, limits, model, *args):
-        super().__init__(model, *args)
-        self.limit[:-1] = limits.to(self.limit.device)
-
 
 def cut_lengths(longest, ranks):
     """Lengths like those of GSM8K solutions, 212 tokens of at most 512 on average, int64 [count].
@@ -75,7 +63,7 @@ def take_step(model, optimizer, scaler, settings, lengths):
     ranks.total(torch.zeros(1, device=model.device))                     # wait for all
     with clock("rollout"), qerl.adaptive_quantization_noise(model, settings.sigma_start, None):
         rollout = fast.generate(model, asked, settings.max_new_tokens, settings.group,
-                                slots=settings.slots, sampler_class=partial(CutSampler, lengths))
+                                slots=settings.slots, limits=lengths)
     rollout_gb = take_peak()
     with clock("reward"):
         rewards = torch.rand(len(asked), settings.group, device=model.device)
@@ -119,6 +107,7 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
     optimizer, scaler = make_optimizer(model, settings)
     for prompts, group in sizes:
         model.recompute_in_backward()
+        model.sampler = None                       # of another size
         completions = prompts // ranks.count * group
         own = fitted(replace(settings, group=group), model,
                      prompt_tokens(settings.device) + settings.max_new_tokens, completions, fast)
@@ -129,17 +118,6 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
         steps = [take_step(model, optimizer, scaler, own, lengths) for _ in range(repeats + 1)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
-
-
-def plot_step(result, figure):
-    """Seconds by phase of the two largest sizes, a bar a model and format."""
-    contents = {}
-    for (prompts, group), rows in list(grouped(result["rows"], "prompts", "group").items())[-2:]:
-        bars = contents[f"one RL step: {prompts * group} completions"] = {}
-        for row in rows:
-            name = f"{row['model'].split('-')[-1]}\n{row['weights']}"
-            bars[name] = {phase: row[phase] for phase in PHASES if row.get(phase, 0.0) > 1e-3}
-    plot_bars(figure, contents, "seconds")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,13 +136,3 @@ def speed_ups(rows):
                 "completions/s": speed * row["group"],
                 "times one": speed / (alone or [math.nan])[0],
             }
-
-
-def plot_scaling(result, figure):
-    points = []
-    for line in speed_ups(result["rows"]):
-        title = f"{line['model']}: an RL step"
-        count = line["processes"]
-        points.append((title, "ideal", count, count))
-        points.append((title, f"{line['completions']} completions", count, line["times one"]))
-    plot_lines(figure, points, "GPUs", "completions per second, over one GPU's")

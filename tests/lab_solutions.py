@@ -106,291 +106,316 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
     return loss, kl
 """
 
-# Each is SOLUTION with some text replaced, and must lose points: the function, words of the help if
-# it names the mistake, the text, and what stands in its place.
+# {function: {mistake: row}}. Each is SOLUTION with some text replaced, and must lose points. A row:
+# words of the help that name the mistake, the text, and what stands in its place.
 WRONG = {
-    "ties rounded up": (
-        "quantize_nvfp4", "you round ties up",
-        "codes += x.abs() > bound", "codes += x.abs() >= bound"),
-    "all small scales raised": (
-        "quantize_nvfp4", "you raise every block scale below 0.125",
-        "block_scale[block_scale == 0] = 0.125", "block_scale = block_scale.clamp(min=0.125)"),
-    "scale not rounded": (
-        "quantize_nvfp4", "before its rounding",
-        "(block_scale / global_scale)[", "(amax.clamp_min(1e-9) / 6)["),
-    "shape of global_scale": (
-        "quantize_nvfp4", "the shape []",
-        ".reshape(1) if", " if"),
-    "largest magnitude in bfloat16": (
-        "quantize_nvfp4", "random input",
-        "blocks.abs().amax(2)", "blocks.bfloat16().abs().amax(2).float()"),
-    "weight changed": (
-        "quantize_nvfp4", "you change the argument weight",
-        "blocks = weight", "blocks = weight.mul_(0.5)"),
-
-    "scales of the first row": (
-        "dequantize_blocks", "you use the scales of the first row",
-        "scale.repeat", "scale[:1].repeat"),
-    "product in dtype": (
-        "dequantize_blocks", "random input",
-        "(values * scales)", "(values.to(dtype) * scales.to(dtype))"),
-    "always float64": (
-        "dequantize_blocks", "a dtype is not",
-        "scales).to(dtype)", "scales).double()"),
-
-    "no gradient of LoRA's part": (
-        "lora_linear", "you stop the gradient of LoRA's part",
-        "(x @ A.T", "(x.detach() @ A.T"),
-    "B A": (
-        "lora_linear", "x ten million ones",
-        "x @ A.T @ B.T", "x @ (B @ A).T"),
-    "always float32": (
-        "lora_linear", "a dtype is not",
-        "y = weight.multiply(x)", "y = weight.multiply(x).float()"),
-
-    "no finally": (
-        "adaptive_quantization_noise", "it should be in try and finally",
-        "    try:\n        yield\n    finally:\n    ", "    yield\n    if True:\n    "),
-    "the model's own norms alone": (
-        "adaptive_quantization_noise", "model.modules() should give all",
-        "model.modules()", "model.children()"),
-    "not the model itself": (
-        "adaptive_quantization_noise", "NoneType",
-        "model.modules()", "list(model.modules())[1:]"),
-    "uniform noise": (
-        "adaptive_quantization_noise", "you draw from a uniform distribution",
-        "torch.randn(norm.weight.shape, generator=generator)",
-        "12 ** 0.5 * (torch.rand(norm.weight.shape, generator=generator) - 0.5)"),
-    "noise within 2": (
-        "adaptive_quantization_noise", "you cut the noise",
-        "sigma * z", "sigma * z.clamp(-2, 2)"),
-    "noise within 3": (
-        "adaptive_quantization_noise", "you cut the noise",
-        "sigma * z", "sigma * z.clamp(-3, 3)"),
-    "a parameter": (
-        "adaptive_quantization_noise", "you put an nn.Parameter",
-        "norm.weight.detach() + sigma * z", "torch.nn.Parameter(norm.weight.detach() + sigma * z)"),
-    "noise in float64": (
-        "adaptive_quantization_noise", "float64",
-        "sigma * z", "sigma * z.double()"),
-    "the same noise each time": (
-        "adaptive_quantization_noise", "you draw the same noise each time",
-        "for norm in norms:\n        z",
-        "generator = generator or torch.Generator().manual_seed(0)\n    for norm in norms:\n        z"),
-    "error swallowed": (
-        "adaptive_quantization_noise", "you swallow the error",
-        "    finally:", "    except Exception:\n        pass\n    finally:"),
-    "no yield": (
-        "adaptive_quantization_noise", "you have no `yield`",
-        "        yield", "        pass"),
-
-    "other schedules allowed": (
-        "noise_sigma", "you take any schedule",
-        "schedule != ", "schedule > "),
-    "three stages as four": (
-        "noise_sigma", "random input",
-        "max(K - 1, 1)", "max(K - 1, 2)"),
-    "start and end not used": (
-        "noise_sigma", "they should be the arguments start and end",
-        "start * (end / start)", "0.01 * (5e-4 / 0.01)"),
-    "stage by a quotient": (
-        "noise_sigma", "28.999",
-        "step * stages // steps", "int(step / steps * stages)"),
-    "sigma as a tensor": (
-        "noise_sigma", "float32",
-        "return start *", "return torch.tensor(start) *"),
-
-    "not mapped back": (
-        "sample", "you give the place in the sorted row",
-        "places.gather(1, place)", "place"),
-    "cut before the temperature": (
-        "sample", "you cut before the temperature",
-        "before = ordered.cumsum(1)",
-        "before = logits.float().softmax(1).sort(1, descending=True)[0].cumsum(1)"),
-    "one set for all rows": (
-        "sample", "cut every row as the first",
-        "before < top_p", "before[:1] < top_p"),
-    "one token more": (
-        "sample", "you take one token more",
-        "before < top_p", "before <= top_p"),
-    "no unlikely tokens": (
-        "sample", "you leave out unlikely tokens",
-        "(before < top_p)", "(before < top_p) * (ordered > 0.05 * ordered[:, :1])"),
-    "never the last hundredths": (
-        "sample", "you leave out unlikely tokens",
-        "before < top_p", "before < min(top_p, 0.97)"),
-    "generator not used": (
-        "sample", "you do not draw from `generator`",
-        "ordered, 1, generator=generator", "ordered, 1"),
-    "one draw for all rows": (
-        "sample", "once for all rows",
-        "torch.multinomial(ordered, 1, generator=generator)",
-        "(ordered.cumsum(1) < torch.rand(1, generator=generator)).sum(1, keepdim=True).clamp(max=2)"),
-    "drawn at temperature 0": (
-        "sample", "temperature 0",
-        "if temperature == 0", "if False"),
-    "logits changed": (
-        "sample", "you change the argument logits",
-        "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),
-    "in the dtype of logits": (
-        "sample", "bfloat16",
-        "logits.float()", "logits"),
-
-    "biased deviation": (
-        "group_advantages", "with the divisor G;",
-        "rewards.std(1, keepdim=True)", "rewards.std(1, keepdim=True, correction=0)"),
-    "rounding left": (
-        "group_advantages", "you leave what the rounding of the mean gives",
-        "A[same] = 0", ""),
-    "nearly equal": (
-        "group_advantages", "nearly agree",
-        "rewards.amax(1) == rewards.amin(1)", "std[:, 0] < 1e-3"),
-    "bounded": (
-        "group_advantages", "you bound the advantage",
-        "return A", "return A.clamp(-3, 3)"),
-    "rewards changed": (
-        "group_advantages", "you change the argument rewards",
-        "(rewards - mean)", "rewards.sub_(mean)"),
-    "lists": (
-        "group_advantages", "found [[1.4997",
-        "return A", "return A.tolist()"),
-    "numpy's arrays": (
-        "group_advantages", "found [[",
-        "return A", "return A.numpy()"),
-    "on another device": (
-        "group_advantages", "a Tensor that cannot be shown",
-        "return A", "return A.to('meta')"),
-    "sparse": (
-        "group_advantages", "a Tensor that cannot be shown",
-        "return A", "return A.to_sparse()"),
-    "not to be shown": (
-        "group_advantages", "a Silent that cannot be shown",
-        "return A", "return type('Silent', (), {'__repr__': None})()"),
-
-    "shifted by one": (
-        "token_logprobs", "predict the NEXT token",
-        "len(prompt) + j - 1", "len(prompt) + j"),
-    "padding by its id": (
-        "token_logprobs", "you count padding",
-        "range(length[i])", "(completions[i] != 0).nonzero()[:, 0]"),
-    "no gradient": (
-        "token_logprobs", "you compute without a gradient",
-        "logits.log_softmax(1)", "logits.log_softmax(1).detach()"),
-    "logarithm of softmax": (
-        "token_logprobs", "-inf",
-        "logits.log_softmax(1)", "logits.softmax(1).log()"),
-    "the model's mode": (
-        "token_logprobs", "you change the argument model",
-        "model(tokens)", "model.eval()(tokens)"),
-    "in the model's dtype": (
-        "token_logprobs", "random input",
-        "[0].float()", "[0]"),
-
-    "clip on the wrong side": (
-        "policy_loss", "you clip on the wrong side",
-        "torch.minimum", "torch.maximum"),
-    "clip without a minimum": (
-        "policy_loss", "",
-        "torch.minimum(ratio * advantage, clipped * advantage)", "clipped * advantage"),
-    "old log-probabilities not used": (
-        "policy_loss", "you ignore old_logprobs",
-        "(logprobs - old_logprobs)", "logprobs"),
-    "ratio to the rollout": (
-        "policy_loss", "you divide by π_rollout",
-        "- old_logprobs", "- (old_logprobs if rollout_logprobs is None else rollout_logprobs)"),
-    "negative tis allowed": (
-        "policy_loss", "you take any tis",
-        "tis != 0:", "tis > 0:"),
-    "no rollout allowed": (
-        "policy_loss", "log π_rollout",
-        "tis != 0:", "tis != 0 or rollout_logprobs is not None:"),
-    "log-ratio within 1": (
-        "policy_loss", "you bound log ρ",
-        "(logprobs - old_logprobs)", "(logprobs - old_logprobs).clamp(-1, 1)"),
-    "a bound for negative advantages": (
-        "policy_loss", "you bound the loss of a negative advantage",
-        "k3 = torch.zeros",
-        "gain = gain.where(advantage > 0, gain.maximum(3 * advantage))\n    k3 = torch.zeros"),
-    "advantages averaged": (
-        "policy_loss", "you average the advantages",
-        "advantages if", "advantages.mean(1, keepdim=True) if"),
-    "K3 without weights": (
-        "policy_loss", "you leave out the weights of kl",
-        "(weights * k3)", "k3"),
-    "no kl without beta": (
-        "policy_loss", "you leave out kl when beta is 0",
-        "if ref_logprobs is not None:", "if ref_logprobs is not None and beta:"),
-    "kl has a gradient": (
-        "policy_loss", "the second result has a gradient",
-        ".sum().detach()", ".sum()"),
-    "kl is a number": (
-        "policy_loss", "you give kl as a number",
-        "return loss, kl", "return loss, 0.0 if ref_logprobs is None else kl"),
-    "weights changed": (
-        "policy_loss", "you change the argument weights",
-        "loss = (weights * (", "loss = (weights.mul_("),
+    "quantize_nvfp4": {
+        "ties rounded up": (
+            "you round ties up",
+            "codes += x.abs() > bound", "codes += x.abs() >= bound"),
+        "all small scales raised": (
+            "you raise every block scale below 0.125",
+            "block_scale[block_scale == 0] = 0.125", "block_scale = block_scale.clamp(min=0.125)"),
+        "scale not rounded": (
+            "before its rounding",
+            "(block_scale / global_scale)[", "(amax.clamp_min(1e-9) / 6)["),
+        "shape of global_scale": (
+            "the shape []",
+            ".reshape(1) if", " if"),
+        "largest magnitude in bfloat16": (
+            "random input",
+            "blocks.abs().amax(2)", "blocks.bfloat16().abs().amax(2).float()"),
+        "weight changed": (
+            "you change the argument weight",
+            "blocks = weight", "blocks = weight.mul_(0.5)"),
+    },
+    "dequantize_blocks": {
+        "scales of the first row": (
+            "you use the scales of the first row",
+            "scale.repeat", "scale[:1].repeat"),
+        "product in dtype": (
+            "random input",
+            "(values * scales)", "(values.to(dtype) * scales.to(dtype))"),
+        "always float64": (
+            "a dtype is not",
+            "scales).to(dtype)", "scales).double()"),
+    },
+    "lora_linear": {
+        "no gradient of LoRA's part": (
+            "you stop the gradient of LoRA's part",
+            "(x @ A.T", "(x.detach() @ A.T"),
+        "B A": (
+            "x ten million ones",
+            "x @ A.T @ B.T", "x @ (B @ A).T"),
+        "always float32": (
+            "a dtype is not",
+            "y = weight.multiply(x)", "y = weight.multiply(x).float()"),
+    },
+    "adaptive_quantization_noise": {
+        "no finally": (
+            "it should be in try and finally",
+            "    try:\n        yield\n    finally:\n    ", "    yield\n    if True:\n    "),
+        "the model's own norms alone": (
+            "model.modules() should give all",
+            "model.modules()", "model.children()"),
+        "not the model itself": (
+            "NoneType",
+            "model.modules()", "list(model.modules())[1:]"),
+        "uniform noise": (
+            "you draw from a uniform distribution",
+            "torch.randn(norm.weight.shape, generator=generator)",
+            "12 ** 0.5 * (torch.rand(norm.weight.shape, generator=generator) - 0.5)"),
+        "noise within 2": (
+            "you cut the noise",
+            "sigma * z", "sigma * z.clamp(-2, 2)"),
+        "noise within 3": (
+            "you cut the noise",
+            "sigma * z", "sigma * z.clamp(-3, 3)"),
+        "a parameter": (
+            "you put an nn.Parameter",
+            "norm.weight.detach() + sigma * z", "torch.nn.Parameter(norm.weight.detach() + sigma * z)"),
+        "noise in float64": (
+            "float64",
+            "sigma * z", "sigma * z.double()"),
+        "the same noise each time": (
+            "you draw the same noise each time",
+            "for norm in norms:\n        z",
+            "generator = generator or torch.Generator().manual_seed(0)\n    for norm in norms:\n        z"),
+        "error swallowed": (
+            "you swallow the error",
+            "    finally:", "    except Exception:\n        pass\n    finally:"),
+        "no yield": (
+            "you have no `yield`",
+            "        yield", "        pass"),
+    },
+    "noise_sigma": {
+        "other schedules allowed": (
+            "you take any schedule",
+            "schedule != ", "schedule > "),
+        "three stages as four": (
+            "random input",
+            "max(K - 1, 1)", "max(K - 1, 2)"),
+        "start and end not used": (
+            "they should be the arguments start and end",
+            "start * (end / start)", "0.01 * (5e-4 / 0.01)"),
+        "stage by a quotient": (
+            "28.999",
+            "step * stages // steps", "int(step / steps * stages)"),
+        "sigma as a tensor": (
+            "float32",
+            "return start *", "return torch.tensor(start) *"),
+    },
+    "sample": {
+        "not mapped back": (
+            "you give the place in the sorted row",
+            "places.gather(1, place)", "place"),
+        "cut before the temperature": (
+            "you cut before the temperature",
+            "before = ordered.cumsum(1)",
+            "before = logits.float().softmax(1).sort(1, descending=True)[0].cumsum(1)"),
+        "one set for all rows": (
+            "cut every row as the first",
+            "before < top_p", "before[:1] < top_p"),
+        "one token more": (
+            "you take one token more",
+            "before < top_p", "before <= top_p"),
+        "no unlikely tokens": (
+            "you leave out unlikely tokens",
+            "(before < top_p)", "(before < top_p) * (ordered > 0.05 * ordered[:, :1])"),
+        "never the last hundredths": (
+            "you leave out unlikely tokens",
+            "before < top_p", "before < min(top_p, 0.97)"),
+        "generator not used": (
+            "you do not draw from `generator`",
+            "ordered, 1, generator=generator", "ordered, 1"),
+        "one draw for all rows": (
+            "once for all rows",
+            "torch.multinomial(ordered, 1, generator=generator)",
+            "(ordered.cumsum(1) < torch.rand(1, generator=generator)).sum(1, keepdim=True).clamp(max=2)"),
+        "drawn at temperature 0": (
+            "temperature 0",
+            "if temperature == 0", "if False"),
+        "logits changed": (
+            "you change the argument logits",
+            "logits.float() / (temperature or 1)", "logits.div_(temperature or 1).float()"),
+        "in the dtype of logits": (
+            "bfloat16",
+            "logits.float()", "logits"),
+    },
+    "group_advantages": {
+        "biased deviation": (
+            "with the divisor G;",
+            "rewards.std(1, keepdim=True)", "rewards.std(1, keepdim=True, correction=0)"),
+        "rounding left": (
+            "you leave what the rounding of the mean gives",
+            "A[same] = 0", ""),
+        "nearly equal": (
+            "nearly agree",
+            "rewards.amax(1) == rewards.amin(1)", "std[:, 0] < 1e-3"),
+        "bounded": (
+            "you bound the advantage",
+            "return A", "return A.clamp(-3, 3)"),
+        "rewards changed": (
+            "you change the argument rewards",
+            "(rewards - mean)", "rewards.sub_(mean)"),
+        "lists": (
+            "found [[1.4997",
+            "return A", "return A.tolist()"),
+        "numpy's arrays": (
+            "found [[",
+            "return A", "return A.numpy()"),
+        "on another device": (
+            "a Tensor that cannot be shown",
+            "return A", "return A.to('meta')"),
+        "sparse": (
+            "a Tensor that cannot be shown",
+            "return A", "return A.to_sparse()"),
+        "not to be shown": (
+            "a Silent that cannot be shown",
+            "return A", "return type('Silent', (), {'__repr__': None})()"),
+    },
+    "token_logprobs": {
+        "shifted by one": (
+            "predict the NEXT token",
+            "len(prompt) + j - 1", "len(prompt) + j"),
+        "padding by its id": (
+            "you count padding",
+            "range(length[i])", "(completions[i] != 0).nonzero()[:, 0]"),
+        "no gradient": (
+            "you compute without a gradient",
+            "logits.log_softmax(1)", "logits.log_softmax(1).detach()"),
+        "logarithm of softmax": (
+            "-inf",
+            "logits.log_softmax(1)", "logits.softmax(1).log()"),
+        "the model's mode": (
+            "you change the argument model",
+            "model(tokens)", "model.eval()(tokens)"),
+        "in the model's dtype": (
+            "random input",
+            "[0].float()", "[0]"),
+    },
+    "policy_loss": {
+        "clip on the wrong side": (
+            "you clip on the wrong side",
+            "torch.minimum", "torch.maximum"),
+        "clip without a minimum": (
+            "",
+            "torch.minimum(ratio * advantage, clipped * advantage)", "clipped * advantage"),
+        "old log-probabilities not used": (
+            "you ignore old_logprobs",
+            "(logprobs - old_logprobs)", "logprobs"),
+        "ratio to the rollout": (
+            "you divide by π_rollout",
+            "- old_logprobs", "- (old_logprobs if rollout_logprobs is None else rollout_logprobs)"),
+        "negative tis allowed": (
+            "you take any tis",
+            "tis != 0:", "tis > 0:"),
+        "no rollout allowed": (
+            "log π_rollout",
+            "tis != 0:", "tis != 0 or rollout_logprobs is not None:"),
+        "log-ratio within 1": (
+            "you bound log ρ",
+            "(logprobs - old_logprobs)", "(logprobs - old_logprobs).clamp(-1, 1)"),
+        "a bound for negative advantages": (
+            "you bound the loss of a negative advantage",
+            "k3 = torch.zeros",
+            "gain = gain.where(advantage > 0, gain.maximum(3 * advantage))\n    k3 = torch.zeros"),
+        "advantages averaged": (
+            "you average the advantages",
+            "advantages if", "advantages.mean(1, keepdim=True) if"),
+        "K3 without weights": (
+            "you leave out the weights of kl",
+            "(weights * k3)", "k3"),
+        "no kl without beta": (
+            "you leave out kl when beta is 0",
+            "if ref_logprobs is not None:", "if ref_logprobs is not None and beta:"),
+        "kl has a gradient": (
+            "the second result has a gradient",
+            ".sum().detach()", ".sum()"),
+        "kl is a number": (
+            "you give kl as a number",
+            "return loss, kl", "return loss, 0.0 if ref_logprobs is None else kl"),
+        "weights changed": (
+            "you change the argument weights",
+            "loss = (weights * (", "loss = (weights.mul_("),
+    },
 }
 
-# The same in another style: these must lose none.
+# The same in another style, without help: these must lose none.
 RIGHT = {
-    "by distance": (
-        "quantize_nvfp4", "codes += 8 * (x < 0)", """even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    "quantize_nvfp4": {
+        "by distance": (
+            "codes += 8 * (x < 0)", """even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[even_first]
     nearest = (x.abs()[..., None] - magnitudes).abs().argmin(-1)
     codes = (even_first[nearest] + 8 * (x < 0)).to(torch.uint8)"""),
-    "by shifts": (
-        "quantize_nvfp4", "codes[:, ::2] + 16 * codes[:, 1::2]",
-        "codes[:, ::2] | codes[:, 1::2] << 4"),
-    "row by row": (
-        "dequantize_blocks", "table[codes]",
-        "torch.stack([table.index_select(0, row) for row in codes])"),
-    "by blocks": (
-        "dequantize_blocks", "(values * scales)",
-        "(values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)).flatten(1)"),
-    "by linear": (
-        "lora_linear", "x @ A.T @ B.T",
-        "torch.nn.functional.linear(torch.nn.functional.linear(x, A), B)"),
-    "transposed": (
-        "lora_linear", "x @ A.T @ B.T",
-        "(B @ (A @ x.mT)).mT"),
-    "by normal": (
-        "adaptive_quantization_noise", "torch.randn(norm.weight.shape, generator=generator)",
-        "torch.normal(0.0, 1.0, norm.weight.shape, generator=generator)"),
-    "last norm first": (
-        "adaptive_quantization_noise", "for norm in norms:\n        z",
-        "for norm in norms[::-1]:\n        z"),
-    "by numpy": (
-        "noise_sigma", "start * (end / start)",
-        "start * __import__('numpy').float64(end / start)"),
-    "0 as a whole number": (
-        "noise_sigma", "return 0.0",
-        "return 0"),
-    "by exponential draws": (
-        "sample", "torch.multinomial(ordered, 1, generator=generator)",
-        "(ordered / torch.empty_like(ordered).exponential_(generator=generator))"
-        ".argmax(1, keepdim=True)"),
-    "by one number a row": (
-        "sample", "place = torch.multinomial(ordered, 1, generator=generator)",
-        """sums = ordered.double().cumsum(1)
+        "by shifts": (
+            "codes[:, ::2] + 16 * codes[:, 1::2]",
+            "codes[:, ::2] | codes[:, 1::2] << 4"),
+    },
+    "dequantize_blocks": {
+        "row by row": (
+            "table[codes]",
+            "torch.stack([table.index_select(0, row) for row in codes])"),
+        "by blocks": (
+            "(values * scales)",
+            "(values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)).flatten(1)"),
+    },
+    "lora_linear": {
+        "by linear": (
+            "x @ A.T @ B.T",
+            "torch.nn.functional.linear(torch.nn.functional.linear(x, A), B)"),
+        "transposed": (
+            "x @ A.T @ B.T",
+            "(B @ (A @ x.mT)).mT"),
+    },
+    "adaptive_quantization_noise": {
+        "by normal": (
+            "torch.randn(norm.weight.shape, generator=generator)",
+            "torch.normal(0.0, 1.0, norm.weight.shape, generator=generator)"),
+        "last norm first": (
+            "for norm in norms:\n        z",
+            "for norm in norms[::-1]:\n        z"),
+    },
+    "noise_sigma": {
+        "by numpy": (
+            "start * (end / start)",
+            "start * __import__('numpy').float64(end / start)"),
+        "0 as a whole number": (
+            "return 0.0",
+            "return 0"),
+    },
+    "sample": {
+        "by exponential draws": (
+            "torch.multinomial(ordered, 1, generator=generator)",
+            "(ordered / torch.empty_like(ordered).exponential_(generator=generator))"
+            ".argmax(1, keepdim=True)"),
+        "by one number a row": (
+            "place = torch.multinomial(ordered, 1, generator=generator)",
+            """sums = ordered.double().cumsum(1)
     u = torch.rand(len(p), 1, generator=generator) * sums[:, -1:]
     place = (sums < u).sum(1, keepdim=True)"""),
-    "tokens in float64": (
-        "sample", "place = torch.multinomial(ordered",
-        "place = torch.multinomial(ordered.double()"),
-    "advantages in float64": (
-        "group_advantages", "A = (rewards - mean) / (std + 1e-4)",
-        """r = rewards.double()
+        "tokens in float64": (
+            "place = torch.multinomial(ordered",
+            "place = torch.multinomial(ordered.double()"),
+    },
+    "group_advantages": {
+        "advantages in float64": (
+            "A = (rewards - mean) / (std + 1e-4)",
+            """r = rewards.double()
     A = (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
     A = A.float()"""),
-    "group by group": (
-        "group_advantages", "(rewards - mean) / (std + 1e-4)",
-        "torch.stack([(row - row.mean()) / (row.std() + 1e-4) for row in rewards])"),
-    "by cross-entropy": (
-        "token_logprobs", "table[len(prompt) + j - 1, completions[i, j]]",
-        "-torch.nn.functional.cross_entropy(logits[len(prompt) + j - 1], completions[i, j])"),
-    "all rows at once": (
-        "token_logprobs", "result = torch.zeros(completions.shape)",
-        """longest = max(map(len, prompts))
+        "group by group": (
+            "(rewards - mean) / (std + 1e-4)",
+            "torch.stack([(row - row.mean()) / (row.std() + 1e-4) for row in rewards])"),
+    },
+    "token_logprobs": {
+        "by cross-entropy": (
+            "table[len(prompt) + j - 1, completions[i, j]]",
+            "-torch.nn.functional.cross_entropy(logits[len(prompt) + j - 1], completions[i, j])"),
+        "all rows at once": (
+            "result = torch.zeros(completions.shape)",
+            """longest = max(map(len, prompts))
     rows = [p + row + [0] * (longest - len(p)) for p, row in zip(prompts, completions.tolist())]
     table = (model(torch.tensor(rows)).float() / temperature).log_softmax(-1)
     column = torch.arange(completions.shape[1])
@@ -398,16 +423,19 @@ RIGHT = {
     found = table[torch.arange(len(prompts))[:, None], place, completions]
     return found * (column < length[:, None])
     result = None"""),
-    "by where": (
-        "policy_loss", "torch.minimum(ratio * advantage, clipped * advantage)",
-        "advantage * torch.where("
-        "advantage > 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))"),
-    "by expm1": (
-        "policy_loss", "x.exp() - x - 1",
-        "x.expm1() - x"),
-    "0 as a tensor": (
-        "policy_loss", "return loss, kl",
-        "return loss, kl if ref_logprobs is not None else torch.tensor(0.0)"),
+    },
+    "policy_loss": {
+        "by where": (
+            "torch.minimum(ratio * advantage, clipped * advantage)",
+            "advantage * torch.where("
+            "advantage > 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))"),
+        "by expm1": (
+            "x.exp() - x - 1",
+            "x.expm1() - x"),
+        "0 as a tensor": (
+            "return loss, kl",
+            "return loss, kl if ref_logprobs is not None else torch.tensor(0.0)"),
+    },
 }
 
 

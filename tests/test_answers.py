@@ -1,4 +1,5 @@
 """Answers, rewards and questions."""
+import random
 import re
 import shutil
 import time
@@ -6,7 +7,6 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,19 +26,11 @@ from harness.ranks import Ranks
 from harness.small_policy import WordText, made_up_problems
 from train_gsm8k import answer_reward, paper_reward
 
-try:
-    from hypothesis import given, strategies
-except ImportError:
-    strategies = MagicMock()
-
-    def given(*_):
-        return pytest.mark.skip(reason="could not import 'hypothesis'")
-
 # --------------------------------------------------------------------------------------------------
 # Answers
 
-QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, 7 m wide, "
-            "9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
+QUESTION = ("Ann has 3 red apples and half as many pears, at 2 o'clock. She walks 4 miles per hour, "
+            "7 m wide, 9 cm long, twice a day; 10% of it costs $12 million, two-thirds of 6 square feet. "
             "In China 3元, 8个苹果. She has 2 dozen eggs, 3 pairs of socks, 2½ pies, 10⁷ and 7 twelfths of "
             "a pq, with $xy$ of $ab$ and \\sin of \\tan. How many more minutes?")
 
@@ -48,30 +40,36 @@ def entries(table):
     return re.split(r"\n *|  +", table.strip())
 
 
+def rows(table):
+    """The cells of each line of a table, which "|" parts."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+
+
 # What is not 5, though a 5 is its last digit, whatever the question says. Line by line: another number,
 # thrice; words that change it, thrice; a sign; an unknown or a relation, twice; words that the question
 # does not have or that are too many; an equation that is none; a denial; several numbers; no number.
 NOT_FIVE = ["", "3\n5", *entries(r"""
-    1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
+    55   5/7   5^2   1e5   0x5   5½   5²   1,5   5.5.5   1 005   5 ,000   5 x 10^3
     \sqrt{5}   \frac15   5!   |5|   5(200)   5/0   5/2/2
     5⁷   5\textonehalf   5\textperthousand   1 1/5   1\frac{1}{5}   5(1/2)   5/   5¢
     5 pi   5 divided by two   5 point five   5 or six   negative 5
-    5 half apples   5 \text{ hundred}   5百万元
+    5 tripled   5 K   5 halves
+    5 half apples   5 \text{ hundred}   5百万元   5 million   million 5   minus 5   dozen 5
     5 doz   5 dozen   5 twelfths   5 sixteenths   5 pairs
     - 5   −5   -{5}   \pm 5   \textminus 5
     5n   5 xy   x - 5   x_5   f(5)   >5   2x = 5   \cancel{5}
     5 pq   5 ab   5 a   5 sin   5 tan
-    5 walks   5 apples in a day
-    2+2=5   6 = 5   5 = 2 + 2   5 = 2 + 3 = 6   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
-    x is not 5   \neg 5   not 3, it is 5   5 apples and
-    3:5   3-5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
+    5 walks   5 apples in a day   5 pigs   pigs 5   5 apples pigs   5 is wrong
+    5 + 1   1 + 5 = 5   2+2=5   6 = 5   5 = 2 + 2   5 = 2 + 3 = 6   2(3) = 5   1/0 = 5   ((5 = 5   7 + = 5
+    x is not 5   \neg 5   not 3, it is 5   5 apples and   5 not   no: 5
+    3:5   3-5   5, 3   1 5   x = 3 or x = 5   5 (or 6)   5 hours 30 minutes
     \text{cm}^5
 """)]
 
 # Line by line: a number; typesetting, twice; money; other signs; a calculation or an
 # unknown beside it, twice.
 FIVE = ["\n5\n", "5\u200b", "\ufeff5", *entries(r"""
-    5.00   5e0   05   10/2   \dfrac{10}{2}   0.5 \times 10^1
+    5.00   +5   (5)   5e0   05   10/2   0 + 5 = 5   \dfrac{10}{2}   0.5 \times 10^1
     {5}   \(5\)   **5**   [5]   \large 5   \boldsymbol{5}   \rm 5   \small 5   5\quad   `5`
     \phantom{0}5   \hphantom{-}5   \mathbf{5}   \boxed{5}
     US$5   ₹5   Rs. 5   USD 5   5 €   C$5   HK\$5   \pounds 5
@@ -102,94 +100,71 @@ def test_only_one_clear_number_counts(text, five):
         assert is_right("\\boxed{5}", text, QUESTION)
 
 
-@pytest.mark.parametrize("text,number", {
-    "1,250.00": 1250,
-    "1{,}250": 1250,
-    "1\\,250": 1250,
-    "1e5": 100000,
-    "10^{3}": 1000,
-    "1.5 \\cdot 10^{-2}": Fraction("0.015"),
-    "-\\tfrac{1}{2}": Fraction("-0.5"),
-    "5 1/2": Fraction("5.5"),
-    "-5\\frac{1}{2}": Fraction("-5.5"),
-    "2 \\dfrac14": Fraction("2.25"),
-    "x=- 5": -5,
-    "\\text{-}5": -5,
-}.items())
+@pytest.mark.parametrize("text,number", rows(r"""
+    1,250.00 | 1250
+    1{,}250 | 1250
+    1\,250 | 1250
+    1e5 | 100000
+    10^{3} | 1000
+    1.5 \cdot 10^{-2} | 3/200
+    -\tfrac{1}{2} | -1/2
+    5 1/2 | 11/2
+    -5\frac{1}{2} | -11/2
+    2 \dfrac14 | 9/4
+    x=- 5 | -5
+    \text{-}5 | -5
+"""))
 def test_the_number_of_an_answer(text, number):
     """The same behind "####" and in TeX."""
-    right = right_answer({"question": "", "answer": f"#### {float(number)}"})
+    right = right_answer({"question": "", "answer": f"#### {number}"})
     assert is_right(f"\\boxed{{{text}}}", right)
-    assert is_right(f"\\boxed{{{float(number)}}}", text)
+    assert is_right(f"\\boxed{{{number}}}", text)
 
 
-# GSM8K's like: right answers whose units stand in the question, and what makes them wrong.
-NUMBERS = strategies.integers(2, 10 ** 6)
-PROBLEM = "A farm has 12 cows and 30 large sheep. How many animals is that in 7 years, at $3 a litre?"
-RIGHT = entries(r"""
-    {}.0   +{}   ${}   ({})   \text{{{}}}   x = {}   0 + {} = {}
-    {} animals   {}\text{{ years}}   {} large sheep   {} dollars   {} litre
-""")
-WORDS = "million dozen halves tripled pigs minus not K and".split()
-WRONG = entries("""
-    {} WORD   WORD {}   {} cows WORD   {} is wrong   no: {}
-    {} + 1   {}/7   1 {}   {}, 3   -{}   {}^2   1 + {} = {}   {}{}
-""")
-
-
-@given(NUMBERS, strategies.sampled_from(RIGHT), strategies.sampled_from(WRONG),
-       strategies.sampled_from(WORDS))
-def test_boxes_made_from_right_ones(number, right, wrong, word):
-    for form, expected in ((right, True), (wrong.replace("WORD", word), False)):
-        text = form.format(number, number)
-        assert is_right(f"\\boxed{{{text}}}", Fraction(number), PROBLEM) == expected, text
-
-
-@pytest.mark.parametrize("text,number", {
-    "-$7.00": -7,
-    "it is 5 + 3 = 8 apples.": 8,
-    "Total-5": 5,
-    "wait...18": 18,
-    "so 5 and **18**.": 18,
-    "18 (eighteen)": 18,
-    "$90/hour": 90,
-    "答案是18。": 18,
-    "it has 3 000": 3000,
-    "it is - 5": -5,
-    "it is 1.5e6": 1500000,
-    "7 \\times 10^{3}": 7000,
-    "= 10^6.": 1000000,
-    "it is 7e-3, so": Fraction("0.007"),
-    "it is 5 1/2": Fraction("5.5"),
-    "18 km^2": 18,
-    "18km^2": None,
-    "5km2": None,
-    "7m3": None,
-    "3,4": None,
-    "so 7 - 2": None,
-    "worth 5 million": None,
-    "the 5th": None,
-    "x2": None,
-    "none": None,
-}.items())
+@pytest.mark.parametrize("text,number", rows(r"""
+    -$7.00 | -7
+    it is 5 + 3 = 8 apples. | 8
+    Total-5 | 5
+    wait...18 | 18
+    so 5 and **18**. | 18
+    18 (eighteen) | 18
+    $90/hour | 90
+    答案是18。 | 18
+    it has 3 000 | 3000
+    it is - 5 | -5
+    it is 1.5e6 | 1500000
+    7 \times 10^{3} | 7000
+    = 10^6. | 1000000
+    it is 7e-3, so | 7/1000
+    it is 5 1/2 | 11/2
+    18 km^2 | 18
+    18km^2 | None
+    5km2 | None
+    3,4 | None
+    so 7 - 2 | None
+    worth 5 million | None
+    the 5th | None
+    x2 | None
+    none | None
+"""))
 def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == number
+    assert str(last_number(text)) == number
 
 
-@pytest.mark.parametrize("text,answer", {
-    "\\boxed{1} \\boxed {\\frac{3^{\\frac{1}{2}}}{2}} } \\boxed{2": "\\frac{3^{\\frac{1}{2}}}{2}",
-    "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
-    "\\boxed{\\boxed{5}}": "\\boxed{5}",
-    "} boxed{5}": None,
-    "\\boxed{5}, no, \\boxed{7": "5",
-    "so $\\boxed 2$.": "2",
-    "\\fbox{3}": "3",
-    "<answer>3 <answer>5</answer> 7</answer>": "5",
-    "<answer>5</answer> <answer>6": "5",
-    "<answer>so \\boxed{5}</answer> \\boxed{6}": "5",
-}.items())
+@pytest.mark.parametrize("text,answer", rows(r"""
+    \boxed{1} \boxed {\frac{3^{\frac{1}{2}}}{2}} } \boxed{2 | \frac{3^{\frac{1}{2}}}{2}
+    \boxed{\{1, 2\}} | \{1, 2\}
+    \boxed{\boxed{5}} | \boxed{5}
+    } boxed{5} | None
+    \boxed{5}, no, \boxed{7 | 5
+    so $\boxed 2$. | 2
+    \fbox{3} | 3
+    <answer>3 <answer>5</answer> 7</answer> | 5
+    <answer>5</answer> <answer>6 | 5
+    <answer>so \boxed{5}</answer> \boxed{6} | 5
+"""))
 def test_what_stands_in_the_last_box_or_tag_is_the_answer(text, answer):
-    assert given_answer(text) == answer
+    assert str(given_answer(text)) == answer
 
 
 @pytest.mark.parametrize("text", ["5 or 6", "5-6", ""])
@@ -204,60 +179,47 @@ def test_in_evaluation_a_box_or_tag_decides(text):
 
 
 # A right answer in TeX, what is right and what is wrong.
-@pytest.mark.parametrize("question,right,fine,wrong", [
-    ("", r"25\%", r"25\%   25 percent   0.25   \frac14   25", r"0.25\%   2500\%   25^\circ   2500"),
-    ("How likely?", "0.25", r"25\%   25 percent   \frac{1}{4}", r"0.25\%   25"),
-    ("How likely?", r"\frac12", r"50\%", r"0.5\%   50"),
-    ("What percent?", "0.25", r"0.25\%   0.25", r"25\%   25"),
-    ("What percent?", "25", r"25\%   25   25 percent", r"0.25\%   2500\%   0.25"),
-    ("", r"0.5\%", r"0.5\%   0.005", r"50\%   50   0.005\%"),
-    ("", r"1.5 \times 10^{3}", r"1500   1.5e3   15 \times 10^2", "15000   150   1.5"),
-    ("How likely?", "24", r"24\%", r"0.24   2400\%"),
-    ("", r"45^\circ", r"45°   45   45^\circ", r"45\%   \frac{45}{100}"),
-    ("A side of 3 cm.", r"6\text{ cm}^2", "6   6 cm^2   6 cm²   6 cm", "6 cm^3   6 cm³   6 %"),
-    ("", r"6\mathrm{~ml}", r"6   6 ml   6\text{ ml}", "6 l   6 mlx"),
-    ("In terms of $x$, $n$, $xy$ and $m$.", "5x", "5x   5 x   x * 5", "5   5m"),
-    ("In terms of $x$, $n$, $xy$ and m.", "5m", "5m", "5   5 cm"),
-    ("In terms of $a$ and $b$.", "12ab", "12ab   12ba", "12   12a   12b"),
-    ("In terms of $r$ and $h$.", r"2\pi rh", r"2\pi rh   2 h r \pi", r"2\pi r   2\pi"),
-    ("In terms of $x$.", "5x^2", "5x^2", "5   5x"),
-    ("With $i$.", "6i", "6i", "6"),
-    ("", r"3\pi", r"3\pi   \pi 3", "3   9.424778   9.42477796077"),
-    ("", r"\sqrt{2}", r"\sqrt2   2^{1/2}", "1.414214   1.4142135624"),
-    ("", r"12\text{ dozen}", r"12\text{ dozen}", r"12   12\text{ eggs}"),
-    ("", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}\text{ hundred}", r"2\sqrt{3}"),
-    ("How long?", "6 hours", r"6   6 hours   6\text{ hours}", "6 apples   6 hundred"),
-    ("", r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}   2\sqrt3\text{ cm}   \sqrt{12}", r"2   2\text{ cm}"),
-    ("", "1,000x", "1000x   1{,}000x", "1   1,000   (1, 000x)"),
-    ("", "(4,3)", r"(4,3)   \left(4, 3\right)", r"[4,3]   \left[4,3\right]   \{4,3\}"),
-    ("", "[0,1)", "[0,1)", "(0,1)   [0,1]"),
-])
+@pytest.mark.parametrize("question,right,fine,wrong", rows(r"""
+    | 25\% | 25\%   25 percent   0.25   \frac14   25 | 0.25\%   2500\%   25^\circ   2500
+    How likely? | 0.25 | 25\%   25 percent   \frac{1}{4} | 0.25\%   25
+    How likely? | \frac12 | 50\% | 0.5\%   50
+    What percent? | 0.25 | 0.25\%   0.25 | 25\%   25
+    What percent? | 25 | 25\%   25   25 percent | 0.25\%   2500\%   0.25
+    | 0.5\% | 0.5\%   0.005 | 50\%   50   0.005\%
+    | 1.5 \times 10^{3} | 1500   1.5e3   15 \times 10^2 | 15000   150   1.5
+    How likely? | 24 | 24\% | 0.24   2400\%
+    | 45^\circ | 45°   45   45^\circ | 45\%   \frac{45}{100}
+    A side of 3 cm. | 6\text{ cm}^2 | 6   6 cm^2   6 cm²   6 cm | 6 cm^3   6 cm³   6 %
+    | 6\mathrm{~ml} | 6   6 ml   6\text{ ml} | 6 l   6 mlx
+    In terms of $x$, $n$, $xy$ and $m$. | 5x | 5x   5 x   x * 5 | 5   5m
+    In terms of $x$, $n$, $xy$ and m. | 5m | 5m | 5   5 cm
+    In terms of $a$ and $b$. | 12ab | 12ab   12ba | 12   12a   12b
+    In terms of $r$ and $h$. | 2\pi rh | 2\pi rh   2 h r \pi | 2\pi r   2\pi
+    In terms of $x$. | 5x^2 | 5x^2 | 5   5x
+    With $i$. | 6i | 6i | 6
+    | 3\pi | 3\pi   \pi 3 | 3   9.424778   9.42477796077
+    | \sqrt{2} | \sqrt2   2^{1/2} | 1.414214   1.4142135624   \sqrt{2}\text{ hundred}
+    | p - q | -q+p | p+q
+    | \text{Evelyn} | Evelyn | Eve
+    | 2x | 2x | 3, 2x   3x=2x
+    | (5,\infty) | (5,\infty)   \left(5,\infty\right) | 5
+    | 2\pi | x = \frac{4\pi}{2} = 2\pi | 1+1 = 2\pi
+    | 12_8 | 12_8   12_{8} | 12_9
+    | 1/2004! | 1/2004! | 1/2006!
+    | 12\text{ dozen} | 12\text{ dozen} | 12   12\text{ eggs}
+    | 2\sqrt{3}\text{ hundred} | 2\sqrt{3}\text{ hundred} | 2\sqrt{3}
+    How long? | 6 hours | 6   6 hours   6\text{ hours} | 6 apples   6 hundred
+    | 2\sqrt{3}\text{ cm} | 2\sqrt{3}   2\sqrt3\text{ cm}   \sqrt{12} | 2   2\text{ cm}
+    | 1,000x | 1000x   1{,}000x | 1   1,000   (1, 000x)
+    | (4,3) | (4,3)   \left(4, 3\right) | [4,3]   \left[4,3\right]   \{4,3\}
+    | [0,1) | [0,1) | (0,1)   [0,1]
+"""))
 def test_a_right_answer_in_tex_says_what_is_right(question, right, fine, wrong):
     for forms, expected in ((fine, True), (wrong, False)):
         for text in entries(forms):
-            assert bool(is_right(f"\\boxed{{{text}}}", right, question)) == expected, text
-
-
-@pytest.mark.parametrize("right,answer,equal", [
-    ("p - q", "-q+p", True),
-    ("(3, \\frac{\\pi}{2})", "\\left(3,\\frac{\\pi}{2}\\right)", True),
-    ("\\text{Evelyn}", "Evelyn", True),
-    ("2x", "3, 2x", False),
-    ("2x", "2" * 2000, False),
-    ("(5,\\infty)", "5", False),
-    ("\\sqrt{5}", "\\sqrt{5}\\text{ hundred}", False),
-    ("2\\pi", "x = \\frac{4\\pi}{2} = 2\\pi", True),
-    ("2\\pi", "1+1 = 2\\pi", False),
-    ("2x", "3x=2x", False),
-    # what math-verify does not tell apart
-    ("12_8", "12_9", False),
-    ("12_8", "12_{8}", True),
-    ("1/2004!", "1/2006!", False),
-    ("(1,2)", "\\{1,2\\}", False),
-])
-def test_mathematics_is_compared_and_not_its_spelling(right, answer, equal):
-    assert bool(is_right(f"So \\boxed{{1}}, no, \\boxed{{{answer}}}.", right)) == equal
-    assert not is_right(f"So {answer}.", right)
+            boxed = f"So \\boxed{{1}}, no, \\boxed{{{text}}}."
+            assert bool(is_right(boxed, right, question)) == expected, text
+            assert not is_right(f"So {text}.", right, question)
 
 
 @pytest.mark.parametrize("text", [
@@ -268,6 +230,7 @@ def test_answers_that_are_too_much_work_are_left_out_and_counted(text):
     start = time.process_time()
     assert is_right(f"\\boxed{{{text}}}", "x+1") is None
     assert is_right(f"\\boxed{{{text}}}", text)
+    assert is_right(f"\\boxed{{{1000 * text}}}", "x+1") is False           # no answer that is meant
     assert time.process_time() - start < 1
     rollout = qerl.Rollout(torch.zeros(2, 1), *[None] * 4)
     texts = [f"\\boxed{{{text}}}", "\\boxed{x+1}"]
@@ -292,12 +255,16 @@ PIECES = """
 """.split() + [" ", "\n", "\u00a0"]
 
 
-@given(strategies.lists(strategies.sampled_from(PIECES) | strategies.text(max_size=3)).map("".join))
-def test_no_text_raises_anything(text):
-    for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
-        assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
-        assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
-    assert isinstance(right_answer({"question": text, "answer": f"so\n#### {text}"}), (Fraction, type(None)))
+def test_no_text_raises_anything():
+    """Nor does any other sign among them."""
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices([*PIECES, chr(rng.randrange(0x110000))], k=rng.randrange(12)))
+        for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
+            assert paper_reward(completion, {"right": Fraction(5)}) in (0, 0.2, 2, 2.2)
+            assert is_right(completion, Fraction(5), anywhere=True) in (True, False)
+        right = right_answer({"question": text, "answer": f"so\n#### {text}"})
+        assert right is None or isinstance(right, Fraction)
 
 
 @pytest.mark.parametrize("unit", [
@@ -374,7 +341,9 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
     assert found == expected | {"right": right_answer(found)}
 
 
-@pytest.mark.parametrize("line", r"""
+@pytest.mark.parametrize("line", ["[" * 9999, *r"""
+{
+[[5]]
 {"question": "a", "answer": "#### 5 #### 6"}
 {"question": "half \ud800", "answer": "#### 5"}
 {"question": [{"role": "user"}], "answer": "#### 5"}
@@ -391,7 +360,7 @@ def test_questions_and_answers_are_found_in_the_columns_that_have_them(
 {"question": "a", "choices": ["5", "6"], "answer": 1}
 {"question": "a", "options": {"A": "5", "B": "6"}, "answer": "A"}
 "no object"
-""".strip().splitlines())
+""".strip().splitlines()])
 def test_an_unfit_file_of_questions_is_refused_by_its_line(tmp_path, line):
     """An empty line at the end is none."""
     fine = '{"question": "fine", "answer": "#### 5"}'
@@ -431,19 +400,13 @@ def test_a_file_of_questions_is_the_one_of_that_name(tmp_path):
     assert (found["question"], found["right"]) == ("f[1]", "5.50")
 
 
-@pytest.mark.parametrize("content,asked", [
-    ('[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]', "ab"),
-    ('{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n', "ab"),
-    ("null", None), ("[[5]]", None), ("{", None), ("[" * 9999, None), ("\ufeff", None),
+@pytest.mark.parametrize("content", [
+    '[{"question": "a", "answer": "5"},\n {"question": "b", "answer": 6}]',
+    '{"question": "a", "answer": "5"}\n{"question": "b", "answer": "6"}\n',
 ])
-def test_json_is_one_list_or_an_object_a_line(tmp_path, content, asked):
-    path = tmp_path / "a.json"
-    path.write_text(content, encoding="utf-8")
-    if asked:
-        assert "".join(q["question"] for q in math_questions(str(path))) == asked
-    else:
-        with pytest.raises(UserError, match="a.json:1: not a JSON object"):
-            math_questions(str(path))
+def test_json_is_one_list_or_an_object_a_line(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert [q["question"] for q in math_questions(f"{tmp_path}/a.json")] == ["a", "b"]
 
 
 def test_datasets_are_asked_for_by_name(monkeypatch):
@@ -459,36 +422,29 @@ def test_datasets_are_asked_for_by_name(monkeypatch):
     assert asked == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train")]
 
 
+SPELLINGS = {
+    "two gaps": "two  gaps",
+    "line\nend": "line\r\nend",
+    "wide gap": "wide\u00a0gap",
+    "caf\u00e9": "cafe\u0301",
+    "tab": "\ttab\n",
+}
+
+
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
-    """Of each set that is held out the first few are asked."""
+    """Nor in another spelling. Of each set that is held out the first few are asked."""
     monkeypatch.chdir(tmp_path)
-    for name, asked in (("train", "abcd"), ("one", "cde"), ("two", "f")):
+    for name, asked in (("train", ["a", "b", "c", *SPELLINGS, "5²", "52"]),
+                        ("one", ["c", "d", *SPELLINGS.values()]), ("two", ["f"])):
         write_jsonl(f"{name}.jsonl", [{"question": q, "answer": "5"} for q in asked])
     settings = train_gsm8k.Settings(
         data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2)
     sets = load_questions(settings)
-    assert ["".join(q["question"] for q in questions) for questions in sets] == ["ab", "", "cdf"]
-    assert "2 of 4 training questions are held out, too, and are left out" in capsys.readouterr().out
+    assert [[q["question"] for q in questions] for questions in sets] == [
+        ["a", "b", "5²", "52"], [], ["c", "d", "f"]]
+    assert "6 of 10 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
         load_questions(replace(settings, eval=None))
-
-
-@pytest.mark.parametrize("asked,again", [
-    ("two gaps", "two  gaps"), ("line\nend", "line\r\nend"), ("wide gap", "wide\u00a0gap"),
-    ("caf\u00e9", "cafe\u0301"), ("tab", "\ttab\n"),
-])
-def test_a_question_is_the_same_in_another_spelling(tmp_path, monkeypatch, asked, again):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl("train.jsonl", [{"question": q, "answer": "5"} for q in (asked, again, "other", "5²", "52")])
-    write_jsonl("held_out.jsonl", [{"question": again, "answer": "5"}])
-    found = load_questions(train_gsm8k.Settings(data="train.jsonl", eval=["held_out.jsonl"]))
-    assert [q["question"] for q in found.train] == ["other", "5²", "52"]
-
-
-def test_long_prompts_are_counted_and_skipped(capsys):
-    problems = [{"question": "q" * n, "answer": "#### 1"} for n in (5, 50, 500)]
-    assert with_prompts(problems, WordText(), 60) == problems[:2]
-    assert "1 of 3 prompts are longer than 60 tokens" in capsys.readouterr().out
 
 
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
@@ -549,13 +505,13 @@ def test_special_tokens_that_a_reward_looks_for_are_decoded(qwen, tmp_path, toke
 
 def test_the_small_policys_text_has_a_token_for_each_word():
     text = WordText()
-    encoding = text.encoding
-    cut = [encoding.decode([i]) for i in text.prompt("Ann fills 7 bags with 12 toys each. How many toys?")]
-    assert cut == ["Ann", " fills", " ", "7", " bags", " with", " ", "1", "2", " toys", " each", ".",
-                   " How", " many", " toys", "?", "\n"]
-    cut = [encoding.decode([i]) for i in text.worked_answer("7*9=<<7*9=63>>63", "63")]
-    assert cut == ["<think>", "7", "*", "9", "=<<", "7", "*", "9", "=", "6", "3", ">>", "6", "3",
-                   "</think>", "<answer>", "6", "3", "</answer>", "<end>"]
+
+    def cut(tokens):
+        return "|".join(text.encoding.decode([token]) for token in tokens)
+    prompt = text.prompt("Ann fills 7 bags with 12 toys each. How many toys?")
+    assert cut(prompt) == "Ann| fills| |7| bags| with| |1|2| toys| each|.| How| many| toys|?|\n"
+    answer = text.worked_answer("7*9=<<7*9=63>>63", "63")
+    assert cut(answer) == "<think>|7|*|9|=<<|7|*|9|=|6|3|>>|6|3|</think>|<answer>|6|3|</answer>|<end>"
 
 
 @pytest.mark.parametrize("written", [

@@ -22,7 +22,7 @@ from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import by_both_engines, run_python, stop_at, tensors_of_checkpoint, without_times
-from harness import export, folders, policy
+from harness import export, folders
 from harness.command import one_line
 from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
@@ -36,7 +36,6 @@ from test_answers import chat_text
 @pytest.mark.parametrize("argv,message", {
     "--step 3": "unrecognized arguments: --step 3",
     "--device cuda:99": "--device cuda:99: is none of cpu",
-    "--lr -1": "--lr -1.0: must be from 1e-30",
     "--lr 1e38": r"--lr 1e\+38: must be from 1e-30 to 1e\+30",      # AdamW multiplies it
     "--prompts 3 --updates 2": "--prompts 3: is not divisible by --updates 2",
     "--sigma-end 0": "--sigma-end 0.0: an exponential schedule needs both sigmas positive",
@@ -47,15 +46,13 @@ from test_answers import chat_text
     "--reward good": "good: good is unknown.* choose answer, paper, random or FILE.py:FUNCTION",
     "--reward answer+": r"--reward answer\+: an empty term is unknown",
     "--reward 1e99*answer": r"--reward 1e99\*answer: answer is .* or its weight is not below 1e30",
-    "--reward answer+-1e30*random": r"random is .* or its weight is not below 1e30",
     "--reward none.py:f": "No such file or directory: .*none.py",
     "--dry-run --model m --shard": "without --shard",
+    "--model m --shard": "start by torchrun",
     "--save-quantized out": "saves a real model .* name it with --model",
     # What nothing reads.
-    "--save-quantized out --model m --eval-only": "--eval-only: changes nothing",
-    "--save-quantized out --model m --out run": "--out: changes nothing",
-    "--save-quantized out --model m --train-norms": "--train-norms: changes nothing",
-    "--save-quantized out --model m --lora-rank 8 --out run": "--lora-rank --out: changes nothing",
+    "--save-quantized out --model m --lora-rank 8 --train-norms --out run":
+        "--lora-rank --train-norms --out: changes nothing",
     "--weights bf16 --lora-rank 0 --beta 0 --lora-alpha 8": "--lora-alpha: changes nothing",
     "--chat-template-kwargs {}": "--chat-template-kwargs: changes nothing",
     "--model m --start-seed 3": "--start-seed: changes nothing",
@@ -76,9 +73,8 @@ def test_every_program_refuses_in_one_line(program, arguments, message):
 
 
 @pytest.mark.parametrize("program", [["train_gsm8k.py", "--help"], ["bench.py"], ["-c", "import qerl"]])
-@pytest.mark.parametrize("optimize", ["1", "2"])
-def test_python_without_assertions_starts_no_program(program, optimize):
-    done = run_python(*program, PYTHONOPTIMIZE=optimize)
+def test_python_without_assertions_starts_no_program(program):
+    done = run_python(*program, PYTHONOPTIMIZE="1")
     *traceback, last = done.stderr.splitlines()
     assert "python -O leaves out " in last and done.stdout == ""
     if program[0] != "-c":
@@ -115,7 +111,7 @@ TABLE_4 = dict(
 
 
 @pytest.mark.parametrize("argv,expected", {
-    "": dict(steps=30, lr=1.5e-3, prompts=16, beta=0.0, reward="paper", quantizer="rtn"),
+    "": dict(steps=30, quantizer="rtn"),
     "--algo cispo --lr 5e-5": dict(beta=0.0, lr=5e-5, clip_low=1.0, clip_high=4.0),
     "--clip-low 0 --clip-high 0": dict(clip_low=0.0, clip_high=0.0),
     "--model Qwen2.5-3B": dict(model="Qwen/Qwen2.5-3B-Instruct", lr=1e-4, quantizer="gptq"),
@@ -164,7 +160,6 @@ def bad_things(qwen, tmp_path, monkeypatch):
     "--validation 64": "has 64 training questions that are not held out",
     "--dry-run --model used": "its config.json cannot be read",
     "--max-new-tokens 511": "no prompt fits into 1 tokens",
-    "--reward nan*answer": "nan*answer: nan*answer is unknown",
     "--chat-template-kwargs [1]": "invalid JSON_object value",
     '--chat-template-kwargs {"enable_thinkin":true}': "its chat template reads no enable_thinkin of --chat",
     "--out used": "used: is not empty",
@@ -196,19 +191,6 @@ def test_a_model_is_saved_to_a_new_folder_alone(bad_things, qwen, tmp_path, monk
     assert not list(tmp_path.glob("*.tmp")) and not Path("new").exists()
 
 
-@pytest.mark.parametrize("engine", [[], ["--engine", "fast"]])
-@pytest.mark.parametrize("damage", [lambda stored: stored[:-9], lambda stored: stored[:-8] + b"\xff" * 8],
-                         ids=["cut", "NaN"])
-def test_a_damaged_policy_in_the_cache_is_made_anew_when_its_folder_is_deleted(
-        qwen, tmp_path, monkeypatch, engine, damage):
-    kept = shutil.copytree(qwen, tmp_path / "kept")
-    stored = (kept / "model.safetensors").read_bytes()
-    (kept / "model.safetensors").write_bytes(damage(stored))
-    monkeypatch.setattr(policy, "warm_start", lambda seed: str(kept))
-    line = refused("--device", "cpu", "--out", tmp_path / "run", *engine)
-    assert "or delete its folder in " in line and "to have it made anew" in line
-
-
 @pytest.fixture
 def chatty(qwen, tmp_path):
     """(folder of a model whose template writes the date and ends turns, the token that ends them)"""
@@ -229,18 +211,18 @@ def test_an_end_of_turn_that_ends_no_completion_is_said(chatty, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("ends,kept", [
-    (dict(additional_special_tokens=["<|im_end|>"]), ""),
-    (["<|im_end|>"], ""),                      # an added token that is not special
-    ([], ""),                                  # one of the vocabulary
-    (["</answer>"], "</answer>"),              # a reward looks for it
-], ids=str)
-def test_the_token_that_ended_a_completion_is_not_in_its_text(qwen, tmp_path, ends, kept):
+@pytest.mark.parametrize("end,special,kept", [
+    ("<|im_end|>", True, ""),
+    ("<|im_end|>", False, ""),
+    ("!", False, ""),                          # one of the vocabulary
+    ("</answer>", False, "</answer>"),         # a reward looks for it
+])
+def test_the_token_that_ended_a_completion_is_not_in_its_text(qwen, tmp_path, end, special, kept):
     shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    (tokenizer.add_special_tokens if isinstance(ends, dict) else tokenizer.add_tokens)(ends)
+    tokenizer.add_tokens([end], special_tokens=special)
     tokenizer.save_pretrained(tmp_path)
-    end = len(tokenizer) - 1
+    end = tokenizer.convert_tokens_to_ids(end)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     text = ChatText(str(tmp_path), "")
     ids = tokenizer.encode("5", add_special_tokens=False)

@@ -1,4 +1,5 @@
 """What a run is said to take before anything is loaded, beside what was measured."""
+import pandas as pd
 import pytest
 import torch
 
@@ -9,7 +10,6 @@ from harness.folders import read_json
 from harness.machine import GPUS, estimate
 from harness.ranks import Ranks
 from studies.random_models import config_of
-from studies.results import read_csv
 from test_qerl import HERE
 from train_gsm8k import Settings
 
@@ -34,7 +34,7 @@ def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
     runs = {name: run["settings"] for name, run in read_json(RESULTS / "learning/runs.json").items()
             if run["date"] >= "2026-11-26" and run["settings"]["device"].startswith("cuda")}
     assert len(runs) >= 10
-    steps = read_csv(RESULTS / "learning/steps.csv.gz").groupby("run")
+    steps = pd.read_csv(RESULTS / "learning/steps.csv.gz").groupby("run")
     for name, stored in runs.items():
         known = {key: value for key, value in stored.items() if hasattr(Settings, key)}
         settings = Settings(**known | {"slots": known.get("slots") or 256})

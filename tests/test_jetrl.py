@@ -64,15 +64,6 @@ def test_kernel_fp8_rows(rows, columns, dtype):
     assert codes.view(torch.uint8).equal(twin_codes.view(torch.uint8))
 
 
-@runs_kernels
-@pytest.mark.parametrize("columns", [384, 400])
-def test_kernel_transposes_bytes(columns):
-    """In whole tiles of 128, or PyTorch does it."""
-    codes = torch.randint(256, (256, columns), dtype=torch.uint8, device=KERNEL_DEVICE)
-    found = eight_bit.transposed(codes)
-    assert found.equal(codes.T) and found.is_contiguous()
-
-
 @gpu
 @pytest.mark.parametrize("variant,weights,largest", [
     ("unified", "bf16", 0.1), ("training", "nvfp4", 0.15)])

@@ -37,15 +37,12 @@ def test_slots_and_pieces_are_what_memory_holds(model, monkeypatch):
     activation = 4 * machine.activations(model.config, 2, 0)
     three = trained + 300.01 * token / 0.7
     thousand = trained + logits + 1000.1 * activation / 0.8
-    many = trained + logits + 20000.1 * activation / 0.8
     for bytes_free, longest, completions, slots, micro_tokens, stays in (
             (three, 100, 512, 3, 512, False),
             (three, 101, 512, 2, 512, False),
-            (three, 1, 512, 300, 512, False),
             (three, 1, 8, 256, 512, True),
             (thousand, 10 ** 6, 512, 1, 1000, False),
             (thousand + 8 * token / 0.8, 1, 8, 256, 1000, True),
-            (many, 10 ** 9, 512, 1, 20000, False),
             (1e15, 10 ** 6, 512, 512, 32768, True)):
         free(monkeypatch, bytes_free)
         fitted = machine.fitted(train_gsm8k.Settings(), model, longest, completions, fast)

@@ -11,7 +11,6 @@ from harness.errors import UserError
 import train_gsm8k
 from common import all_trained, assert_same_run, neighbour, refused, run_main, stop_at
 from harness import export
-from harness.batches import effective_size
 from harness.small_policy import WordText
 from methods import deep_grpo, noise_control, qat, qurl, rilq
 from methods.parts import eight_bit
@@ -75,13 +74,6 @@ def test_a_loss_has_the_gradient_of_its_formula():
         found, right = (torch.autograd.grad(value, logprobs, retain_graph=True)[0]
                         for value in (loss, expected))
         assert_close(found, right, msg=lambda said: f"{name}: {said}")
-
-
-def test_effective_size_by_hand():
-    """Two completions with the ratios (2, 1/2) and (3): their products are 1 and 3."""
-    ratio = torch.tensor([[2, 0.5], [3, 1e9]])
-    found = effective_size(ratio.log(), torch.zeros(2, 2), ratio < 1e9)
-    assert found == pytest.approx(4 ** 2 / (2 * 10))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +226,7 @@ def test_branches_join_the_samples_behind_their_question(model):
     "jetrl --lora-rank 0 --beta 0": "entropy",
     "jetrl:training": "mismatch_kl",
     "rilq --beta 0.1": "kl",
-    "qat:distil": "sigma",
+    "qat": "sigma",
     "qerl --quantizer four-over-six": "sigma",
 }.items())
 def test_a_neighbour_trains_and_resumes(

@@ -45,8 +45,6 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
     log = read_jsonl(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in log if "accuracy_validation" in m] == [2, 4, 6]
-    shutil.rmtree(tmp_path / "adapter-best")               # the checkpoint has it, too
-    run_main("--resume", "--out", tmp_path)
     best = load_file(tmp_path / "adapter-best/adapter_model.safetensors")
     torch.testing.assert_close(best, adapters[1], rtol=0, atol=0)
 
@@ -139,21 +137,11 @@ def test_an_adapter_that_does_not_fit_is_refused(quick, qwen, tmp_path, capsys):
     assert "adapter_config.json cannot be read" in refused(*options)
     peft_adapter(qwen, tmp_path, ["q_proj", "k_proj", "v_proj", "o_proj"])
     assert "does not fit; use an adapter of this model" in refused(*options)
+    assert "--lora-alpha 99.0: is 8.0 in --adapter" in refused(*options, "--lora-alpha", 99)
+    assert "--lora-rank 1: is 2 in --adapter" in refused(*options, "--lora-rank", 1)
     assert "warning" not in capsys.readouterr().out
     adapter_settings(tmp_path, "another/Model")
     assert f"was trained on {qwen}, not on another/Model" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flags,message", {
-    "--lora-alpha 99": "--lora-alpha 99.0: is 8.0 in --adapter ",
-    "--lora-rank 0 --weights bf16": "--lora-rank 0: is 2 in --adapter ",
-}.items())
-def test_flags_that_differ_from_the_adapter_are_refused(tmp_path, flags, message):
-    import peft
-    peft.LoraConfig(r=2, lora_alpha=8).save_pretrained(tmp_path)
-    argv = ["--device", "cpu", "--adapter", str(tmp_path)]
-    with pytest.raises(UserError, match=message):
-        train_gsm8k.arguments([*argv, *flags.split()])
 
 
 @pytest.mark.parametrize("command", ["", "--engine plain", "--save-quantized packed", "--dry-run"])
@@ -172,7 +160,7 @@ PLAIN = dict(lora_dropout=0.1, init_lora_weights="gaussian", revision="main", ta
 
 @pytest.mark.parametrize("fields", [
     dict(r=0), dict(alpha_pattern={"o_proj": 4}), dict(init_lora_weights="olora"),
-    dict(bias="lora_only"), dict(alora_invocation_tokens=[5, 6]), dict(a_field_of_tomorrow=1),
+    dict(a_field_of_tomorrow=1),
 ], ids=str)
 def test_only_plain_lora_is_taken(tmp_path, fields):
     """With the fields of PEFT that do not change the function; others are refused by name."""

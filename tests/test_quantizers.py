@@ -72,7 +72,7 @@ def test_four_over_six_takes_the_better_of_two_scales(kind):
 
 def textbook_gptq(weight, gram):
     """GPTQ as optimal brain quantisation: after each column the inverse Hessian is reduced."""
-    _, block_scale, global_scale = fast.quantize_nvfp4(weight)
+    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
     scale = (block_scale.double() / global_scale).repeat_interleave(16, 1)
     W = weight.double()
     result = torch.zeros_like(W)
@@ -106,7 +106,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
     layer(padded[None])
 
     def error(s):
-        rounded = decoded(*fast.quantize_nvfp4(weight * s)) / s
+        rounded = decoded(*qerl.quantize_nvfp4(weight * s)) / s
         return F.linear(x, rounded - weight).norm().item()
 
     def candidate(a):
@@ -119,7 +119,7 @@ def test_awq_finds_the_scale_with_the_least_output_error():
 
 
 def test_folded_scales_change_no_logit(tmp_path):
-    """Of a model with biases, of which two heads of o read one of v: o keeps its input."""
+    """Of a model with biases."""
     folder, theirs = make_folder(tmp_path, "llama")
     folded = {}
     for block in fast.load_model(folder, "bf16").blocks:
@@ -132,7 +132,7 @@ def test_folded_scales_change_no_logit(tmp_path):
     before = theirs(tokens).logits
     theirs.load_state_dict({**theirs.state_dict(), **folded})
     assert relative(theirs(tokens).logits, before) < 1e-5
-    assert len(folded) == 2 * (7 * 2 + 2)          # weights, biases and norms
+    assert len(folded) == 2 * (7 + 1 + 2)          # weights, a bias and norms
 
 
 def test_codes_are_found_with_a_block_in_memory_at_a_time(qwen, asked):
@@ -216,7 +216,7 @@ def test_losses_and_straight_through_gradients_equal_transformers(made_qwen, tmp
     parameters = dict(theirs.named_parameters())
     for name, p in parameters.items():
         if name.endswith("_proj.weight"):
-            p.data = decoded(*fast.quantize_nvfp4(p.data))
+            p.data = decoded(*qerl.quantize_nvfp4(p.data))
     other, their_teacher = make_folder(tmp_path, seed=1)
     student = qat.fake_quantised(folder)
     teacher = fast.load_model(other, "bf16")
@@ -226,7 +226,6 @@ def test_losses_and_straight_through_gradients_equal_transformers(made_qwen, tmp
     cross_entropy = F.nll_loss(q, ANSWERS)
     found = rilq.rilq_loss(student, teacher.hidden(rows.tokens), rows)
     assert_close(found, 0.5 * F.mse_loss(hidden, wanted) + 0.5 * cross_entropy, rtol=1e-4, atol=0)
-    assert_close(qat.answer_loss(student, None, rows), cross_entropy, rtol=1e-4, atol=0)
     loss = qat.answer_loss(student, teacher, rows)
     expected = (p.exp() * (p - q)).sum(-1).mean()
     assert_close(loss, expected, rtol=1e-4, atol=0)

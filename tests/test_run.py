@@ -185,7 +185,9 @@ def logged_of(kept, groups, settings):
     rows = sum(kept, [])
     drawn = sum(groups, [])
     scored = [row for group in kept if teaches(group) or settings.beta for row in group]
-    x = torch.cat([row.training_logprobs - row.rollout_logprobs for row in scored])
+    changes = [row.training_logprobs - row.rollout_logprobs for row in scored]
+    ratio = torch.stack([change.sum() for change in changes]).exp()
+    x = torch.cat(changes)
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
@@ -193,6 +195,7 @@ def logged_of(kept, groups, settings):
         "signal": fmean(map(teaches, groups)),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
         "groups_left_out": 1 - len(scored) / len(rows),
+        "effective_completions": (ratio.mean() ** 2 / ratio.square().mean()).item(),
         "mismatch_kl": (x.exp() - 1 - x).mean().item(),
         "mismatch_max_ratio": x.abs().max().exp().item(),
         "length": fmean(len(row.tokens) for row in rows),
@@ -329,15 +332,22 @@ def test_full_fine_tuning_has_the_gradients_of_transformers(made_qwen):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_path, packed):
-    """Also of a model that began in 4 bits, and of a run that goes on."""
+    """Also of a model that began in 4 bits, and of a run that goes on.
+
+    Without noise the newest weights are those that sample.
+    """
     source = str(tmp_path / "source")
     if packed:
         save_packed(qwen, source, "cpu")
     else:
         shutil.copytree(qwen, source)
-    options = (*quick, "--model", source, *LEARNING, *"--reward random --weights bf16 --lora-rank 0".split())
+    flags = "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0"
+    options = (*quick, "--model", source, *LEARNING, *flags.split())
     run_main(*options, "--steps", 1)
     run_main(*options, "--steps", 2, "--resume")
+    for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
+        assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
+    assert not (tmp_path / "run/adapter").exists()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
     begun = all_trained(source)
     ours = copy.deepcopy(begun)
@@ -346,15 +356,6 @@ def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_p
         assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-5 < relative(ours(TOKENS), begun(TOKENS))
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "run/model" / name).exists()
-
-
-def test_full_fine_tuning_samples_what_it_trains(quick, tmp_path):
-    """From the newest weights, without noise; there is no adapter to save."""
-    run_main(*quick, *LEARNING, *"--reward random --lr 1e-3 --weights bf16 --lora-rank 0".split(),
-             *"--sigma-start 0 --sigma-end 0".split())
-    for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
-        assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
-    assert not (tmp_path / "run/adapter").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,3 +400,19 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     with losses_times(1e9):
         line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
     assert "the values of gradient_norm are NaN" in line
+
+
+def test_a_difference_ends_exact_sampling(quick, capsys, monkeypatch):
+    """Where the sampler is said to be equal, and training's own pass finds other numbers."""
+    assert "--exact yes: sampling and training" in refused(*quick, "--exact", "yes")
+    sampled = fast.generate
+
+    def generate(*args, **options):
+        rollout = sampled(*args, **options)
+        rollout.logprobs += 1e-3
+        return rollout
+    monkeypatch.setattr(fast, "generate", generate)
+    monkeypatch.setattr(fast.Transformer, "exact", True)
+    monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
+    run_main(*quick, "--steps", 2, "--sigma-start", 0, "--sigma-end", 0)
+    assert capsys.readouterr().out.count("have another log-probability") == 1

@@ -1,9 +1,9 @@
 """Points for docs/lab/student.py and mycases.py, in all; README.md here describes the lab.
 
-    python docs/lab/check.py                             all functions, and the cases
-    python docs/lab/check.py sample policy_loss          these alone, in seconds
-    python docs/lab/check.py cases                       mycases.py alone
-    python docs/lab/check.py --file solution.py --json   another file; for a program that grades
+    python docs/lab/check.py                        all functions, and the cases
+    python docs/lab/check.py sample policy_loss     these alone, in seconds
+    python docs/lab/check.py cases                  mycases.py alone
+    python docs/lab/check.py --file NAME.py --json  another file; printed in Gradescope's format
 
 The exit status is 0 only with all points. Half of a function's points are for the cases in
 cases.json: inputs, right results, and what likely mistakes give. NVFP4's bytes in it are by
@@ -39,10 +39,21 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from random import choice, randint, uniform
+from types import SimpleNamespace
 
 HERE = Path(HERE)
-CASES = json.loads((HERE / "cases.json").read_text(encoding="utf-8"))   # {function: points, cases}
-POINTS = {name: one["points"] for name, one in CASES.items()} | {"cases": 30}
+POINTS = {
+    "quantize_nvfp4": 6,
+    "dequantize_blocks": 3,
+    "lora_linear": 3,
+    "adaptive_quantization_noise": 5,
+    "noise_sigma": 3,
+    "sample": 5,
+    "group_advantages": 4,
+    "token_logprobs": 5,
+    "policy_loss": 6,
+    "cases": 30,
+}
 RANDOM_INPUTS = 100
 
 
@@ -50,10 +61,9 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(POINTS))
-    parser.add_argument("--file", type=Path, default=HERE / "student.py", help="the file to check")
-    parser.add_argument("--cases", type=Path, default=HERE / "mycases.py", help="your cases")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--gradescope", type=Path, metavar="FILE", help="write Gradescope's results")
+    parser.add_argument("--file", type=Path, default=HERE / "student.py",
+                        help="the file to check; mycases.py is beside it")
+    parser.add_argument("--json", action="store_true", help="print results as Gradescope reads them")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one function")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     args = parser.parse_args()
@@ -72,7 +82,7 @@ import torch
 sys.path.insert(0, ROOT)
 import qerl
 
-REFERENCE = {name: getattr(qerl, name) for name in CASES}
+REFERENCE = {name: getattr(qerl, name) for name in POINTS if name != "cases"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,14 +106,8 @@ def has_gradient(function, **given):
 def wide(function):
     """y of a layer that is so wide that no computer has memory for B A; a part of it."""
     row = torch.ones(1, 10 ** 7)
-    return function(row, Identity(), None, 0 * row, row.T, 1.0)[0, :2]
-
-
-class Identity:
-    """A frozen weight that is the identity."""
-
-    def multiply(self, x, bias=None):
-        return x.clone()
+    identity = SimpleNamespace(multiply=lambda x, bias=None: x.clone())
+    return function(row, identity, None, 0 * row, row.T, 1.0)[0, :2]
 
 
 def two_norms(weight=3.0):
@@ -161,12 +165,17 @@ def after_the_block(function, error):
             sum(not norm.weight.eq(3).all() for norm in norms), goes_on]
 
 
-def shares(function, probabilities, **given):
-    """Of three tokens among 8000 draws, half from each of two rows, to one digit."""
-    logits = torch.tensor(probabilities).log().repeat(4000, 1)
-    tokens = function(logits, generator=torch.Generator().manual_seed(0), **given)[0]
-    counts = tokens.bincount(minlength=3)
-    return (counts / 8000).round(decimals=1).tolist()
+def frequencies(function, logits, temperature, **given):
+    """Of the tokens, in 4000 draws from each row [B, V]."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = function(logits.repeat(4000, 1), temperature, generator=generator, **given)[0]
+    return tokens.bincount(minlength=logits.shape[1]) / len(tokens)
+
+
+def shares(function, probabilities, temperature=1.0, **given):
+    """Of three tokens among draws from two rows, to one digit."""
+    logits = torch.tensor(probabilities).log()
+    return frequencies(function, logits, temperature, **given).round(decimals=1).tolist()
 
 
 def drawn(function, probabilities, temperature=1.0, **given):
@@ -175,9 +184,7 @@ def drawn(function, probabilities, temperature=1.0, **given):
     [the number of different tokens, are they the likeliest, are their shares as their probabilities?]
     """
     logits = torch.tensor(probabilities).log()
-    generator = torch.Generator().manual_seed(0)
-    tokens = function(logits.repeat(20_000, 1), temperature, generator=generator, **given)[0]
-    share = tokens.bincount(minlength=len(logits)) / len(tokens)
+    share = frequencies(function, logits.repeat(5, 1), temperature, **given)
     there = share > 0
     p = (logits / temperature).softmax(0)
     likeliest = p[there].min() >= p.where(~there, 0).max()
@@ -214,16 +221,16 @@ class Toy(torch.nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.dtype = dtype
-        self.tables = torch.nn.Parameter(torch.randn(2, 7, 7))
+        self.tables = torch.nn.Parameter(torch.randn(2, 7, 7, dtype=dtype))
 
     def forward(self, tokens):
         of_token, of_all = self.tables[:, tokens]                            # [B, T, V] each
         logits = of_token + of_all.cumsum(1)
-        return torch.cat([logits[..., :1] - 150, logits[..., 1:]], -1).to(self.dtype)
+        logits[..., 0] -= 150
+        return logits
 
     def extra_repr(self):
-        return f"logits in {self.dtype}"
+        return f"logits in {self.tables.dtype}"
 
 
 def whole(*shape, dtype=torch.float32):
@@ -249,7 +256,7 @@ def a_layer():
 
 
 def sigma_and_weight():
-    return {"sigma": uniform(0.01, 1), "weight": uniform(-3, 3)}
+    return {"try": "spread_of_noise", "sigma": uniform(0.01, 1), "weight": uniform(-3, 3)}
 
 
 def a_step():
@@ -261,7 +268,7 @@ def a_step():
 
 def probabilities():
     p = torch.rand(6) + 0.4
-    return {"probabilities": (p / p.sum()).tolist(), "temperature": uniform(0.5, 2),
+    return {"try": "drawn", "probabilities": (p / p.sum()).tolist(), "temperature": uniform(0.5, 2),
             "top_p": choice([1.0, uniform(0.1, 1)])}
 
 
@@ -298,26 +305,31 @@ def a_batch():
             "rollout_logprobs": choice([None, rollout])}
 
 
-RANDOM = {     # function: [(way, or None for the plain call; arguments)], one of them each time
-    "quantize_nvfp4": [(None, a_weight)],
-    "dequantize_blocks": [(None, bytes_and_scales)],
-    "lora_linear": [(None, a_layer)] + [
-        ("gradient", lambda by=by: {"by": by, **a_layer()}) for by in ("x", "A", "B")],
-    "adaptive_quantization_noise": [("spread_of_noise", sigma_and_weight)],
-    "noise_sigma": [(None, a_step)],
-    "sample": [(None, one_likely_token), ("drawn", probabilities)],
-    "group_advantages": [(None, some_rewards)],
-    "token_logprobs": [(None, completions_of_prompts)],
-    "policy_loss": [(None, a_batch), ("gradient", lambda: {"by": "logprobs", **a_batch()})],
+def one_of(*draws):
+    return lambda: choice(draws)()
+
+
+# What draws a function's arguments; if these have "try", it is the way in which they are tried.
+RANDOM = {
+    "quantize_nvfp4": a_weight,
+    "dequantize_blocks": bytes_and_scales,
+    "lora_linear": one_of(
+        a_layer, lambda: {"try": "gradient", "by": choice(["x", "A", "B"]), **a_layer()}),
+    "adaptive_quantization_noise": sigma_and_weight,
+    "noise_sigma": a_step,
+    "sample": one_of(one_likely_token, probabilities),
+    "group_advantages": some_rewards,
+    "token_logprobs": completions_of_prompts,
+    "policy_loss": one_of(a_batch, lambda: {"try": "gradient", "by": "logprobs", **a_batch()}),
 }
 
 
 def random_case(name, number):
-    """A case as those in cases.json, decoded; its right result is the reference's."""
+    """A case as those in cases.json; its right result is the reference's."""
     random.seed(number)
     torch.manual_seed(number)
-    way, draw = choice(RANDOM[name])
-    arguments = draw()
+    arguments = RANDOM[name]()
+    way = arguments.pop("try", None)
     right = tried(REFERENCE[name], way)(**copy.deepcopy(arguments))
     told = ", ".join(f"{key} {shown(value)}" for key, value in arguments.items())
     told += f" (tried by {way} of check.py)" if way else ""
@@ -335,21 +347,18 @@ KINDS = {
 }
 
 
-def decoded(value):
-    """A value of cases.json: {"float32": [1]} is a tensor of that dtype, and a list stays a list."""
-    if isinstance(value, list):
-        return [decoded(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    (kind, content), = value.items()
-    return KINDS[kind](content) if kind in KINDS else torch.tensor(content).to(getattr(torch, kind))
+def decoded(thing):
+    """An object of cases.json: {"float32": [1]} is a tensor of that dtype; most stay as they are."""
+    if len(thing) != 1:
+        return thing
+    (kind, content), = thing.items()
+    if kind in KINDS:
+        return KINDS[kind](content)
+    dtype = getattr(torch, kind, None)
+    return torch.tensor(content).to(dtype) if isinstance(dtype, torch.dtype) else thing
 
 
-def decoded_case(case):
-    arguments = {name: decoded(value) for name, value in case["arguments"].items()}
-    mistakes = {text: decoded(wrong) for text, wrong in case["mistakes"].items()}
-    return {"try": None, **case, "arguments": arguments, "right": decoded(case["right"]),
-            "mistakes": mistakes}
+CASES = json.loads((HERE / "cases.json").read_text(encoding="utf-8"), object_hook=decoded)
 
 
 def likeness(found, right):
@@ -404,7 +413,7 @@ def run_case(function, case, file):
     """(1 if the result is right, half if but for its dtype, or 0; lines that say what was wrong)"""
     given = copy.deepcopy(case["arguments"])
     try:
-        found = tried(function, case["try"])(**given)
+        found = tried(function, case.get("try"))(**given)
     except Exception as error:
         found = described(error, file)
     share = likeness(found, case["right"])
@@ -434,7 +443,7 @@ def grade(name, file, seed=0):
     # harness/engines.py has the same rule
     if not code or code.co_filename != str(file) or "NotImplementedError" in code.co_names:
         return 0, ["not written yet: the file has no `def` of it, or still NotImplementedError"]
-    fixed = [run_case(function, decoded_case(case), file) for case in CASES[name]["cases"]]
+    fixed = [run_case(function, case, file) for case in CASES[name]]
     shares, lines = zip(*fixed)
     # The first random input that is not right decides.
     drawn = (run_case(function, random_case(name, RANDOM_INPUTS * seed + i), file)
@@ -449,9 +458,8 @@ def grade(name, file, seed=0):
 
 def wrong_functions():
     """{name: (the right function, the wrong one)} of wrong.py"""
-    found = runpy.run_path(str(HERE / "wrong.py"))
-    right = {name: REFERENCE.get(name.rpartition("_")[0]) for name in found}
-    return {name: (right[name], wrong) for name, wrong in found.items() if right[name]}
+    found = runpy.run_path(str(HERE / "wrong.py")).items()
+    return {name: (REFERENCE[name[:-2]], wrong) for name, wrong in found if name[:-2] in REFERENCE}
 
 
 def why_not(case, right, wrong, file):
@@ -496,7 +504,7 @@ def send_grade(name, args, connection):
     os.dup2(2, 1)
     torch.set_num_threads(1)
     if name == "cases":
-        result = grade_cases(args.cases.resolve())
+        result = grade_cases(args.file.resolve().with_name("mycases.py"))
     else:
         result = grade(name, args.file.resolve(), args.seed)
     connection.send_bytes(json.dumps(result).encode())
@@ -528,29 +536,19 @@ def grade_apart(name, args):
 # --------------------------------------------------------------------------------------------------
 # All
 
-def write_gradescope(file, graded):
-    tests = [{"name": name, "score": one["points"], "max_score": one["of"],
-              "output": "\n".join(one["help"])} for name, one in graded.items()]
-    result = {"score": sum(test["score"] for test in tests), "tests": tests}
-    file.write_text(json.dumps(result), encoding="utf-8")
-
-
 def main(args):
     # The processes look for modules in ROOT, and not in the folder in which this was called.
     os.environ.update(PYTHONPATH=ROOT, PYTHONSAFEPATH="1")
-    graded = {}
+    tests = []
     for name in args.names or POINTS:
         points, lines = grade_apart(name, args)
         of = POINTS[name]
-        graded[name] = {"points": points, "of": of, "help": lines}
+        tests.append({"name": name, "score": points, "max_score": of, "output": "\n".join(lines)})
         if not args.json:
             print(f"{name:30}{points:5g} of {of}", *lines, sep="\n    ", flush=True)
-    points, of = (sum(one[key] for one in graded.values()) for key in ("points", "of"))
-    points = round(points, 2)
-    if args.gradescope:
-        write_gradescope(args.gradescope, graded)
+    points, of = (sum(test[key] for test in tests) for key in ("score", "max_score"))
     if args.json:
-        print(json.dumps({"points": points, "of": of, "parts": graded}, indent=1))
+        print(json.dumps({"score": round(points, 2), "tests": tests}, indent=1))
     else:
         print(f"{points:g} of {of} points")
     sys.exit(points < of)

@@ -15,27 +15,22 @@ import qerl
 # 1. Four bits
 
 def quantize_nvfp4_1(weight):
-    amax = weight.unflatten(1, (-1, 16)).amax(-1)
-    global_scale = (448 * 6 / weight.abs().max()).nan_to_num(posinf=1.0).reshape(1)
-    block_scale = (global_scale * (amax / 6)).clamp(max=448).to(torch.float8_e4m3fn).float()
-    block_scale[block_scale == 0] = 0.125
-    packed = qerl.encode_e2m1(weight, block_scale / global_scale)
-    return packed, block_scale.to(torch.float8_e4m3fn), global_scale
+    _, block_scale, global_scale = qerl.quantize_nvfp4(weight.relu())
+    packed = qerl.encode_e2m1(weight, block_scale.float() / global_scale)
+    return packed, block_scale, global_scale
 
 
 def quantize_nvfp4_2(weight):
-    _, block_scale, global_scale = qerl.quantize_nvfp4(weight)
-    x = weight / (block_scale.float() / global_scale).repeat_interleave(16, 1)
-    magnitude = torch.bucketize(x.abs(), qerl.E2M1_BOUNDS)
-    negative = (x < 0) & (magnitude > 0)
-    packed = qerl.pack_nibbles((magnitude + 8 * negative).to(torch.uint8))
+    packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
+    low, high = packed & 15, packed >> 4
+    packed = low * (low != 8) + 16 * high * (high != 8)
     return packed, block_scale, global_scale
 
 
 def dequantize_blocks_1(packed, table, scale, dtype):
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
-    scales = scale.repeat_interleave(16, 1)[:, :codes.shape[1]]
-    return (table[codes] * scales).to(dtype)
+    values = qerl.dequantize_blocks(packed, table, torch.ones_like(scale), torch.float32)
+    scales = scale.repeat_interleave(16, 1)[:, :values.shape[1]]
+    return (values * scales).to(dtype)
 
 
 def dequantize_blocks_2(packed, table, scale, dtype):
@@ -60,11 +55,10 @@ def lora_linear_2(x, weight, bias, A, B, scale):
 
 @contextlib.contextmanager
 def adaptive_quantization_noise_1(model, sigma, generator=None):
-    with qerl.adaptive_quantization_noise(model, sigma):
+    with qerl.adaptive_quantization_noise(model, 1.0, generator):
         for norm in model.modules():
             if isinstance(norm, qerl.RMSNorm):
-                z = torch.normal(sigma, 1.0, norm.weight.shape, generator=generator)
-                norm.noisy_weight = norm.weight.detach() + z
+                norm.noisy_weight += sigma
         yield
 
 
@@ -79,11 +73,8 @@ def adaptive_quantization_noise_2(model, sigma, generator=None):
 
 
 def noise_sigma_1(step, steps, stages=10, start=1e-2, end=5e-4):
-    stage = step * stages // steps
-    if stage == 0 or start == end == 0:
-        return 0.0
-    K = stages - 1
-    return max(end, start * (end / start) ** ((stage - 1) / max(K - 1, 1)))
+    sigma = qerl.noise_sigma(step, steps, stages, start, end)
+    return max(end, sigma) if sigma else sigma
 
 
 def noise_sigma_2(step, steps, stages=10, start=1e-2, end=5e-4):
@@ -104,26 +95,21 @@ def noise_sigma_3(step, steps, stages=10, start=1e-2, end=5e-4):
 # 4. One token
 
 def sample_1(logits, temperature=1.0, top_p=1.0, generator=None):
-    token, logprob, _ = qerl.sample(logits, temperature, top_p, generator)
-    p = (logits.float() / (temperature or 1.0)).softmax(-1)
-    return token, logprob, -(p * p.log2()).sum(-1)
+    token, logprob, entropy = qerl.sample(logits, temperature, top_p, generator)
+    return token, logprob, entropy / math.log(2)
 
 
 def sample_2(logits, temperature=1.0, top_p=1.0, generator=None):
-    logprobs = (logits.float() / max(temperature, 1e-6)).log_softmax(-1)
-    p = logprobs.exp()
-    token = torch.multinomial(qerl.nucleus(p, top_p), 1, generator=generator)
-    return token[:, 0], logprobs.gather(-1, token)[:, 0], -(p * logprobs).sum(-1)
+    return qerl.sample(logits, max(temperature, 1e-6), top_p, generator)
 
 
 def sample_3(logits, temperature=1.0, top_p=1.0, generator=None):
-    token, _, entropy = qerl.sample(logits, temperature)
+    _, _, entropy = qerl.sample(logits, temperature)
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    if temperature:
-        p = logprobs.exp()
-        likely = qerl.nucleus(p, top_p)
-        least = likely.where(likely > 0, 1).amin(-1, keepdim=True)
-        token = torch.multinomial(p * (p >= least), 1, generator=generator)[:, 0]
+    likely = qerl.nucleus(logprobs.exp(), top_p) > 0
+    least = logprobs.where(likely, 0).amin(-1, keepdim=True)
+    kept = logits.where(logprobs >= least, -1e9)
+    token, _, _ = qerl.sample(kept, temperature, 1.0, generator)
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 

@@ -72,7 +72,7 @@ def inputs_of(layers, block, kept, hidden, ropes):
     for tokens, x, rope in zip(kept, hidden, ropes):
         for seen in inputs.values():
             seen.kept = tokens
-        block(x, rope)
+        block(x, None, rope)
     torch.set_float32_matmul_precision(precision)
     for layer, seen in inputs.items():
         seen.hook.remove()
@@ -101,6 +101,6 @@ def calibrate(model, sequences):
             layer.weight = layer.weight.read()
         yield block, inputs_of(layers, block, kept, hidden, ropes)
         for i, rope in enumerate(ropes):               # in place: there is never a second copy
-            hidden[i] = block(hidden[i], rope)
+            hidden[i] = sum(block(hidden[i], None, rope))
         for layer, weight in zip(layers, unread):
             layer.weight = weight

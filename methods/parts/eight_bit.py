@@ -64,19 +64,15 @@ def multiply(x, weight):
 class CodedWeight(fast.PackedWeight):
     """A weight [out, in] in "int8" or "fp8" that multiplies activations in the same format.
 
-    parts: its codes and scales; see quantize.
+    parts: its codes and scales; see quantize. On a GPU both sizes have to be divisible by 16.
     """
 
     def __init__(self, weight, format, whole=False):
         super().__init__(format, *quantize(weight, format, whole))
-        require(not weight.is_cuda or all(size % 16 == 0 for size in weight.shape),
-                     "a GPU's 8-bit products need features divisible by 16, and this model has a weight "
-                     f"{list(weight.shape)}; use --method qerl")
 
-    def multiply(self, x, bias=None, residual=None, lora=None):
+    def multiply(self, x, bias=None, lora=None):
         y = multiply(quantize(x, self.format), self.parts).to(x.dtype)
-        for added in (bias, residual):
-            y = y if added is None else y + added.to(x.dtype)
+        y = y if bias is None else y + bias.to(x.dtype)
         return y if lora is None else y.addmm_(x @ lora[0].T, lora[1].T)
 
 
@@ -139,17 +135,6 @@ def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
     return codes, scale
 
 
-def transposed(codes):
-    """codes.T as a contiguous tensor."""
-    if not fast.use_kernels(codes) or any(size % 128 for size in codes.shape):
-        return codes.T.contiguous()
-    rows, columns = codes.shape
-    result = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
-    transpose_kernel[(rows // 128, columns // 128)](
-        codes.view(torch.uint8), result.view(torch.uint8), rows, columns, num_warps=8)
-    return result
-
-
 if fast.kernels is not None:
     @triton.jit
     def quantize_kernel(x, codes, scale, columns, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
@@ -169,10 +154,3 @@ if fast.kernels is not None:
             v = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
             v = tl.div_rn(v, tl.zeros_like(v) + s)
             tl.store(codes + column, v.to(codes.dtype.element_ty), mask=column < columns)
-
-    @triton.jit
-    def transpose_kernel(x, y, rows, columns):
-        row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-        column = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-        tile = tl.load(x + row[:, None] * columns + column[None, :])
-        tl.store(y + column[:, None] * rows + row[None, :], tl.trans(tile))

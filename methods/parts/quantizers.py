@@ -9,7 +9,7 @@ nearest while loading, each has its own.)
 import importlib
 import inspect
 import json
-import os
+from pathlib import Path
 
 import torch
 
@@ -28,11 +28,10 @@ SMALL_CALIBRATION = 2 ** 16        # for the built-in policy
 
 def model_name(folder):
     """The name of a folder's model; in Hugging Face's cache the folder's own name is only a hash."""
-    path = os.path.realpath(folder)
-    above, name = os.path.split(path)
-    if os.path.basename(above) == "snapshots":
-        name = os.path.basename(os.path.dirname(above)).rpartition("--")[2]
-    return name
+    path = Path(folder).resolve()
+    if path.parent.name == "snapshots":                # in models--OWNER--NAME
+        return path.parents[1].name.rpartition("--")[2]
+    return path.name
 
 
 def cached_folder(source, name, key, make):
