@@ -43,12 +43,12 @@ def rounding(figure):
         place = weight * global_scale / scale
         axis.plot(place, row, ".", color="tab:blue")
         axis.annotate("", (qerl.E2M1[code], row), (place, row),
-                      arrowprops={"arrowstyle": "->", "color": "tab:red"})
+                      arrowprops={"arrowstyle": "-", "color": "tab:red", "shrinkA": 0, "shrinkB": 0})
         axis.text(6.6, row, f"{code:04b}", va="center", family="monospace")
     axis.set_xticks([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
     axis.set(yticks=range(16), yticklabels=BLOCK, xlim=(-6.6, 8), ylabel="weight",
              xlabel=f"weight / unit; unit = block scale {scale:g} / global scale {global_scale:g}",
-             title="weights (dots), values of their codes (arrows), the 4 bits")
+             title="weights (dots), their way to the values of their codes (lines), the 4 bits")
 
 
 def formats(figure):
