@@ -1046,7 +1046,7 @@ def in_order(x, weight, bias):
     rows = 16 if M <= 16 else 32 if M <= 32 else 64
     step = 256 if M <= 32 else 128
     out = 16                                               # the fewest whose programs run all at once
-    while out < 128 and triton.cdiv(M, rows) * triton.cdiv(N, out) > 132:
+    while out < 128 and triton.cdiv(M, rows) * triton.cdiv(N, out) > scratch(x.device)[0]:
         out *= 2
     stages = min(8, 110_000 // ((rows + out) * step))      # loads under way in the SM's 220,000 bytes
     in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](

@@ -767,8 +767,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 def mismatch(old_logprobs, rollout_logprobs, mask):
     """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats a token, largest ratio).
 
-    The ratio is max(π_old / π_rollout, π_rollout / π_old) of a token. Without AQN the two differ by
-    rounding alone: decoding and training add in different orders.
+    The ratio is max(π_old / π_rollout, π_rollout / π_old) of a token. Without AQN the two differ at
+    most by rounding: decoding and training may add in different orders.
     """
     x = bounded((old_logprobs - rollout_logprobs)[mask])
     kl = (x.exp() - x - 1).mean()

@@ -72,7 +72,7 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
-    exact: str = "auto"             # without noise sample what is trained, bit for bit: auto, yes, no
+    exact: bool = False             # without noise sample what is trained, to the last bit (Hopper)
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
@@ -132,7 +132,6 @@ CHOICES = {
     "quantizer": ["rtn", "four-over-six", "awq", "gptq"],
     "schedule": qerl.SCHEDULES,
     "algo": qerl.OBJECTIVES,
-    "exact": ["auto", "yes", "no"],
     "engine": ["plain", "fast"],
     "dtype": ["bfloat16", "float16", "float32"],
     "gpu": GPUS,
@@ -182,20 +181,22 @@ def train(settings, ranks=None):
         # Sample and score. The sampling policy is noisy: w + N(0, sigma²) in RMSNorm (Eq. 7-10).
         sigma = qerl.noise_sigma(step, settings.steps, settings.stages, settings.sigma_start,
                                  settings.sigma_end, settings.schedule)
-        exact = run.samples_exactly(sigma)      # whether the rollout's log-probabilities are π_old's
         with engine.adaptive_quantization_noise(model, sigma, noise_rng):
             samples = complete(next(shares))    # questions -> completions -> rewards
             samples = resample(samples, complete, shares, settings, ranks, noise_rng)
 
         # Advantages: how much better a completion did than the others of its question (Eq. 4).
         advantages = engine.group_advantages(samples.rewards, settings.algo)              # [P, G]
-        batch = make_batch(samples, advantages, engine, settings, ranks, exact)
+        batch = make_batch(samples, advantages, engine, settings, ranks)
 
-        # Log-probabilities under the policy before its updates and under the reference policy. The first
-        # minibatch needs no old ones: its own forward pass, in `update`, gives them.
+        # Log-probabilities under the policy before its updates and under the reference policy. Those of
+        # the first minibatch come from its own pass, in `update`; with --exact the sampler gave all.
         with clock("logprobs"), torch.no_grad():
             rows, later = batch.trained_rows(), batch.trained_rows(first=1)
-            if not exact:
+            exact = run.samples_exactly(sigma, batch)
+            if exact:
+                batch.old_logprobs.copy_(batch.rollout_logprobs)
+            else:
                 list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
             if settings.beta:
                 with engine.reference_policy(model):
@@ -222,10 +223,7 @@ def train(settings, ranks=None):
 
 
 def forward(engine, model, batch, chosen, settings, into=None):
-    """Yield the chosen rows of a Batch in pieces that fit memory, with their log-probabilities.
-
-    into: a tensor [N, C], which keeps these as numbers.
-    """
+    """Yield the chosen rows of a Batch in pieces that fit memory, with their log-probabilities."""
     for rows in batch.micro_batches(chosen, settings.micro_tokens):
         logprobs = engine.token_logprobs(
             model, rows.prompts, rows.tokens, rows.length, settings.temperature)

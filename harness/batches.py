@@ -58,14 +58,13 @@ def with_tensors(record, change):
     return replace(record, **changed)
 
 
-def make_batch(samples, advantages, engine, settings, ranks, exact=False):
+def make_batch(samples, advantages, engine, settings, ranks):
     """A step's completions as the rows of a Batch, in settings.updates minibatches.
 
-    samples: train_gsm8k.Samples; advantages: float32 [P, G]; engine: as in train_gsm8k; exact: the
-    sampler's log-probabilities are those of the old policy. A minibatch has neighbouring rows, mostly
-    whole groups. A group whose rewards are equal has advantages of 0: without a KL term its rows are
-    left out of the minibatches, and the weights of the others stay. (If no group has a signal the first
-    stays, so that there is something to log.)
+    samples: train_gsm8k.Samples; advantages: float32 [P, G]; engine: as in train_gsm8k. A
+    minibatch has neighbouring rows, mostly whole groups. A group whose rewards are equal has
+    advantages of 0: without a KL term its rows are left out of the minibatches, and the weights of
+    the others stay. (If no group has a signal the first stays, so that there is something to log.)
     """
     rollout = samples.rollout
     objective = qerl.OBJECTIVES[settings.algo]
@@ -93,7 +92,7 @@ def make_batch(samples, advantages, engine, settings, ranks, exact=False):
         rollout_logprobs=rollout.logprobs,
         advantages=advantages.flatten(),
         weights=torch.cat(weights),
-        old_logprobs=rollout.logprobs.clone() if exact else unknown,
+        old_logprobs=unknown,
         ref_logprobs=unknown.clone() if settings.beta else None,
         minibatches=[rows[teaches[rows]].tolist() for rows in minibatches],
     )

@@ -192,7 +192,7 @@ class FrozenLinear(torch.autograd.Function):
 
 
 class QuantLinear(qerl.QuantLinear):
-    """qerl.QuantLinear, in one product in training and in decoding."""
+    """qerl.QuantLinear, in few products in training and in decoding."""
 
     # Both are set by Transformer.recompute_in_backward.
     keep_dequantized = False       # from a block's second forward to its backward
@@ -384,7 +384,7 @@ class Block(qerl.Block):
     def decode(self, x, added, rope, cache):
         """forward for one new token of each slot, x [slots, d].
 
-        On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128).
+        On Hopper these are eight kernels (Qwen2.5, to 128 slots and rank 128), if it is not exact.
         """
         x, y = self.attention_norm.branch(x, added, self.attention.qkv.interleaved(len(x)))
         y = self.attention.decode(y, rope, cache)
@@ -432,7 +432,7 @@ class Transformer(qerl.Transformer):
         return self.run(tokens, cache.filled, [block.decode for block in self.blocks], cache)
 
     def decode_exactly(self):
-        """Let log-probabilities of rollouts without noise be token_logprobs', bit for bit -> whether they are.
+        """Let a rollout's log-probabilities be token_logprobs', bit for bit, without noise -> can they?
 
         They are on Hopper in bfloat16 where the values of all weights are kept (machine.keep_values):
         decoding then multiplies by these instead of codes.
@@ -444,8 +444,8 @@ class Transformer(qerl.Transformer):
         self.exact = orders(self.embedding) and all(map(ordered, self.quantized_layers()))
         return self.exact
 
-    def samples_exactly(self):
-        """Whether the next rollout is such a one: without noise."""
+    def exact_now(self):
+        """Whether a rollout that begins now is such a one."""
         return self.exact and self.norm.scale.equal(self.norm.weight)
 
     def recompute_in_backward(self, blocks=None):
@@ -581,8 +581,9 @@ class Sampler:
         for module in self.model.modules():
             if isinstance(module, RMSNorm):
                 module.prepare_decoding()
+        exact = self.model.exact_now()
         for layer in self.model.quantized_layers():
-            layer.exact = self.model.samples_exactly()
+            layer.exact = exact
             layer.prepare_decoding(self.model.embedding.dtype)
         read = [tensor.data_ptr() for tensor in tensors_of(self.model)]
         if read != self.read:
@@ -690,7 +691,7 @@ def tensors_of(thing):
 
 def take_sampler(model, count, slots, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
-    asked = model.samples_exactly(), count, slots, *others
+    asked = model.exact_now(), count, slots, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()

@@ -90,10 +90,9 @@ def load_policy(settings, engine, stored, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
-    wanted = settings.exact != "no" and settings.engine == "fast" and not settings.method
-    require(wanted and model.decode_exactly() or settings.exact != "yes",
-            "--exact yes: sampling and training cannot be equal to the last bit here: it needs a Hopper GPU, "
-            "bfloat16, LoRA, no --method, and memory for the values of all weights; use --exact auto")
+    require(not settings.exact or model.decode_exactly(),
+            "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
+            "bfloat16, LoRA, and memory for the 16-bit values of all weights")
     return model
 
 

@@ -93,7 +93,7 @@ class Run:
         self.scaler = scaler
         self.generators = generators
         self.method = method
-        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None, "exact": True}
+        self.state = {"step": 0, "drawn": 0, "seconds": 0.0, "best": None}
         self.steps_without_signal = 0
         self.machine = "{hardware}, PyTorch {torch}".format(**environment(settings.device))
         planned = self.restore() if settings.resume else None
@@ -107,8 +107,6 @@ class Run:
         """Go on from what `save` has stored -> the steps that were planned then."""
         saved = restore_policy(self.model, self.folder)
         self.state = saved["state"]
-        if not self.state.get("exact"):                # check_exact has failed, or older code began it
-            self.model.exact = False
         optimizer = saved["optimizer"]
         # JSON made texts of the parameters' numbers.
         optimizer["state"] = {int(number): values for number, values in optimizer["state"].items()}
@@ -143,9 +141,13 @@ class Run:
             clock.restart()
             yield step
 
-    def samples_exactly(self, sigma):
-        """Whether the next rollout's log-probabilities will be those of training, see --exact."""
-        return sigma == 0 and self.settings.engine == "fast" and self.model.exact
+    def samples_exactly(self, sigma, batch):
+        """Whether a rollout's log-probabilities are those of π_old: with --exact, without noise.
+
+        Not after check_exact has found a difference, nor without a first minibatch, which it needs.
+        """
+        failed = "exact_failed" in self.state
+        return self.settings.exact and sigma == 0 and bool(batch.minibatches[0]) and not failed
 
     def check_exact(self, batch):
         """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
@@ -153,7 +155,7 @@ class Run:
         there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
         differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
         if differ.any():
-            self.state["exact"] = self.model.exact = False
+            self.state["exact_failed"] = self.state["step"] + 1
             print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
                   "in sampling; from now on training computes those of the old policy, too")
 
@@ -272,7 +274,7 @@ def describe(samples, batch, clock, mismatch, exact):
     draws = samples.draws or [samples]
     drawn_tokens = sum(s.rollout.length.sum().item() for s in draws)
     rows = batch.trained_rows()
-    computed = exact and batch.minibatches[0] or rows
+    computed = batch.minibatches[0] if exact else rows
     policies = batch.old_logprobs[computed], rollout.logprobs[computed], rollout.mask[computed]
     kl, largest_ratio = mismatch(*policies)
     rewards = torch.cat([s.rewards for s in draws])

@@ -402,17 +402,27 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     assert "the values of gradient_norm are NaN" in line
 
 
-def test_a_difference_ends_exact_sampling(quick, capsys, monkeypatch):
-    """Where the sampler is said to be equal, and training's own pass finds other numbers."""
-    assert "--exact yes: sampling and training" in refused(*quick, "--exact", "yes")
-    sampled = fast.generate
+def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
+    """Where the sampler is said to be equal, and training's own pass finds other numbers.
+
+    In the first step nothing computes old log-probabilities, in the second one the loop does again.
+    """
+    assert "--exact: sampling and training" in refused(*quick, "--exact")
+    sampled, scored = fast.generate, fast.token_logprobs
+    passes = []
 
     def generate(*args, **options):
         rollout = sampled(*args, **options)
         rollout.logprobs += 1e-3
         return rollout
+
+    def token_logprobs(*args):
+        passes.append("update" if torch.is_grad_enabled() else "old")
+        return scored(*args)
     monkeypatch.setattr(fast, "generate", generate)
-    monkeypatch.setattr(fast.Transformer, "exact", True)
+    monkeypatch.setattr(fast, "token_logprobs", token_logprobs)
     monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
-    run_main(*quick, "--steps", 2, "--sigma-start", 0, "--sigma-end", 0)
+    flags = "--exact --steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
+    run_main(*quick, *LEARNING, *flags.split(), "--out", tmp_path / "exact")
     assert capsys.readouterr().out.count("have another log-probability") == 1
+    assert [kind for kind, _ in itertools.groupby(passes)] == ["update", "old", "update"]
