@@ -48,7 +48,7 @@ def rounding(figure):
     axis.set_xticks([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
     axis.set(yticks=range(16), yticklabels=BLOCK, xlim=(-6.6, 8), ylabel="weight",
              xlabel=f"weight / unit; unit = block scale {scale:g} / global scale {global_scale:g}",
-             title="weights (dots), their way to the values of their codes (lines), the 4 bits")
+             title="weights (dots), the way to their codes' values, the 4 bits")
 
 
 def formats(figure):

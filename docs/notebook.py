@@ -30,7 +30,8 @@ def notebook(page):
     while blocks:
         language, code, printed, text, *blocks = blocks
         cells.append(code_cell(language, code, printed))
-        cells.append({"cell_type": "markdown", "source": text.strip(), "metadata": {}})
+        if text.strip():
+            cells.append({"cell_type": "markdown", "source": text.strip(), "metadata": {}})
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"nbformat": 4, "nbformat_minor": 4, "metadata": {"kernelspec": kernel}, "cells": cells}
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"

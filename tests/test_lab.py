@@ -65,7 +65,7 @@ def test_a_search_finds_a_case_for_each_wrong_function(name):
 
 @pytest.mark.parametrize("body, reason", [
     ('"""Why they differ is this."""\n    return 1', "both functions give 1"),
-    ('"""Too short."""\n    return 1', "no docstring that says why"),
+    ('"""Too short."""\n    return 1', "no docstring of four words or more that says why"),
     ('"""Their names tell them apart."""\n    return str(function)', "gives it two results"),
     ('"""Only one has this argument."""\n    return function(0, 9, schedule="exponential")',
      "no error: TypeError"),

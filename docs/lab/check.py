@@ -467,7 +467,7 @@ def why_not(case, right, wrong, file):
     if case is None:
         return "no case yet"
     if len((case.__doc__ or "").split()) < 4:
-        return "no docstring that says why the results differ"
+        return "no docstring of four words or more that says why the results differ"
     # Wrapped, so that a case cannot tell the functions by their names.
     first, second, other = (lambda *args, _of=function, **given: _of(*args, **given)
                             for function in (right, right, wrong))
@@ -493,7 +493,8 @@ def grade_cases(file):
     functions = wrong_functions()
     reasons = {name: why_not(cases.get(name), *both, file) for name, both in functions.items()}
     lines = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    return POINTS["cases"] * (1 - len(lines) / len(functions)), lines
+    unknown = [f"{name}: wrong.py has none" for name in cases if name[:-2] in REFERENCE and name not in reasons]
+    return POINTS["cases"] * (1 - len(lines) / len(functions)), lines + unknown
 
 
 # --------------------------------------------------------------------------------------------------
