@@ -14,7 +14,7 @@ Where this differs from the paper:
                 code does; Algorithm 1 by the one that sampled
     clipping    0.2 below and 0.28 above; Eq. 3 has one epsilon        Settings.clip_low, clip_high
     updates     each has a part of the completions; Algorithm 1 all    batches.make_batch
-    rank, rate  of the small policy and of --preset paper              PRESETS
+    rate, codes the defaults' lr and GPTQ; --preset paper has Table 4's PRESETS
 
 Letters in shapes: P questions, G completions of each, N = P * G, C tokens of the longest completion.
 """
