@@ -102,8 +102,7 @@ def quantize_nvfp4(weight):
     scale = (global_scale * (amax / E2M1_MAX)).clamp(max=E4M3_MAX)     # amax / 6 in weight's dtype
     scale = scale.to(torch.float8_e4m3fn).float()
     scale[scale == 0] = 0.125          # by that format (nearly) empty blocks have E4M3's epsilon
-    packed = encode_e2m1(weight, scale / global_scale)
-    return packed, scale.to(torch.float8_e4m3fn), global_scale
+    return encode_e2m1(weight, scale / global_scale), scale.to(torch.float8_e4m3fn), global_scale
 
 
 def powers_of_two(e8m0):
@@ -863,9 +862,8 @@ class WeightReader:
             weight = self.read(f"{name}.weight", (out_features, in_features))
             if weights == "bf16":                    # others are quantised in the dtype they have
                 weight = weight.to(self.dtype)
-            else:
-                mixed = any(other.endswith(".weight_packed") for other in self.files)
-                assert not mixed, f"layer {name} is in 16 bit, others are in NVFP4; load it by harness.fast"
+            mixed = weights != "bf16" and any(other.endswith(".weight_packed") for other in self.files)
+            assert not mixed, f"layer {name} is in 16 bit, others are in NVFP4; load it by harness.fast"
         return self.quantize(name, weight, weights)
 
     def quantize(self, name, weight, weights):
