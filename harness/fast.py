@@ -42,13 +42,19 @@ def use_kernels(x):
     return kernels is not None and kernels.runs_on(x.device, x.dtype)
 
 
+in_order = False           # whether sums have one order; set by Transformer.decode_exactly, for all models
+
+
 def orders(x):
-    """Whether kernels compute linear layers in one order of sums, whatever the number of rows."""
-    return kernels is not None and kernels.orders(x.device, x.dtype)
+    """Whether kernels compute linear layers in one order of sums, whatever the number of rows.
+
+    Not without need: each new number of rows is tried once, which takes milliseconds.
+    """
+    return in_order and kernels is not None and kernels.orders(x.device, x.dtype)
 
 
 def linear(x, weight, bias=None):
-    """F.linear of x [n, in], of whose result on Hopper in bfloat16 no row depends on n."""
+    """F.linear of x [n, in]; where sums have one order, no row of the result depends on n."""
     return (kernels if orders(x) else F).linear(x, weight, bias)
 
 
@@ -441,6 +447,8 @@ class Transformer(qerl.Transformer):
             values = layer.weight.for_rows(math.inf)
             return (type(layer) is QuantLinear and not values.interleaved
                     and values.format is FORMATS["bf16"] and values.parts[0].shape[1] % 128 == 0)
+        global in_order
+        in_order = True
         self.exact = orders(self.embedding) and all(map(ordered, self.quantized_layers()))
         return self.exact
 
@@ -556,8 +564,8 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
-        # On a GPU the length of prompts is rounded up, so that their products have few sizes.
-        self.unit = 32 if device.type == "cuda" else 1
+        # If it is exact the length of prompts is rounded up, so that their products have few sizes.
+        self.unit = 32 if model.exact else 1
         self.max_len = max_len = max_len + -max_len % self.unit
         self.cache = KVCache(model, slots, max_len)
         self.graphs = {}                                               # {slots: a step, recorded}
@@ -852,7 +860,7 @@ class OutputLogprobs(torch.autograd.Function):
         return (grad[:, None] * gradient).to(gradient.dtype), None, None, None, None
 
 
-ROWS = 256                 # to a multiple of so many a GPU's line is padded: products then have few sizes
+ROWS = 256                 # to a multiple of so many an exact model's line is padded: few sizes of products
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
@@ -868,14 +876,14 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     tokens = completions.flatten()[places]
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     unpadded = len(shared) + len(tokens)
-    padding = -unpadded % ROWS if device.type == "cuda" else 0
+    padding = -unpadded % ROWS if model.exact else 0
     packing = pack(prompts, length.tolist(), device, padding)
     line = torch.cat([to_device(shared + [0] * padding, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
-    spare = -len(tokens) % ROWS if device.type == "cuda" else 0
+    spare = -len(tokens) % ROWS if model.exact else 0
     hidden = F.embedding(F.pad(packing.before, (0, spare)), hidden)
     logprobs = OutputLogprobs.apply(hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk)
     logprobs = logprobs[:len(tokens)]
