@@ -65,9 +65,9 @@ def keep_decoded(model, engine, small=1e8):
 def keep_values(model, engine):
     """Keep bfloat16 values beside the codes that a kernel multiplies, in a quarter of the free memory.
 
-    Training, exact sampling and rollouts of many slots use them (fp4_kernels.TiledWeight.for_rows):
-    there a product takes longer than reading 16 bits a weight, and decoding would only add to it. On a GPU values, also
-    those of --weights bf16, get room for LoRA beside them (fast.with_room).
+    Training, exact sampling and rollouts of many slots use them (fp4_kernels.TiledWeight.for_rows).
+    With many rows a product takes longer than reading 16 bits a weight, and decoding would only add to
+    it. On a GPU values, also those of --weights bf16, get room for LoRA beside them (fast.with_room).
     """
     if engine is qerl:                         # which multiplies by codes alone
         return

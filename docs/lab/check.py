@@ -493,7 +493,8 @@ def grade_cases(file):
     functions = wrong_functions()
     reasons = {name: why_not(cases.get(name), *both, file) for name, both in functions.items()}
     lines = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    unknown = [f"{name}: wrong.py has none" for name in cases if name[:-2] in REFERENCE and name not in reasons]
+    unknown = [f"{name}: wrong.py has none" for name in cases
+               if name[:-2] in REFERENCE and name not in reasons]
     return POINTS["cases"] * (1 - len(lines) / len(functions)), lines + unknown
 
 
