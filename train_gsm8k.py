@@ -105,13 +105,15 @@ class Settings:
 
     # The run
     shard: bool = False             # cut the frozen weights over torchrun's processes; slower
-    seed: int = 0                   # seeds LoRA, the order of the questions, sampling and noise
+    seed: int = 0                   # seeds LoRA, the questions of --quantizer and of the training in
+                                    # their order, sampling and noise
     engine: str = None              # plain: qerl.py computes; fast: harness/fast.py, the same, faster;
                                     # by default plain for the built-in policy, fast with --model
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, cuda:1 or cpu
     dtype: str = None               # of activations: bfloat16, float16 on old GPUs, float32 on a CPU
     validation: int = 0             # how many questions, from the end of training's, are kept apart
     eval_every: int = 0             # steps between evaluations on these, which make adapter-best
+    validation_samples: int = 0     # answers to each of these, 0: as many as eval_samples
     eval_questions: int = 0         # held-out questions of each set, 0: all
     eval_samples: int = 1           # answers to each of them, for pass@1, pass@2, pass@4 and so on
     eval_temperature: float = 0.6   # of these answers [E]
@@ -215,7 +217,8 @@ def train(settings, ranks=None):
         if method:
             metrics |= method.measured
         if settings.eval_every and (step + 1) % settings.eval_every == 0:
-            metrics |= evaluate(model, tokenizer, data.validation, settings, "validation", ranks)
+            fewer = replace(settings, eval_samples=settings.validation_samples or settings.eval_samples)
+            metrics |= evaluate(model, tokenizer, data.validation, fewer, "validation", ranks)
         run.log(metrics, samples, batch, tokenizer)
 
     state.update(evaluate(model, tokenizer, data.held_out, settings, "after", ranks))

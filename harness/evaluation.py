@@ -41,7 +41,8 @@ def evaluate(model, tokenizer, questions, settings, when, ranks):
 
     pass@1 is the mean over questions and `eval_samples` answers to each, from which pass@2, pass@4 and
     so on are estimated, too; of several sets of questions (--eval) it is the mean of the sets' own.
-    The first of the answers and the greedy ones go to answers_WHEN.jsonl in the run's folder.
+    The first of the answers and the greedy ones go to answers_WHEN.jsonl in the run's folder, with how
+    many were right.
     """
     answers = [{"question": q["question"], "number": str(q["right"])} for q in questions]
     result = {}
@@ -52,9 +53,9 @@ def evaluate(model, tokenizer, questions, settings, when, ranks):
     for name, (samples, *drawn_how) in measures.items():
         texts = answer_all(model, tokenizer, questions, settings, ranks, samples, *drawn_how)
         right = [bool(grade(*answer, anywhere=True)) for answer in answers_to(questions, texts)]
-        for answer, text, correct in zip(answers, texts[::samples], right[::samples]):
-            answer[name] = {"text": text, "correct": correct}
         counts = [sum(right[i:i + samples]) for i in range(0, len(right), samples)]
+        for answer, text, correct, count in zip(answers, texts[::samples], right[::samples], counts):
+            answer[name] = {"text": text, "correct": correct, "right": count}
         sets = by_set(questions, counts).items()
         for k in (2 ** i for i in range(samples.bit_length())):
             label = name if k == 1 else f"pass@{k}"

@@ -31,7 +31,7 @@ RANGES = {                          # the least and the greatest value of number
 
 # All that --save-quantized reads.
 SAVING = {"save_quantized", "model", "quantizer", "preset", "device", "data", "eval", "validation", "reward",
-          "chat_template_kwargs"}
+          "chat_template_kwargs", "seed"}
 
 
 def check_settings(settings, processes, given):

@@ -63,7 +63,7 @@ def stored_folder(settings, method, folder, questions, tokenizer):
     if settings.quantizer != "rtn":
         quantizers = importlib.import_module("methods.parts.quantizers")        # above this package, too
         stored = quantizers.quantized_folder(
-            folder, settings.quantizer, questions, tokenizer, settings.device)
+            folder, settings.quantizer, questions, tokenizer, settings.device, settings.seed)
     return method.stored_model(stored, folder, questions, tokenizer) if method else stored
 
 

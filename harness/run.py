@@ -31,7 +31,7 @@ CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens", "device"}
 # What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes
 # with the instruction.
 POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
-          "train_norms", "reward", "chat_template_kwargs", "data", "adapter"}
+          "train_norms", "reward", "chat_template_kwargs", "data", "adapter", "seed"}
 
 
 def lasting(settings):
@@ -266,8 +266,9 @@ def describe(samples, batch, clock, mismatch, exact):
 
     The accuracy is of noisy samples at --temperature, and counts answers in a box or the tags alone:
     usually lower than what `evaluate` finds. Mismatch and effective sample sizes are of the groups
-    that are trained on; groups_left_out is the share of the others. Of all draws right_and_wrong is the
-    share of questions with right and wrong answers, signal that of the groups whose rewards differ.
+    that are trained on; groups_left_out is the share of the others. Of all draws one_right is the share of
+    questions with one right answer, right_and_wrong that with right and wrong ones, signal that of the
+    groups whose rewards differ.
     mismatch: qerl's, or a method's own; exact: only the first minibatch's own pass has computed π_old.
     """
     rollout = samples.rollout
@@ -282,6 +283,7 @@ def describe(samples, batch, clock, mismatch, exact):
     return {
         "reward": rewards.mean().item(),
         "accuracy": correct.mean().item(),
+        "one_right": (correct.sum(-1) == 1).float().mean().item(),
         "right_and_wrong": qerl.has_signal(correct).float().mean().item(),
         "signal": qerl.has_signal(rewards).float().mean().item(),
         "draws": len(draws),

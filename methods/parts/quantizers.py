@@ -48,17 +48,19 @@ def cached_folder(source, name, key, make):
 
 
 @torch.no_grad()
-def quantized_folder(folder, quantizer, questions, tokenizer, device):
+def quantized_folder(folder, quantizer, questions, tokenizer, device, seed=0):
     """The compressed-tensors folder, kept in the cache, of a 16-bit folder's model in 4 bits.
 
-    quantizer: a name in methods.QUANTIZERS; questions, tokenizer: see worked.worked_sequences. A folder that
-    is in 4 bits already stays as it is.
+    quantizer: a name in methods.QUANTIZERS; questions, tokenizer, seed: see worked.worked_sequences. A folder
+    that is in 4 bits already stays as it is.
     """
     if is_packed(folder):
         print(f"{folder} is in 4 bits already: its codes stay, --quantizer {quantizer} chooses none")
         return folder
     tokens = SMALL_CALIBRATION if isinstance(tokenizer, WordText) else CALIBRATION_TOKENS
-    sequences = worked_sequences(questions, tokenizer, tokens)
+    if quantizer == "four-over-six":
+        seed = 0                                         # it reads no questions
+    sequences = worked_sequences(questions, tokenizer, tokens, seed)
     module = importlib.import_module(f"methods.{methods.QUANTIZERS[quantizer]}")
 
     def make(path):

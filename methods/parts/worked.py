@@ -13,12 +13,12 @@ class Worked(NamedTuple):
     answer: list                   # token ids, with the one that ends a completion
 
 
-def worked_sequences(questions, tokenizer, tokens):
-    """Worked questions in a seeded order, until they have so many tokens; all, if all have fewer.
+def worked_sequences(questions, tokenizer, tokens, seed=0):
+    """Worked questions in the seed's order, until they have so many tokens; all, if all have fewer.
 
     questions: dicts with "question" and "answer"; tokenizer: a WordText or a ChatText.
     """
-    order = random.Random(0).sample(questions, len(questions))
+    order = random.Random(seed).sample(questions, len(questions))
     sequences = []
     for question in order:
         work, _, final = question["answer"].rpartition("####")     # other data's has no steps
