@@ -315,6 +315,7 @@ class TiledWeight:
 
     interleaved = True          # `multiply` takes x's columns in the order of the tiles
     wide = None                 # see fast.with_room
+    in_order = False            # it adds parts of sums: see plan_linear
     values = None               # the weight in bfloat16, too, as an object that multiplies, where
                                 # machine.keep_values found room for it
 

@@ -72,7 +72,8 @@ class Settings:
     temperature: float = 1.0        # of the sampling, and of all log-probabilities of the training
     top_p: float = 1.0              # sample among the likeliest tokens that reach this probability
     slots: int = None               # sequences decoded at once; by default a step's, or what fits
-    exact: bool = False             # without noise sample what is trained, to the last bit (Hopper)
+    exact: bool = None              # without noise sample what is trained, to the last bit; by default
+                                    # on a Hopper GPU; --no-exact: never
 
     # Adaptive Quantization Noise
     sigma_start: float = 1e-2       # noise of the first noisy stage [T4; §4.1: 5e-2]; both 0: none
@@ -192,7 +193,7 @@ def train(settings, ranks=None):
         batch = make_batch(samples, advantages, engine, settings, ranks)
 
         # Log-probabilities under the policy before its updates and under the reference policy. Those of
-        # the first minibatch come from its own pass, in `update`; with --exact the sampler gave all.
+        # the first minibatch come from its own pass, in `update`; an exact sampler gave all.
         with clock("logprobs"), torch.no_grad():
             rows, later = batch.trained_rows(), batch.trained_rows(first=1)
             exact = run.samples_exactly(sigma, batch)

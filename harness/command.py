@@ -47,7 +47,7 @@ def JSON_object(text):
 
 
 KINDS = {
-    bool: {"action": "store_true"},
+    bool: {"action": argparse.BooleanOptionalAction},
     dict: {"type": JSON_object},
     list: {"nargs": "+", "action": "extend"},
     str: {},

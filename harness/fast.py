@@ -42,33 +42,22 @@ def use_kernels(x):
     return kernels is not None and kernels.runs_on(x.device, x.dtype)
 
 
-in_order = False           # whether sums have one order; set by Transformer.decode_exactly, for all models
+def linear(x, weight, bias=None, in_order=False):
+    """F.linear of x [n, in]; in order no row of the result depends on n."""
+    return (kernels if in_order else F).linear(x, weight, bias)
 
 
-def orders(x):
-    """Whether kernels compute linear layers in one order of sums, whatever the number of rows.
-
-    Not without need: each new number of rows is tried once, which takes milliseconds.
-    """
-    return in_order and kernels is not None and kernels.orders(x.device, x.dtype)
-
-
-def linear(x, weight, bias=None):
-    """F.linear of x [n, in]; where sums have one order, no row of the result depends on n."""
-    return (kernels if orders(x) else F).linear(x, weight, bias)
-
-
-def lora_product(x, weight, bias=None, A=None, B=None, wide=None):
-    """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), in the order of training and sampling.
+def lora_product(x, weight, bias=None, A=None, B=None, wide=None, in_order=False):
+    """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), by the same products in training and sampling.
 
     A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] where one product is cheaper.
     """
     if A is None:
-        return linear(x, weight, bias), None
-    h = kernels.lora_down(x, A) if orders(x) and x.shape[1] % 128 == 0 else x @ A.T
+        return linear(x, weight, bias, in_order), None
+    h = (kernels.lora_down if in_order else F.linear)(x, A)
     if wide is None:
-        return linear(x, weight, bias).addmm_(h, B.T), h
-    return linear(torch.cat([x, h], 1), wide, bias), h
+        return linear(x, weight, bias, in_order).addmm_(h, B.T), h
+    return linear(torch.cat([x, h], 1), wide, bias, in_order), h
 
 
 # cuDNN's attention needs 0.1 s to prepare a new shape [B, T], and hardly two batches have the same one.
@@ -121,6 +110,7 @@ class PackedWeight(qerl.PackedWeight):
     # attention and silu_mul write x "interleaved" for it. On a CPU it is always False.
     interleaved = False
     wide = None                    # [Ŵ, B'], see with_room
+    in_order = False               # whether its products are, see Transformer.sum_in_order
 
     def for_rows(self, rows):
         """What multiplies so many rows; TiledWeight may have its values for many."""
@@ -131,7 +121,8 @@ class PackedWeight(qerl.PackedWeight):
 
         lora: (A, B'), see QuantLinear.lora.
         """
-        return lora_product(x, self.dequantize(x.dtype), bias, *lora or (), wide=self.wide)[0]
+        weight = self.dequantize(x.dtype)
+        return lora_product(x, weight, bias, *lora or (), wide=self.wide, in_order=self.in_order)[0]
 
 
 def with_room(weight, layer):
@@ -177,7 +168,7 @@ class FrozenLinear(torch.autograd.Function):
             h = None if A is None else x @ A.T                                   # [n, layers * r]
         else:
             wide = None if A is None else layer.beside(weight, B)
-            y, h = lora_product(x, weight, layer.bias, A, B, wide)
+            y, h = lora_product(x, weight, layer.bias, A, B, wide, layer.values.in_order)
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
         return y
@@ -204,7 +195,11 @@ class QuantLinear(qerl.QuantLinear):
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
     decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
-    exact = False                  # whether decoding multiplies as training; by Sampler.start
+
+    @property
+    def values(self):
+        """The weight that multiplies many rows, in training always: see TiledWeight.for_rows."""
+        return self.weight.for_rows(math.inf)
 
     def lora(self, dtype):
         """(A, B') for one product (x Aᵀ) B'ᵀ; None, None without LoRA.
@@ -229,7 +224,7 @@ class QuantLinear(qerl.QuantLinear):
         out, columns = weight.shape
         if out <= columns:
             return None
-        wide = self.weight.for_rows(math.inf).wide
+        wide = self.values.wide
         if wide is None:
             return torch.cat([weight, B], 1)
         wide[:, columns:] = B
@@ -241,7 +236,7 @@ class QuantLinear(qerl.QuantLinear):
         if not self.use_adapter:
             self.decode_lora = {}
             return
-        for weight in {self.weight, self.weight.for_rows(math.inf)}:
+        for weight in {self.weight, self.values}:
             if weight.interleaved:
                 lora = weight.prepare_lora(
                     self.lora_A, self.lora_B, self.sizes, self.alpha / self.rank, dtype)
@@ -254,7 +249,7 @@ class QuantLinear(qerl.QuantLinear):
 
     def multiplier(self, rows):
         """The weight by which `decode` multiplies so many rows."""
-        return self.weight.for_rows(math.inf if self.exact else rows)
+        return self.values if self.values.in_order else self.weight.for_rows(rows)
 
     def interleaved(self, rows):
         """Whether `decode` takes so many rows of x interleaved, see PackedWeight."""
@@ -412,7 +407,8 @@ class Transformer(qerl.Transformer):
     recompute_blocks = 0           # how many, from the first on
     keep_sampler = False           # whether `sampler` is that of the last rollout; by machine.fitted
     sampler = None
-    exact = False                  # by decode_exactly
+    exact = False                  # whether it samples without noise what is trained; by decode_exactly
+    in_order = False               # whether it does now; by sum_in_order
 
     def run(self, tokens, positions, blocks, cache):
         """tokens -> hidden states; blocks: the blocks or their `decode`."""
@@ -443,18 +439,21 @@ class Transformer(qerl.Transformer):
         They are on Hopper in bfloat16 where the values of all weights are kept (machine.keep_values):
         decoding then multiplies by these instead of codes.
         """
-        def ordered(layer):
-            values = layer.weight.for_rows(math.inf)
-            return (type(layer) is QuantLinear and not values.interleaved
-                    and values.format is FORMATS["bf16"] and values.parts[0].shape[1] % 128 == 0)
-        global in_order
-        in_order = True
-        self.exact = orders(self.embedding) and all(map(ordered, self.quantized_layers()))
+        def kept(layer):
+            return (type(layer) is QuantLinear and not layer.values.interleaved
+                    and layer.values.format is FORMATS["bf16"] and layer.values.parts[0].shape[1] % 128 == 0)
+        fits = kernels is not None and kernels.orders(self.device, self.embedding.dtype)
+        self.exact = fits and all(map(kept, self.quantized_layers()))
         return self.exact
 
-    def exact_now(self):
-        """Whether a rollout that begins now is such a one."""
-        return self.exact and self.norm.scale.equal(self.norm.weight)
+    def sum_in_order(self):
+        """From a rollout on: without noise an exact model has one order of sums, with noise the fastest.
+
+        In order each new number of rows is tried once, which takes milliseconds.
+        """
+        self.in_order = self.exact and self.norm.scale.equal(self.norm.weight)
+        for layer in self.quantized_layers():
+            layer.values.in_order = self.in_order
 
     def recompute_in_backward(self, blocks=None):
         """Gradient checkpointing: the first `blocks`, or all, keep only their input.
@@ -564,8 +563,8 @@ class Sampler:
         self.eos = torch.tensor(sorted(eos), dtype=torch.long, device=device)
 
         self.slots = torch.zeros(3, slots, dtype=torch.long, device=device)      # see `use`
-        # If it is exact the length of prompts is rounded up, so that their products have few sizes.
-        self.unit = 32 if model.exact else 1
+        # In order the length of prompts is rounded up, so that their products have few sizes.
+        self.unit = 32 if model.in_order else 1
         self.max_len = max_len = max_len + -max_len % self.unit
         self.cache = KVCache(model, slots, max_len)
         self.graphs = {}                                               # {slots: a step, recorded}
@@ -589,9 +588,7 @@ class Sampler:
         for module in self.model.modules():
             if isinstance(module, RMSNorm):
                 module.prepare_decoding()
-        exact = self.model.exact_now()
         for layer in self.model.quantized_layers():
-            layer.exact = exact
             layer.prepare_decoding(self.model.embedding.dtype)
         read = [tensor.data_ptr() for tensor in tensors_of(self.model)]
         if read != self.read:
@@ -654,7 +651,7 @@ class Sampler:
     def step(self):
         """One token for every slot: decode, draw, write down, go on; in place, for the graph's sake."""
         hidden = self.model.decode(self.token, self.cache)                       # [slots, d]
-        logits = linear(hidden, self.model.lm_head)                              # [slots, V]
+        logits = linear(hidden, self.model.lm_head, in_order=self.model.in_order)        # [slots, V]
         token, logprob, entropy = sample(logits, self.temperature, self.top_p, self.generator)
         row = self.completion                          # [slots]; IDLE, -1, is the spare last row
         column = self.position                         # [slots]
@@ -699,7 +696,8 @@ def tensors_of(thing):
 
 def take_sampler(model, count, slots, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
-    asked = model.exact_now(), count, slots, *others
+    model.sum_in_order()
+    asked = model.in_order, count, slots, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()
@@ -843,11 +841,11 @@ class OutputLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, tokens, temperature, chunk):
+    def forward(ctx, hidden, lm_head, tokens, temperature, chunk, in_order):
         logprobs = []
         gradients = []
         for h, t in zip(hidden.split(chunk), tokens.split(chunk)):
-            logits = linear(h, lm_head)
+            logits = linear(h, lm_head, in_order=in_order)
             logprobs.append(token_logprob(logits, t, temperature, ctx.needs_input_grad[0]))
             if ctx.needs_input_grad[0]:
                 gradients.append(logits @ lm_head)
@@ -857,10 +855,10 @@ class OutputLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gradient = torch.cat(ctx.saved_tensors)
-        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None, None
+        return (grad[:, None] * gradient).to(gradient.dtype), None, None, None, None, None
 
 
-ROWS = 256                 # to a multiple of so many an exact model's line is padded: few sizes of products
+ROWS = 256                 # in order a line is padded to a multiple of so many: its products have few sizes
 
 
 def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2048):
@@ -876,16 +874,17 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     tokens = completions.flatten()[places]
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
     unpadded = len(shared) + len(tokens)
-    padding = -unpadded % ROWS if model.exact else 0
+    padding = -unpadded % ROWS if model.in_order else 0
     packing = pack(prompts, length.tolist(), device, padding)
     line = torch.cat([to_device(shared + [0] * padding, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
-    spare = -len(tokens) % ROWS if model.exact else 0
+    spare = -len(tokens) % ROWS if model.in_order else 0
     hidden = F.embedding(F.pad(packing.before, (0, spare)), hidden)
-    logprobs = OutputLogprobs.apply(hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk)
+    logprobs = OutputLogprobs.apply(
+        hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk, model.in_order)
     logprobs = logprobs[:len(tokens)]
     return torch.zeros(mask.numel(), device=device).scatter(0, places, logprobs).view_as(completions)
 

@@ -142,12 +142,13 @@ class Run:
             yield step
 
     def samples_exactly(self, sigma, batch):
-        """Whether a rollout's log-probabilities are those of π_old: with --exact, without noise.
+        """Whether a rollout's log-probabilities are those of π_old: of an exact model, without noise.
 
         Not after check_exact has found a difference, nor without a first minibatch, which it needs.
         """
         failed = "exact_failed" in self.state
-        return self.settings.exact and sigma == 0 and bool(batch.minibatches[0]) and not failed
+        exact = getattr(self.model, "exact", False)                        # qerl.py's model is not
+        return exact and sigma == 0 and bool(batch.minibatches[0]) and not failed
 
     def check_exact(self, batch):
         """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
@@ -392,7 +393,7 @@ def resumed(given):
         require(given[name] == then[name],
                 f"--resume: {out} was started with {name} = {then[name]}, now it is {given[name]}; give the "
                 "same settings or another --out")
-    return {"out": out, **then, **given}
+    return {"out": out, "exact": False, **then, **given}         # a run of a version without it has none
 
 
 # --------------------------------------------------------------------------------------------------

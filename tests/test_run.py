@@ -421,8 +421,10 @@ def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
         return scored(*args)
     monkeypatch.setattr(fast, "generate", generate)
     monkeypatch.setattr(fast, "token_logprobs", token_logprobs)
+    monkeypatch.setattr(fast.Transformer, "exact", True)
     monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
-    flags = "--exact --steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
+    monkeypatch.setattr(fast.Transformer, "sum_in_order", lambda model: None)
+    flags = "--steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
     run_main(*quick, *LEARNING, *flags.split(), "--out", tmp_path / "exact")
     assert capsys.readouterr().out.count("have another log-probability") == 1
     assert [kind for kind, _ in itertools.groupby(passes)] == ["update", "old", "update"]
