@@ -448,7 +448,7 @@ def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
 
 
 def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
-    """pass@1 is the mean of three answers to each question; the first of them is kept."""
+    """pass@1 is the mean of three answers to each question; the first and how many are right are kept."""
     rows = [{"question": "a question", "right": Fraction(n), "source": source}
             for source, n in (("a", 70), ("a", 70), ("b", 27))]
     texts = [["70", "no", "no"],
@@ -458,8 +458,9 @@ def test_each_set_held_out_has_its_accuracy(tmp_path, monkeypatch):
     found = train_gsm8k.evaluate(None, None, rows, settings, "now", Ranks())
     expected = {"accuracy": 5 / 12, "accuracy_b": 2 / 3, "greedy": 1 / 4, "greedy_b": 0}
     assert {name: found[f"{name}_now"] for name in expected} == pytest.approx(expected)
-    kept = [answer["accuracy"]["text"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
-    assert kept == ["\\boxed{70}", "no", "27"]
+    kept = [answer["accuracy"] for answer in read_jsonl(tmp_path / "answers_now.jsonl")]
+    assert [answer["text"] for answer in kept] == ["\\boxed{70}", "no", "27"]
+    assert [answer["right"] for answer in kept] == [1, 0, 2]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -167,6 +167,20 @@ def test_codes_are_found_by_one_process(qwen, cache):
     assert len(made) == 2
 
 
+def test_a_seed_has_its_own_codes_where_they_are_fitted_to_questions(qwen, data, cache, monkeypatch):
+    """Found once. Without a seed they are those of seed 0, whose order of the questions stays."""
+    monkeypatch.setattr(quantizers, "CALIBRATION_TOKENS", 2000)
+    questions = read_questions(data, "train*.jsonl")
+    text = ChatText(qwen, "")
+    folders = [[quantizers.quantized_folder(qwen, name, questions, text, "cpu", *seed) for name in (
+        "gptq", "awq", "four-over-six")] for seed in ((), (0,), (1,), (1,))]
+    assert folders[0] == folders[1] and folders[2] == folders[3]
+    assert [one == other for one, other in zip(folders[0], folders[2])] == [False, False, True]
+    for one, other in zip(folders[0][:2], folders[2]):
+        first, second = (fast.load_model(folder).quantized_layers()[0] for folder in (one, other))
+        assert not first.weight.dequantize(torch.float32).equal(second.weight.dequantize(torch.float32))
+
+
 # --------------------------------------------------------------------------------------------------
 # Training on worked answers
 

@@ -191,6 +191,7 @@ def logged_of(kept, groups, settings):
     return {
         "reward": fmean(row.reward for row in drawn),
         "accuracy": fmean(row.correct for row in drawn),
+        "one_right": fmean(sum(row.correct for row in group) == 1 for group in groups),
         "right_and_wrong": fmean(len({row.correct for row in group}) > 1 for group in groups),
         "signal": fmean(map(teaches, groups)),
         "entropy": torch.cat([row.entropy for row in rows]).mean().item(),
