@@ -303,7 +303,8 @@ def test_kernel_attends_in_decoding_as_in_a_line(prompt, own):
 
     assert relative(y.float(), qerl.attention(q[None].float(), k[None].float(), v[None].float())[0]) < 5e-3
     score = torch.einsum("hd,thd->ht", q[-1].double(), k.double().repeat_interleave(2, 1)) * D ** -0.5
-    assert_close(log_sums[:, -1].double(), score.logsumexp(1), rtol=1e-4, atol=1e-4)
+    rounding = 2 ** -9 if CUDA else 1e-5               # of a term of the sum, in bfloat16
+    assert_close(log_sums[:, -1].double(), score.logsumexp(1), rtol=0, atol=rounding)
     cache = torch.zeros(2, 1, kv_heads, length + 20, D, device=KERNEL_DEVICE, dtype=DTYPE)
     cache[:, 0, :, :length - 1] = torch.stack([k, v]).transpose(1, 2)[:, :, :-1]
     filled = torch.tensor([length - 1], device=KERNEL_DEVICE)
