@@ -21,7 +21,6 @@ from studies.results import row_of
 
 ARMS = {("gptq+aqn", 1e-4): "P", ("gptq", 1e-4): "N", ("bf16", 1e-4): "B", ("bf16", 5e-5): "H"}
 SEEDS = range(1, 13)
-FEWEST = 8                         # complete seeds that a test needs
 ASKED = ["P-H", "P-B", "P-N"]
 SECONDARY = ["N-B", "B-H"]
 # The first decides. Those that have a value for each 25 steps count by their mean.
@@ -41,8 +40,8 @@ def measures_of(run):
     """What the record keeps of a finished run; right_*: a question's right answers, in a list."""
     row = row_of(run)
     steps = pd.DataFrame(read_jsonl(run / "metrics.jsonl"))
-    quarters = np.ceil(steps.step / 25)
-    courses = steps.groupby(quarters)[["accuracy_validation", "entropy", "one_right"]].mean()
+    quarters = steps.groupby(np.ceil(steps.step / 25))
+    courses = quarters[["accuracy_validation", "entropy", "one_right"]].mean()
     answers = pd.DataFrame(read_jsonl(run / "answers_after.jsonl"))
     right = {f"right_{name}": answers[name].str["right"].tolist() for name in ("accuracy", "greedy")}
     return {**row, **courses.to_dict("list"), **right, "arm": ARMS[row["arm"], row["lr"]]}
@@ -125,7 +124,7 @@ def main(argv=None):
     runs = complete_seeds(rows)
     print(f"{len(rows)} starts; {len(runs) // 4} seeds are complete")
     if args.final:
-        require(len(runs) >= 4 * FEWEST, f"--final: the test needs {FEWEST} complete seeds")
+        require(len(runs) >= 4 * 8, "--final: the test needs eight complete seeds; make more")
         report(runs)
 
 
