@@ -158,15 +158,6 @@ def flash_runs_on(q):
     return q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
 
 
-def tma_descriptor(x, block):
-    """What TMA, the GPU's copy engine, needs to move blocks of this shape from or to x."""
-    if x.is_cuda:
-        # A descriptor is made in the thread's CUDA context, which a thread such as autograd's has
-        # only after its first call of the runtime. This is such a call.
-        torch.cuda.set_device(torch.cuda.current_device())
-    return TensorDescriptor.from_tensor(x, block)
-
-
 # A decode step is a chain of short kernels, and between two of them the GPU would idle. On Hopper a
 # kernel may start while the one before it still runs (launch_pdl, "programmatic dependent launch"):
 # as soon as all programs of the earlier one have called let_next_start or ended. It then prepares
@@ -736,13 +727,13 @@ def launch_linear(x, tiled, bias, lora):
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
-    # By TMA, a tile of x or y is moved as a block, and the kernel takes a descriptor instead of a
-    # pointer. This pays with more than 32 rows.
+    # By TMA, the GPU's copy engine, a tile of x or y is moved as a block, and the kernel takes a
+    # descriptor instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
     if wgmma and plan["ROWS"] > 32:
-        x_tma = tma_descriptor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = tma_descriptor(y, [plan["ROWS"], 64 * plan["R"]])
+        x_tma = TensorDescriptor.from_tensor(x, [plan["ROWS"], 64 * plan["C"]])
+        y_there = TensorDescriptor.from_tensor(y, [plan["ROWS"], 64 * plan["R"]])
 
     linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
