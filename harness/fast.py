@@ -137,8 +137,8 @@ def with_room(weight, layer):
 
 
 def renewed(old, new):
-    """Tensors `new`, in the place of `old`, which recorded graphs read, if these have their shapes."""
-    if old is None or any(kept.shape != tensor.shape for kept, tensor in zip(old[:2], new)):
+    """Tensors `new`, in the place of `old`, which recorded graphs read, if there are such."""
+    if old is None:
         return new
     for kept, tensor in zip(old[:2], new):
         kept.copy_(tensor)
