@@ -321,11 +321,10 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     kv_cache[1, slot, :, filled] = v
 
     length = filled + 1
-    k, v = kv_cache[:, :, :, :length.max()]                                      # of all tokens so far
-    there = length_mask(length, k.shape[2])[:, None, None]                       # [slots, 1, 1, longest]
-    q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
-    return y.flatten(1)
+    k, v = kv_cache[:, :, :, :length.max()].transpose(2, 3)                      # of all tokens so far
+    there = length_mask(length, k.shape[1])[:, None, None]                       # [slots, 1, 1, longest]
+    q = rotary(q, cos, sin)[:, None]                                             # [slots, 1, heads, D]
+    return qerl.attention(q, k, v, there).flatten(1)
 
 
 class Attention(qerl.Attention):
