@@ -872,15 +872,15 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     places = to_device(mask.flatten().nonzero()[:, 0], device)     # of the n tokens, in the line's order
     tokens = completions.flatten()[places]
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
-    unpadded = len(shared) + len(tokens)
-    padding = -unpadded % ROWS if model.in_order else 0
+    unit = ROWS if model.in_order else 1
+    padding = -(len(shared) + len(tokens)) % unit
     packing = pack(prompts, length.tolist(), device, padding)
     line = torch.cat([to_device(shared + [0] * padding, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
-    spare = -len(tokens) % ROWS if model.in_order else 0
+    spare = -len(tokens) % unit
     hidden = F.embedding(F.pad(packing.before, (0, spare)), hidden)
     logprobs = OutputLogprobs.apply(
         hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk, model.in_order)
