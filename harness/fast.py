@@ -76,8 +76,7 @@ def table_on(table, device):
 
 @dataclass(eq=False)
 class Format(qerl.Format):
-    """qerl.Format, whose codes a kernel may know how to multiply."""
-    tiled: bool = False            # whether fp4_kernels knows its codes
+    """qerl.Format, whose codes a kernel knows how to multiply if they are E2M1."""
 
     def dequantize(self, packed, block_scale, global_scale, dtype):
         """qerl.Format.dequantize, with a table that is copied to the device once."""
@@ -95,8 +94,7 @@ class Format(qerl.Format):
         return kernels.tile(packed, scale, 1 / global_scale)
 
 
-FORMATS = {
-    name: Format(**vars(format), tiled=format.table is E2M1) for name, format in qerl.FORMATS.items()}
+FORMATS = {name: Format(**vars(format)) for name, format in qerl.FORMATS.items()}
 
 
 class PackedWeight(qerl.PackedWeight):
@@ -899,7 +897,7 @@ class WeightReader(loading.WeightReader):
         """In tiles, where a kernel takes them."""
         device = torch.device(self.device)
         in_features = 2 * parts[0].shape[1]
-        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        if format.table is E2M1 and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 

@@ -457,7 +457,7 @@ def test_gpu_rollout_is_the_policy_that_is_trained(tmp_path, weights, top_p):
         logprobs = fast.token_logprobs(model, prompts, first.tokens, first.length)
     errors = (logprobs - first.logprobs).abs()
     assert errors[first.mask].mean() < 0.03
-    assert model.blocks[0].mlp.down.weight.interleaved == fast.FORMATS[weights].tiled
+    assert model.blocks[0].mlp.down.weight.interleaved == (fast.FORMATS[weights].table is qerl.E2M1)
     assert first.logprobs.equal(again.logprobs)
 
 
