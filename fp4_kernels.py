@@ -11,7 +11,7 @@ formula, and by what bounds its speed: memory, instructions or latency.
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
                                                                       lora_down
-    4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
+    4. in between     what a block does between its linear layers     norm_branch, silu_mul, rotary,
                                                                       packed_attention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
@@ -1129,14 +1129,9 @@ def tile_place(k):
 # In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
 # all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
-def rms_norm(x, weight, eps):
-    """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    return norm_branch(x.contiguous(), None, weight, eps)[1]
-
-
 def norm_branch(x, added, weight, eps, interleaved=False):
-    """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
-    return FusedRMSNorm.apply(x, added, weight, eps, interleaved)
+    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
+    return FusedRMSNorm.apply(x.contiguous(), added, weight, eps, interleaved)
 
 
 class FusedRMSNorm(torch.autograd.Function):

@@ -270,16 +270,14 @@ class RMSNorm(qerl.RMSNorm):
             self.noisy_weight, = self.decode_scale
 
     def forward(self, x):
-        if use_kernels(x):
-            return kernels.rms_norm(x, self.scale, self.eps)
-        return super().forward(x)
+        return self.branch(x)[1]
 
     def branch(self, x, added=None, interleaved=False):
         """(x + added, its norm); interleaved: for a layer that reads the norm so, see PackedWeight."""
         if use_kernels(x):
             return kernels.norm_branch(x, added, self.scale, self.eps, interleaved)
         x = x if added is None else x + added
-        return x, self(x)
+        return x, super().forward(x)
 
 
 def rotary(x, cos, sin):
