@@ -1146,7 +1146,6 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
         ctx.eps = eps
-        ctx.interleaved = interleaved
         ctx.adds = added is not None
         ctx.set_materialize_grads(False)
         s = torch.empty_like(x) if ctx.adds else x.view_as(x)
@@ -1158,7 +1157,6 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_s, grad):
-        assert not ctx.interleaved
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_s = grad_s if grad_s is None else grad_s.contiguous()
@@ -1229,7 +1227,6 @@ class FusedSiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, interleaved):
         ctx.save_for_backward(gate_up)
-        ctx.interleaved = interleaved
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         FusedSiluMul.launch(silu_mul_kernel, gate_up, y, INTERLEAVED=interleaved,
                             launch_pdl=is_hopper(y.device))
@@ -1237,7 +1234,6 @@ class FusedSiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        assert not ctx.interleaved
         gate_up, = ctx.saved_tensors
         grad_gate_up = torch.empty_like(gate_up)
         FusedSiluMul.launch(silu_mul_gradient_kernel, gate_up, grad.contiguous(), grad_gate_up)
