@@ -772,6 +772,16 @@ def by_row(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
 
 
 @triton.jit
+def is_last(counter, others):
+    """Whether this program is the last to come here, after so many others; the counter is 0 again then."""
+    tl.debug_barrier()                                   # all threads store before one counts
+    last = tl.atomic_add(counter, 1) == others
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
 def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
     """acc + parts[first] + ... + parts[last - 1], AT_ONCE loads under way at once.
 
@@ -790,8 +800,8 @@ def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
                    ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
-    Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
-    return 0.
+    Whoever is last to leave its part adds all up, writes the tile and returns True. All others
+    return False.
     """
     tile = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -809,10 +819,8 @@ def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
     here = partial + tile * parts * (ROWS * J)
     here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
     tl.store(here + part * (ROWS * J), acc)
-    tl.debug_barrier()                                   # all threads store before one counts
-    last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
-    if last == 1:
-        tl.store(arrived + tile, 0)
+    last = is_last(arrived + tile, parts - 1)
+    if last:
         acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
         at_h = h + m[:, None] * ranks + j[None]
@@ -885,15 +893,13 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
     tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, WARP_GROUPS))
-    tl.debug_barrier()                                   # all threads store before one counts
 
     # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
     # tile's first and last.
     p0 = ((tile * steps + 1) * P - 1) // total
     p1 = ((tile + 1) * steps * P - 1) // total
-    finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
+    finishes = is_last(arrived + tile, p1 - p0)
     if finishes:
-        tl.store(arrived + tile, 0)
         parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
         acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
     return finishes, acc
@@ -926,9 +932,7 @@ def finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
 
     if RANK > 0:
-        tl.debug_barrier()
-        if tl.atomic_add(finished, 1) == tiles - 1:      # the last tile: no program still waits
-            tl.store(finished, 0)
+        if is_last(finished, tiles - 1):                 # no program still waits
             tl.store(ready, 0)
 
 
@@ -968,7 +972,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
         if p < 0:
             done = lora_down_part(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
                                   ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
-            tl.atomic_add(ready, done)
+            if done:
+                tl.atomic_add(ready, 1)
             at = end
 
     while at < end:
@@ -1534,10 +1539,8 @@ def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, he
     tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
     tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
     tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, tl.max(total, 1))
-    tl.debug_barrier()                                     # all threads store before one counts
-    done = tl.atomic_add(arrived + b_head, 1) == parts - 1
+    done = is_last(arrived + b_head, parts - 1)
     if done:
-        tl.store(arrived + b_head, 0)
         at_out = outs + slot * (HEADS * D_PAD) + i
         at_m = stats + slot * (2 * HEADS) + head
         m, total, out = begin(HEADS, D_PAD)
