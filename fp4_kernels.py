@@ -1355,8 +1355,13 @@ def begin(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def attend(Q, K, V, seen, m, total, out, scale_log2e):
-    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`."""
+def attend(Q, k, v, there, seen, m, total, out, scale_log2e):
+    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`.
+
+    Those `there` lie at k, and their values at v.
+    """
+    K = tl.load(k, mask=there, other=0.0)
+    V = tl.load(v, mask=there, other=0.0)
     score = product(Q, tl.trans(K))                                          # [ROWS, BLOCK]
     score = tl.where(seen, score * scale_log2e, -float("inf"))
     new_m = tl.maximum(m, tl.max(score, 1))
@@ -1425,11 +1430,10 @@ def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stri
                 at = tl.where(t < count, before + t, first + t - count)[:, None].to(tl.int64)
                 at_head = head // SHARE * D + d
                 there = (t[:, None] < keys) & (d < D)
-                K = tl.load(k + at * stride_k + at_head, mask=there, other=0.0)
-                V = tl.load(v + at * stride_v + at_head, mask=there, other=0.0)
                 seen = t[None] <= position[:, None]
                 part_m, part_total, part_out = attend(
-                    Q, K, V, seen, part_m, part_total, part_out, scale_log2e)
+                    Q, k + at * stride_k + at_head, v + at * stride_v + at_head, there, seen,
+                    part_m, part_total, part_out, scale_log2e)
             m, total, out = put_together(m, total, out, part_m, part_total, part_out)
         total = tl.max(total, 1)                                 # its columns are equal
         at_y = y + (row[:, None].to(tl.int64) * heads + head) * D + d
@@ -1592,10 +1596,10 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
         m, total, out = begin(HEADS, D_PAD)
         for block in range(first, tl.minimum(n + 1, first + PART), BLOCK):
             t = block + tl.arange(0, BLOCK)
+            at_t = t[:, None] * D + d[None]
             there = (t[:, None] <= n) & (d[None] < D)
-            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-            m, total, out = attend(Q, K, V, t[None] <= n, m, total, out, scale_log2e)
+            m, total, out = attend(Q, k_cache + at_t, v_cache + at_t, there, t[None] <= n,
+                                   m, total, out, scale_log2e)
 
         parts = n // PART + 1
         done = parts == 1
