@@ -1503,11 +1503,10 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     padded_heads = max(16, triton.next_power_of_2(share))
     padded_D = triton.next_power_of_2(D)
     # What the parts of each row and kv head leave; a CUDA graph keeps its own.
-    out = torch.empty(B * kv_heads, parts, padded_heads, padded_D, device=qkv.device)
-    stats = out.new_empty(B * kv_heads, parts, 2, padded_heads)
+    left = torch.empty(B * kv_heads, parts, padded_heads, 2 + padded_D, device=qkv.device)
     y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, cache, filled, y, out, stats, parts_arrived(qkv.device),
+        qkv, cos, sin, cache, filled, y, left, parts_arrived(qkv.device),
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
         BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
@@ -1531,34 +1530,35 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
 
 
 @triton.jit
-def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, head, d,
+def leave_attention(m, total, out, left, arrived, part, parts, b_head, head, d,
                     HEADS: tl.constexpr, D_PAD: tl.constexpr):
     """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
 
     If it is the last, the returned total and out are those of all parts. It reads them from the L2
     cache (.cg), to which other SMs write, not from this SM's own cache.
     """
-    slot = b_head.to(tl.int64) * tl.num_programs(0)
-    i = head[:, None] * D_PAD + d[None]
-    tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
-    tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
-    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, tl.max(total, 1))
+    SIZE: tl.constexpr = HEADS * (2 + D_PAD)               # of a part: m, total and out
+    left += b_head.to(tl.int64) * tl.num_programs(0) * SIZE
+    at_m = left + head
+    at_total = at_m + HEADS
+    at_out = left + 2 * HEADS + head[:, None] * D_PAD + d[None]
+    tl.store(at_m + part * SIZE, m)
+    tl.store(at_total + part * SIZE, tl.max(total, 1))
+    tl.store(at_out + part * SIZE, out)
     done = is_last(arrived + b_head, parts - 1)
     if done:
-        at_out = outs + slot * (HEADS * D_PAD) + i
-        at_m = stats + slot * (2 * HEADS) + head
         m, total, out = begin(HEADS, D_PAD)
         for q in range(0, parts):
-            part_m = tl.load(at_m + q * (2 * HEADS), cache_modifier=".cg")
-            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")[:, None]
-            part_out = tl.load(at_out + q * (HEADS * D_PAD), cache_modifier=".cg")
+            part_m = tl.load(at_m + q * SIZE, cache_modifier=".cg")
+            part_total = tl.load(at_total + q * SIZE, cache_modifier=".cg")[:, None]
+            part_out = tl.load(at_out + q * SIZE, cache_modifier=".cg")
             m, total, out = put_together(m, total, out, part_m, part_total, part_out)
     return done, total, out
 
 
 # Not specialised, else the kernel would be compiled again where it is divisible by 16.
 @triton.jit(do_not_specialize=["max_len"])
-def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrived,
+def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
                             kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -1604,8 +1604,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
         parts = n // PART + 1
         done = parts == 1
         if not done:
-            done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
-                                               parts, b_head, head, d, HEADS, D_PAD)
+            done, total, out = leave_attention(m, total, out, left, arrived, part, parts,
+                                               b_head, head, d, HEADS, D_PAD)
         if done:
             place = (g * SHARE + head[:, None]) * D + d[None]
             place = tile_place(place) if INTERLEAVED else place
