@@ -698,9 +698,11 @@ COUNTERS = 2 ** 16
 
 @functools.lru_cache
 def scratch(device):
-    """(number of SMs, what programs of linear_kernel share), of a device, for one stream at a time.
+    """(number of SMs, what programs of a kernel share), of a device, for one stream at a time.
 
-    They share sums of cut tiles of y, those of h, float32, and counters, int32, zero between calls.
+    Those of linear_kernel share sums of cut tiles of y and those of h, float32. Those of all kernels
+    that cut sums have the same counters, int32: a kernel reads none before the one before it has ended,
+    and they are zero between calls.
     """
     sms = 3                        # in the interpreter, so that tiles are cut there, too
     if device.type == "cuda":
@@ -1096,7 +1098,7 @@ def lora_down(x, A):
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
-        x, A, h, partial, parts_arrived(x.device), rows, columns, ranks, parts,
+        x, A, h, partial, scratch(x.device)[-1], rows, columns, ranks, parts,
         ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
     return h
 
@@ -1506,18 +1508,12 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     left = torch.empty(B * kv_heads, parts, padded_heads, 2 + padded_D, device=qkv.device)
     y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, cache, filled, y, left, parts_arrived(qkv.device),
+        qkv, cos, sin, cache, filled, y, left, scratch(qkv.device)[-1],
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
         BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
         launch_pdl=is_hopper(y.device))
     return y
-
-
-@functools.lru_cache
-def parts_arrived(device):
-    """How many parts of each sum have left what they computed, int32, zero between calls."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
