@@ -1628,45 +1628,57 @@ def token_logprob(logits, tokens, temperature=1.0, gradient=False):
 
     gradient: put its gradient [n, V] in the place of the logits.
     """
-    n, V = logits.shape
     scale = 1 / temperature
-    parts, blocks, sizes = sums_of_parts(logits, scale)
-    logprob, log_Z = chosen_logprob(logits, tokens, parts, blocks, scale)
+    parts, sizes = sums_of_parts(logits, scale)
+    logprob, log_Z, _ = chosen_logprob(logits, tokens, parts, scale, sizes)
     if gradient:
-        token_logprob_gradient_kernel[(n * blocks,)](
+        n, V = logits.shape
+        token_logprob_gradient_kernel[(triton.cdiv(V, LOGITS), n)](
             logits, tokens, log_Z, V, scale, SIZE=LOGITS, num_warps=8)
     return logprob
 
 
 def sums_of_parts(logits, scale):
-    """(the sums of each row's parts [B, 4, PARTS], how many parts there are, the kernels' sizes)."""
+    """(the sums of each row's parts [B, 4, PARTS], the kernels' sizes)."""
     B, V = logits.shape
     blocks = triton.cdiv(V, LOGITS)
     sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
     parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
-    return parts, blocks, sizes
+    return parts, sizes
 
 
-def chosen_logprob(logits, tokens, parts, blocks, scale):
-    """log-probability of each row's token and log Z, float32 [B]: of training and sampling."""
-    logprob, log_Z = torch.empty(2, len(tokens), device=logits.device)
+def chosen_logprob(logits, tokens, parts, scale, sizes):
+    """log-probability of each row's token, log Z and the entropy, float32 [B]: of training and sampling."""
+    logprob, log_Z, entropy = torch.empty(3, len(tokens), device=logits.device)
     chosen_kernel[(len(tokens),)](
-        logits, tokens, parts, logprob, log_Z, logits.shape[1], blocks, scale,
-        PARTS=parts.shape[2], num_warps=1)
-    return logprob, log_Z
+        logits, tokens, parts, logprob, log_Z, entropy, logits.shape[1], scale,
+        **sizes | {"num_warps": 1})
+    return logprob, log_Z, entropy
 
 
 @triton.jit
-def chosen_kernel(logits, tokens, parts, logprob, log_Z, V, blocks, scale, PARTS: tl.constexpr):
-    row = tl.program_id(0)
+def sums_of_row(parts, i, V, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """(a row's largest z, number i of the sums of each of its parts, as of e^(z - largest))."""
     part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS) + part
-    m = tl.load(here, mask=part < blocks, other=-float("inf"))
-    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
+    here = parts + tl.program_id(0) * (4 * PARTS) + part
+    there = part < tl.cdiv(V, SIZE)
+    m = tl.load(here, mask=there, other=-float("inf"))
     largest = tl.max(m)
-    log_sum = largest + tl.log(tl.sum(total * tl.exp(m - largest)))
+    sums = tl.load(here + i * PARTS, mask=there, other=0.0)
+    return largest, sums * tl.exp(m - largest)
+
+
+@triton.jit
+def chosen_kernel(logits, tokens, parts, logprob, log_Z, entropy, V, scale,
+                  PARTS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0)
+    largest, total = sums_of_row(parts, 1, V, PARTS, SIZE)
+    _, weighted = sums_of_row(parts, 2, V, PARTS, SIZE)
+    Z = tl.sum(total)
+    log_sum = largest + tl.log(Z)
     tl.store(log_Z + row, log_sum)
+    tl.store(entropy + row, log_sum - tl.sum(weighted) / Z)
     z = scaled_logits(logits, row, tl.load(tokens + row), V, scale)
     tl.store(logprob + row, z - log_sum)
 
@@ -1680,7 +1692,7 @@ def scaled_logits(logits, row, i, V, scale):
 
 @triton.jit
 def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Of SIZE logits of a row: m = max z, Σ e^(z-m) and Σ z e^(z-m)."""
+    """Of SIZE logits of a row: m = max z, Σ e^(z-m) and Σ z e^(z-m), the numbers 0 to 2 of its sums."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     row = tl.program_id(1)
     z = scaled_logits(logits, row, i, V, scale)
@@ -1695,9 +1707,8 @@ def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.c
 @triton.jit
 def token_logprob_gradient_kernel(logits, tokens, log_Z, V, scale, SIZE: tl.constexpr):
     """A program has SIZE logits of a row, and overwrites them."""
-    blocks = tl.cdiv(V, SIZE)
-    row = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(1)
     p = tl.exp(scaled_logits(logits, row, i, V, scale) - tl.load(log_Z + row))
     g = scale * ((i == tl.load(tokens + row)).to(tl.float32) - p)
     tl.store(logits + row.to(tl.int64) * V + i, g.to(logits.dtype.element_ty), mask=i < V)
@@ -1715,22 +1726,20 @@ def sample(logits, temperature, seed, top_p=1.0):
     """
     B, V = logits.shape
     scale = 1 / temperature
-    parts, blocks, sizes = sums_of_parts(logits, scale)
+    parts, sizes = sums_of_parts(logits, scale)
     lowest = torch.empty(B, device=logits.device)
     token = torch.empty(B, dtype=torch.int64, device=logits.device)
-    entropy = torch.empty(B, device=logits.device)
     if top_p < 1:
-        nucleus_kernel[(B,)](
-            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
-    sample_kernel[(B,)](
-        logits, seed, parts, lowest, token, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
-    return token, chosen_logprob(logits, token, parts, blocks, scale)[0], entropy
+        nucleus_kernel[(B,)](logits, parts, lowest, V, scale, top_p, **sizes | {"num_warps": 16})
+    sample_kernel[(B,)](logits, seed, parts, lowest, token, V, scale, NUCLEUS=top_p < 1, **sizes)
+    logprob, _, entropy = chosen_logprob(logits, token, parts, scale, sizes)
+    return token, logprob, entropy
 
 
 @triton.jit
-def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
+def nucleus_kernel(logits, parts, lowest, V, scale, top_p,
                    PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """The lowest z of a row's nucleus, and for each part Σ e^(z-m) of those that reach it.
+    """The lowest z of a row's nucleus, and of each part Σ e^(z-m) of those that reach it, its number 3.
 
     They are the fewest of the likeliest that have at least the probability top_p. The lowest is searched
     for by halving: `low` reaches top_p, and `high`, the highest z that may still be wrong to leave out,
@@ -1739,13 +1748,9 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
     """
     row = tl.program_id(0)
     i = tl.arange(0, SIZE)
-    part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS)
     infinity = float("inf")
-    m = tl.load(here + part, mask=part < blocks, other=-infinity)
-    total = tl.load(here + PARTS + part, mask=part < blocks, other=0.0)
-    largest = tl.max(m)
-    wanted = tl.sum(total * tl.exp(m - largest)) * top_p
+    largest, total = sums_of_row(parts, 1, V, PARTS, SIZE)
+    wanted = tl.sum(total) * top_p
 
     low = -infinity
     high = largest
@@ -1770,31 +1775,19 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
         passes += 1
 
     tl.store(lowest + row, low)
-    for block in range(blocks):
+    here = parts + row * (4 * PARTS)
+    for block in range(tl.cdiv(V, SIZE)):
         z = scaled_logits(logits, row, block * SIZE + i, V, scale)
         e = tl.exp(z - tl.load(here + block))
         tl.store(here + 3 * PARTS + block, tl.sum(tl.where(z >= low, e, 0.0)))
 
 
 @triton.jit
-def sample_kernel(logits, seed, parts, lowest, token, entropy, V, blocks, scale,
+def sample_kernel(logits, seed, parts, lowest, token, V, scale,
                   NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Put a row's parts together, pick one of them, and a token in it."""
+    """Pick one of a row's parts, and a token in it."""
     row = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS) + part
-    m = tl.load(here, mask=part < blocks, other=-float("inf"))
-    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
-    weighted = tl.load(here + 2 * PARTS, mask=part < blocks, other=0.0)
-    largest = tl.max(m)
-    e = tl.exp(m - largest)
-    Z = tl.sum(total * e)
-    log_Z = largest + tl.log(Z)
-    tl.store(entropy + row, log_Z - tl.sum(weighted * e) / Z)
-
-    if NUCLEUS:
-        total = tl.load(here + 3 * PARTS, mask=part < blocks, other=0.0)
-    total *= e
+    largest, total = sums_of_row(parts, 3 if NUCLEUS else 1, V, PARTS, SIZE)
     u, v, _, _ = tl.rand4x(tl.load(seed), row)               # the generator gives four at a time
     block = place_of(total, u * tl.sum(total), PARTS)
     i = block * SIZE + tl.arange(0, SIZE)
