@@ -349,7 +349,8 @@ class TiledWeight:
     def multiply(self, x, bias=None, lora=None):
         """x Ŵᵀ + bias + LoRA [rows, out], in x's dtype, without gradient.
 
-        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out]; lora from prepare_lora.
+        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out] in its dtype; lora from
+        prepare_lora.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has.
@@ -357,13 +358,13 @@ class TiledWeight:
             pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
             pays = len(x) <= 64
-        if not pays:
-            weight = self.dequantize(x.dtype, interleaved=True)
-            y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-            return y if lora is None else add_lora(y, x, self, lora)
-        if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(launch_linear(x, self, bias, None), x, self, lora)
-        return launch_linear(x, self, bias, lora)
+        if pays and (lora is None or lora.B.shape[1] <= 128):        # a tile has no room for more
+            return launch_linear(x, self, bias, lora)
+        if pays:
+            y = launch_linear(x, self, bias, None)
+        else:
+            y = F.linear(x, self.dequantize(x.dtype, interleaved=True), bias)
+        return y if lora is None else add_lora(y, x, self, lora)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and

@@ -190,7 +190,7 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     decoded = tiled.dequantize(torch.float32).cpu().double()
     assert relative(decoded, dense) < 1e-6
     x = torch.randn(rows, columns).bfloat16()
-    bias = torch.randn(out) * 64
+    bias = (torch.randn(out) * 64).bfloat16()
     A = torch.randn(3 * rank, columns) / 16
     B = torch.randn(out, rank) * 8
     product = x.double() @ dense.T
