@@ -1012,7 +1012,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
 
 def orders(device, dtype):
     """Whether linear and lora_down take tensors of this dtype on this device."""
-    return is_hopper(device) and runs_on(device, dtype) and (INTERPRETED or dtype == torch.bfloat16)
+    return device.type == "cuda" and is_hopper(device) and dtype == torch.bfloat16
 
 
 def linear(x, weight, bias=None):
@@ -1021,7 +1021,7 @@ def linear(x, weight, bias=None):
     return F.linear(x, weight, bias) if ordered else in_order(x, weight, bias)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cublas_orders(rows, columns, out, stride, biased, dtype, device):
     """Whether cuBLAS's product of this size is in_order's: tried once, by large terms that cancel.
 
@@ -1031,9 +1031,9 @@ def cublas_orders(rows, columns, out, stride, biased, dtype, device):
     random = functools.partial(torch.randn, generator=generator, dtype=dtype, device=device)
     half = columns // 2
     x = 64 * random(rows, columns)
-    x[:, half:2 * half] = random(rows, half) - x[:, :half]
+    x[:, -half:] = random(rows, half) - x[:, :half]
     weight = random(out, stride)[:, :columns]
-    weight[:, half:2 * half] = weight[:, :half]
+    weight[:, -half:] = weight[:, :half]
     bias = random(out) if biased else None
     return F.linear(x, weight, bias).equal(in_order(x, weight, bias))
 
@@ -1051,7 +1051,7 @@ def in_order(x, weight, bias):
     stages = min(8, 110_000 // ((rows + out) * step))      # loads under way in the SM's 220,000 bytes
     in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
         x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0, ROWS=rows, OUT=out, STEP=step,
-        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=is_hopper(x.device))
+        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=True)
     return y
 
 
@@ -1100,7 +1100,7 @@ def lora_down(x, A):
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
         x, A, h, partial, scratch(x.device)[-1], rows, columns, ranks, parts,
-        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
+        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=True)
     return h
 
 
