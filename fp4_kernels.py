@@ -1346,7 +1346,7 @@ def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: 
 # tile.
 
 PART = 256
-BLOCK = 64
+BLOCK = tl.constexpr(64)
 LOWEST = tl.constexpr(-1e30)           # below all scores; unlike -inf it can be subtracted from itself
 
 
@@ -1402,15 +1402,14 @@ def attend_in_line(q, k, v, ends, prefix, longest):
     line_attention_kernel[heads, sequences, triton.cdiv(longest, 64)](
         q, k, v, y, l, ends, prefix, S, heads, sequences, q.stride(0), k.stride(0), v.stride(0),
         D ** -0.5 * LOG2E, SHARE=heads // k.shape[1], ROWS=64, D=D, D_PAD=triton.next_power_of_2(D),
-        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
+        PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
     return y, l
 
 
 @triton.jit(do_not_specialize=["S", "sequences"])
 def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stride_q, stride_k,
                           stride_v, scale_log2e, SHARE: tl.constexpr, ROWS: tl.constexpr,
-                          D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-                          PART: tl.constexpr):
+                          D: tl.constexpr, D_PAD: tl.constexpr, PART: tl.constexpr):
     """A program has ROWS tokens of a sequence, and one of the heads, of which SHARE share a kv head."""
     head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -1512,7 +1511,7 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
         qkv, cos, sin, cache, filled, y, left, scratch(qkv.device)[-1],
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
         launch_pdl=is_hopper(y.device))
     return y
 
@@ -1559,7 +1558,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
                             kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                            BLOCK: tl.constexpr, PART: tl.constexpr):
+                            PART: tl.constexpr):
     """A program has a part of the cache of one row and kv head (b_head).
 
     SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded. values: how far
