@@ -12,7 +12,7 @@ formula, and by what bounds its speed: memory, instructions or latency.
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
                                                                       lora_down
     4. in between     what a block does between its linear layers     norm_branch, silu_mul, rotary,
-                                                                      packed_attention,
+                                                                      PackedAttention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
     6. launching      a decode step as one CUDA graph                 record_graph
@@ -154,7 +154,7 @@ def tiles_fit(device, dtype, in_features, sizes):
 
 
 def flash_runs_on(q):
-    """Whether PyTorch's FlashAttention, which packed_attention needs, takes a tensor."""
+    """Whether PyTorch's FlashAttention, which PackedAttention needs, takes a tensor."""
     return q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
 
 
@@ -1444,12 +1444,9 @@ def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stri
         tl.store(l + head.to(tl.int64) * S + row, log_sum, mask=row < end)
 
 
-def packed_attention(q, k, v, packing):
-    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
-    return PackedAttention.apply(q, k, v, packing)
-
-
 class PackedAttention(torch.autograd.Function):
+    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens, a Packing -> y [S, heads, D]."""
+
     @staticmethod
     def forward(ctx, q, k, v, packing):
         y, l = attend_in_line(q, k, v, packing.ends, packing.prefix, max(packing.sizes))

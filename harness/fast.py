@@ -770,7 +770,7 @@ class Packing(NamedTuple):
     def attend(self, q, k, v, layer=None):
         """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
         if attends_in_line(q):
-            return kernels.packed_attention(q[0], k[0], v[0], self)[None]
+            return kernels.PackedAttention.apply(q[0], k[0], v[0], self)[None]
         sizes, owner = self.sizes, self.owner
         P = len(sizes) - len(owner)
 
