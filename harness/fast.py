@@ -757,9 +757,9 @@ class Packing(NamedTuple):
     sizes: list                # tokens of each prompt, then of each completion
     owner: list                # of each completion: the number of its prompt
     largest: int               # tokens of the completions of a prompt, at most
-    position: torch.Tensor     # int64 [S], of a token in its prompt + completion
+    position: torch.Tensor     # int32 [S], of a token in its prompt + completion
     prefix: torch.Tensor       # int32 [2, P + B]: where each one's prompt begins and how long it is, or 0
-    before: torch.Tensor       # int64 [n]: the token of the line before each token of the completions
+    before: torch.Tensor       # int32 [n]: the token of the line before each token of the completions
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
     group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
                                # counted from the first completion
@@ -808,10 +808,8 @@ def pack(prompts, lengths, device, padding=0):
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     largest = int(group_ends.diff().max())
     prefix = torch.stack([F.pad(ends[owner], (P, 0)), torch.tensor(starts)])
-    position, prefix, before, ends, group_ends = (
-        to_device(t, device) for t in (position, prefix, before, ends, group_ends))
-    return Packing(
-        sizes, owner, largest, position, prefix.int(), before, ends.int(), group_ends.int())
+    tensors = position, prefix, before, ends, group_ends
+    return Packing(sizes, owner, largest, *(to_device(t, device).int() for t in tensors))
 
 
 def token_logprob(logits, tokens, temperature=1.0, gradient=False):
