@@ -199,11 +199,11 @@ def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def e2m1_code(w, scale):
-    """The code of w / scale: its sign, and how many halfway points between magnitudes it passes.
+    """The code of w / scale, float32: its sign, and how many halfway points between magnitudes it passes.
 
     At a halfway point itself the code must be the even one, hence > and >= in turn.
     """
-    x = tl.div_rn(w.to(tl.float32), scale)
+    x = tl.div_rn(w, scale)
     a = tl.abs(x)
     magnitude = (a > 0.25).to(tl.int32)
     magnitude += a >= 0.75
