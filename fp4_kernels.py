@@ -799,13 +799,16 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 
 @triton.jit
-def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
-                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_kernel(x, lora_A, h, partial, arrived, ready, M, columns, ranks, parts,
+                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
-    Whoever is last to leave its part adds all up, writes the tile and returns True. All others
-    return False.
+    Whoever is last to leave its part adds all up, writes the tile and counts it in `ready`. It is a
+    kernel of its own (lora_down, without `ready`) and what the first programs of linear_kernel do.
     """
+    if ready is None:                                    # linear_kernel has waited before
+        let_next_start()
+        wait_for_previous()
     tile = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     j_tiles = tl.cdiv(ranks, J)
@@ -822,14 +825,14 @@ def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
     here = partial + tile * parts * (ROWS * J)
     here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
     tl.store(here + part * (ROWS * J), acc)
-    last = is_last(arrived + tile, parts - 1)
-    if last:
+    if is_last(arrived + tile, parts - 1):
         acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
         at_h = h + m[:, None] * ranks + j[None]
         tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
-        tl.debug_barrier()
-    return last
+        if ready is not None:
+            tl.debug_barrier()
+            tl.atomic_add(ready, 1)
 
 
 @triton.jit
@@ -973,10 +976,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
     wait_for_previous()
     if RANK > 0:
         if p < 0:
-            done = lora_down_part(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
-                                  ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
-            if done:
-                tl.atomic_add(ready, 1)
+            lora_down_kernel(x, lora_A, h, lora_partial, lora_arrived, ready, M, column_tiles * 64,
+                             ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
             at = end
 
     while at < end:
@@ -1099,17 +1100,9 @@ def lora_down(x, A):
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
-        x, A, h, partial, scratch(x.device)[-1], rows, columns, ranks, parts,
+        x, A, h, partial, scratch(x.device)[-1], None, rows, columns, ranks, parts,
         ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=True)
     return h
-
-
-@triton.jit
-def lora_down_kernel(x, A, h, partial, arrived, M, columns, ranks, parts,
-                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-    let_next_start()
-    wait_for_previous()
-    lora_down_part(x, A, h, partial, arrived, M, columns, ranks, parts, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------

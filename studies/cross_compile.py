@@ -68,7 +68,7 @@ def launch_tiles():
     for config in fp4_kernels.configs_on(weight.words.device):
         x = torch.empty(config.rows, 512, dtype=torch.bfloat16)
         fp4_kernels.config_for = lambda *_, chosen=config: chosen
-        weight.multiply(x, bias=x[0].float(), lora=lora)
+        weight.multiply(x, bias=x[0], lora=lora)
 
 
 if __name__ == "__main__":
