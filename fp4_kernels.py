@@ -1408,24 +1408,26 @@ def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stri
     sequence = tl.program_id(1)
     first = tl.load(ends + sequence)
     end = tl.load(ends + sequence + 1)
-    row = first + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    if first + tl.program_id(2) * ROWS < end:
+    start = first + tl.program_id(2) * ROWS
+    row = start + tl.arange(0, ROWS)
+    if start < end:
         before = tl.load(prefix + sequence)                      # where its prompt begins
         count = tl.load(prefix + sequences + sequence)           # tokens of it
-        position = count + row - first
+        origin = first - count                                   # its own tokens' position 0 in the line
         d = tl.arange(0, D_PAD)[None]
         inside = (row[:, None] < end) & (d < D)
         Q = tl.load(q + row[:, None].to(tl.int64) * stride_q + head * D + d, mask=inside, other=0.0)
-        keys = tl.minimum(count + (tl.program_id(2) + 1) * ROWS, count + end - first)
+        keys = tl.minimum(start + ROWS, end) - origin
         m, total, out = begin(ROWS, D_PAD)
         for part in range(0, keys, PART):
             part_m, part_total, part_out = begin(ROWS, D_PAD)
             for block in range(part, tl.minimum(part + PART, keys), BLOCK):
                 t = block + tl.arange(0, BLOCK)
-                at = tl.where(t < count, before + t, first + t - count)[:, None].to(tl.int64)
+                at = tl.where(t < count, before, origin) + t
+                at = at[:, None].to(tl.int64)
                 at_head = head // SHARE * D + d
                 there = (t[:, None] < keys) & (d < D)
-                seen = t[None] <= position[:, None]
+                seen = t[None] <= row[:, None] - origin
                 part_m, part_total, part_out = attend(
                     Q, k + at * stride_k + at_head, v + at * stride_v + at_head, there, seen,
                     part_m, part_total, part_out, scale_log2e)
