@@ -532,13 +532,12 @@ def untile_kernel(words, scales, out_scale, weight, column_tiles, INTERLEAVED: t
     # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
     # interleaved, (C, word, step, column half, t, i).
     if INTERLEAVED:
-        v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
+        v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
     else:
-        v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
-    scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
-    w = v.to(tl.float32) * scale
+        v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9)
     n = row * 64 + tl.arange(0, 64)[:, None]
     k = c * 64 + tl.arange(0, 128)[None]
+    w = v.reshape(64, 128).to(tl.float32) * tl.load(out_scale + n)
     at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
     tl.store(at_w, w.to(weight.dtype.element_ty))
 
