@@ -1517,7 +1517,7 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
 
 
 @triton.jit
-def leave_attention(m, total, out, left, arrived, part, parts, b_head, head, d,
+def leave_attention(m, total, out, left, arrived, part, parts, b_head,
                     HEADS: tl.constexpr, D_PAD: tl.constexpr):
     """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
 
@@ -1526,9 +1526,10 @@ def leave_attention(m, total, out, left, arrived, part, parts, b_head, head, d,
     """
     SIZE: tl.constexpr = HEADS * (2 + D_PAD)               # of a part: m, total and out
     left += b_head.to(tl.int64) * tl.num_programs(0) * SIZE
+    head = tl.arange(0, HEADS)
     at_m = left + head
     at_total = at_m + HEADS
-    at_out = left + 2 * HEADS + head[:, None] * D_PAD + d[None]
+    at_out = left + 2 * HEADS + head[:, None] * D_PAD + tl.arange(0, D_PAD)[None]
     tl.store(at_m + part * SIZE, m)
     tl.store(at_total + part * SIZE, tl.max(total, 1))
     tl.store(at_out + part * SIZE, out)
@@ -1566,14 +1567,13 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
     v_cache = k_cache + values
     first = part * PART
     if first <= n:
-        head = tl.arange(0, HEADS)
-        d = tl.arange(0, D_PAD)
-        inside = (head[:, None] < SHARE) & (d[None] < D)
+        head = tl.arange(0, HEADS)[:, None]
+        d = tl.arange(0, D_PAD)[None]
+        inside = (head < SHARE) & (d < D)
         c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
         s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
         at = b * (kv_heads * (SHARE + 2)) * D
-        at_q = at + (g * SHARE + head[:, None]) * D
-        Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
+        Q = rotated(qkv, at + (g * SHARE + head) * D, d, c, s, inside, D)
         if n < first + PART:                                   # the new token is this part's
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
@@ -1583,8 +1583,8 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
         m, total, out = begin(HEADS, D_PAD)
         for block in range(first, tl.minimum(n + 1, first + PART), BLOCK):
             t = block + tl.arange(0, BLOCK)
-            at_t = t[:, None] * D + d[None]
-            there = (t[:, None] <= n) & (d[None] < D)
+            at_t = t[:, None] * D + d
+            there = (t[:, None] <= n) & (d < D)
             m, total, out = attend(Q, k_cache + at_t, v_cache + at_t, there, t[None] <= n,
                                    m, total, out, scale_log2e)
 
@@ -1592,9 +1592,9 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
         done = parts == 1
         if not done:
             done, total, out = leave_attention(m, total, out, left, arrived, part, parts,
-                                               b_head, head, d, HEADS, D_PAD)
+                                               b_head, HEADS, D_PAD)
         if done:
-            place = (g * SHARE + head[:, None]) * D + d[None]
+            place = (g * SHARE + head) * D + d
             place = tile_place(place) if INTERLEAVED else place
             at_y = y + (b * (kv_heads * SHARE * D) + place)
             result = (out / tl.max(total, 1)[:, None]).to(y.dtype.element_ty)
