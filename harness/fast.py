@@ -458,8 +458,8 @@ class Transformer(qerl.Transformer):
         for i, block in enumerate(self.blocks):
             block.recomputed = recomputed = i < self.recompute_blocks
             block.mlp.down.output_unread = recomputed
-            for layer in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down):
-                layer.keep_dequantized = recomputed
+            for module in block.modules():             # of which QuantLinear reads it
+                module.keep_dequantized = recomputed
 
 
 # --------------------------------------------------------------------------------------------------
