@@ -319,7 +319,7 @@ class TiledWeight:
         few = rows <= (128 if is_hopper(self.words.device) else 64)
         return self if few or self.values is None else self.values
 
-    def dequantize(self, dtype=torch.bfloat16, interleaved=False):
+    def dequantize(self, dtype, interleaved=False):
         """The whole weight [out, in] in dtype: a temporary, or the kept values.
 
         interleaved: with its columns in the order of the tiles.
@@ -333,7 +333,7 @@ class TiledWeight:
             weight, column_tiles, INTERLEAVED=interleaved, num_warps=4)
         return weight
 
-    def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
+    def prepare_lora(self, A, B, sizes, scaling, dtype):
         """LoRA of layers stacked along out -> a Lora in dtype, which `multiply` takes.
 
         A float32 [pieces * r, in]; B float32 [out, r]; sizes: each piece's rows of B, three pieces
