@@ -1815,11 +1815,7 @@ def record_graph(step, generator=None):
     feeds it must change them in place. The warm-up is a step like any other: what it changes
     stays changed. generator: what step draws from, if not the default.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()                                   # warm up: compiles kernels, allocates workspaces
-    torch.cuda.current_stream().wait_stream(side)
+    step()                                       # warm up: compiles kernels, allocates workspaces
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
