@@ -1388,7 +1388,7 @@ def attend_in_line(q, k, v, ends, prefix, longest):
     longest: of the sequences.
     """
     S, heads, D = q.shape
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    y = q.new_empty(q.shape)
     l = torch.empty(heads, S, device=q.device)
     sequences = len(ends) - 1
     line_attention_kernel[heads, sequences, triton.cdiv(longest, 64)](
