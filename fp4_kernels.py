@@ -1640,12 +1640,11 @@ def sums_of_parts(logits, scale):
 
 
 def chosen_logprob(logits, tokens, parts, scale, sizes):
-    """log-probability of each row's token, log Z and the entropy, float32 [B]: of training and sampling."""
-    logprob, log_Z, entropy = torch.empty(3, len(tokens), device=logits.device)
+    """Of each row its token's log-probability, log Z and the entropy, float32 [3, B]."""
+    found = torch.empty(3, len(tokens), device=logits.device)
     chosen_kernel[(len(tokens),)](
-        logits, tokens, parts, logprob, log_Z, entropy, logits.shape[1], scale,
-        **sizes | {"num_warps": 1})
-    return logprob, log_Z, entropy
+        logits, tokens, parts, *found, logits.shape[1], scale, **sizes | {"num_warps": 1})
+    return found
 
 
 @triton.jit
