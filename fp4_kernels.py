@@ -344,7 +344,7 @@ class TiledWeight:
         A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
         B = F.pad(scaling * B / self.out_scale[:, None], (0, padded - rank))
         bounds = sum(sizes[:1]), sum(sizes[:2])
-        return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
+        return Lora(interleave(A).to(dtype), B.to(dtype), bounds)
 
     def multiply(self, x, bias=None, lora=None):
         """x Ŵᵀ + bias + LoRA [rows, out], in x's dtype, without gradient.
@@ -1146,9 +1146,8 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
         ctx.eps = eps
-        ctx.adds = added is not None
         ctx.set_materialize_grads(False)
-        s = torch.empty_like(x) if ctx.adds else x.view_as(x)
+        s = x.view_as(x) if added is None else torch.empty_like(x)
         y = torch.empty_like(x)
         FusedRMSNorm.launch(rms_norm_kernel, x, added, weight, s, y, eps=eps,
                             INTERLEAVED=interleaved, launch_pdl=is_hopper(x.device))
@@ -1167,7 +1166,7 @@ class FusedRMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[2]:                            # --train-norms, seldom: by PyTorch
             normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
             grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        return grad_x, grad_x if ctx.adds else None, grad_weight, None, None
+        return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None, None
 
 
 @triton.jit
@@ -1281,8 +1280,8 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 # that their results are equal.
 
 def rotary(x, cos, sin):
-    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
-    return FusedRotary.apply(x, cos.contiguous(), sin.contiguous())
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
+    return FusedRotary.apply(x, cos, sin)
 
 
 class FusedRotary(torch.autograd.Function):

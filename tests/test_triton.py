@@ -196,7 +196,7 @@ def assert_linear(name, rows, columns, piece=128, rank=8):
     product = x.double() @ dense.T
     delta = torch.block_diag(*B.split(piece)) @ A
     added = 2 * x.double() @ delta.double().T + bias
-    in_tiles, bias = there(kernels.interleave(x).contiguous(), bias)
+    in_tiles, bias = there(kernels.interleave(x), bias)
     lora = tiled.prepare_lora(*there(A, B), [piece] * 3, 2.0, torch.bfloat16)
     for y, expected in (
             (tiled.multiply(in_tiles), product),
