@@ -1010,11 +1010,6 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
 # many columns it shares the sum out, and sampling and training would differ in the last bits. The
 # kernel adds in order always; linear takes it where cuBLAS does not.
 
-def orders(device, dtype):
-    """Whether linear and lora_down take tensors of this dtype on this device."""
-    return device.type == "cuda" and is_hopper(device) and dtype == torch.bfloat16
-
-
 def linear(x, weight, bias=None):
     """F.linear(x, weight, bias), in the order of the columns. x is contiguous."""
     ordered = cublas_orders(*x.shape, len(weight), weight.stride(0), bias is not None, x.dtype, x.device)

@@ -432,7 +432,8 @@ class Transformer(qerl.Transformer):
         def kept(layer):
             return (type(layer) is QuantLinear and not layer.values.interleaved
                     and layer.values.format is FORMATS["bf16"] and layer.values.parts[0].shape[1] % 128 == 0)
-        fits = kernels is not None and kernels.orders(self.device, self.embedding.dtype)
+        x = self.embedding
+        fits = x.is_cuda and x.dtype == torch.bfloat16 and use_kernels(x) and kernels.is_hopper(x.device)
         self.exact = fits and all(map(kept, self.quantized_layers()))
         return self.exact
 
