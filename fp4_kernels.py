@@ -11,8 +11,8 @@ formula, and by what bounds its speed: memory, instructions or latency.
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
                                                                       lora_down
-    4. in between     what a block does between its linear layers     rms_norm, silu_mul, rotary,
-                                                                      packed_attention,
+    4. in between     what a block does between its linear layers     norm_branch, silu_mul, rotary,
+                                                                      PackedAttention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
     6. launching      a decode step as one CUDA graph                 record_graph
@@ -154,17 +154,8 @@ def tiles_fit(device, dtype, in_features, sizes):
 
 
 def flash_runs_on(q):
-    """Whether PyTorch's FlashAttention, which packed_attention needs, takes a tensor."""
+    """Whether PyTorch's FlashAttention, which PackedAttention needs, takes a tensor."""
     return q.is_cuda and q.dtype != torch.float32 and capability(q.device) >= (8, 0)
-
-
-def tma_descriptor(x, block):
-    """What TMA, the GPU's copy engine, needs to move blocks of this shape from or to x."""
-    if x.is_cuda:
-        # A descriptor is made in the thread's CUDA context, which a thread such as autograd's has
-        # only after its first call of the runtime. This is such a call.
-        torch.cuda.set_device(torch.cuda.current_device())
-    return TensorDescriptor.from_tensor(x, block)
 
 
 # A decode step is a chain of short kernels, and between two of them the GPU would idle. On Hopper a
@@ -208,11 +199,11 @@ def prefetch(pointer, stride, there, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def e2m1_code(w, scale):
-    """The code of w / scale: its sign, and how many halfway points between magnitudes it passes.
+    """The code of w / scale, float32: its sign, and how many halfway points between magnitudes it passes.
 
     At a halfway point itself the code must be the even one, hence > and >= in turn.
     """
-    x = tl.div_rn(w.to(tl.float32), scale)
+    x = tl.div_rn(w, scale)
     a = tl.abs(x)
     magnitude = (a > 0.25).to(tl.int32)
     magnitude += a >= 0.75
@@ -328,7 +319,7 @@ class TiledWeight:
         few = rows <= (128 if is_hopper(self.words.device) else 64)
         return self if few or self.values is None else self.values
 
-    def dequantize(self, dtype=torch.bfloat16, interleaved=False):
+    def dequantize(self, dtype, interleaved=False):
         """The whole weight [out, in] in dtype: a temporary, or the kept values.
 
         interleaved: with its columns in the order of the tiles.
@@ -342,7 +333,7 @@ class TiledWeight:
             weight, column_tiles, INTERLEAVED=interleaved, num_warps=4)
         return weight
 
-    def prepare_lora(self, A, B, sizes, scaling, dtype=torch.bfloat16):
+    def prepare_lora(self, A, B, sizes, scaling, dtype):
         """LoRA of layers stacked along out -> a Lora in dtype, which `multiply` takes.
 
         A float32 [pieces * r, in]; B float32 [out, r]; sizes: each piece's rows of B, three pieces
@@ -353,12 +344,13 @@ class TiledWeight:
         A = F.pad(A.unflatten(0, (-1, rank)), (0, 0, 0, padded - rank)).flatten(0, 1)
         B = F.pad(scaling * B / self.out_scale[:, None], (0, padded - rank))
         bounds = sum(sizes[:1]), sum(sizes[:2])
-        return Lora(interleave(A).to(dtype).contiguous(), B.to(dtype).contiguous(), bounds)
+        return Lora(interleave(A).to(dtype), B.to(dtype), bounds)
 
     def multiply(self, x, bias=None, lora=None):
         """x Ŵᵀ + bias + LoRA [rows, out], in x's dtype, without gradient.
 
-        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out]; lora from prepare_lora.
+        x [rows, in], interleaved and contiguous, on a GPU bfloat16; bias [out] in its dtype; lora from
+        prepare_lora.
         """
         # Decode first where linear_kernel does not pay. On an H200 that was measured: with more than
         # 512 rows, unless the weight is large. Without wgmma it is with more rows than a tile has.
@@ -366,13 +358,13 @@ class TiledWeight:
             pays = len(x) <= 512 or 8 * self.words.numel() > 2 ** 25         # 8 weights a word
         else:
             pays = len(x) <= 64
-        if not pays:
-            weight = self.dequantize(x.dtype, interleaved=True)
-            y = F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
-            return y if lora is None else add_lora(y, x, self, lora)
-        if lora is not None and lora.B.shape[1] > 128:               # more than a tile has room for
-            return add_lora(launch_linear(x, self, bias, None), x, self, lora)
-        return launch_linear(x, self, bias, lora)
+        if pays and (lora is None or lora.B.shape[1] <= 128):        # a tile has no room for more
+            return launch_linear(x, self, bias, lora)
+        if pays:
+            y = launch_linear(x, self, bias, None)
+        else:
+            y = F.linear(x, self.dequantize(x.dtype, interleaved=True), bias)
+        return y if lora is None else add_lora(y, x, self, lora)
 
 
 # How a word holds its eight codes. Two neighbours, a pair, stand at the same bits of its lower and
@@ -540,13 +532,12 @@ def untile_kernel(words, scales, out_scale, weight, column_tiles, INTERLEAVED: t
     # Rows of W are (R, warp, row half, g). Columns are (C, t, word, step, column half, i) or,
     # interleaved, (C, word, step, column half, t, i).
     if INTERLEAVED:
-        v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9).reshape(64, 128)
+        v = v.permute(0, 2, 5, 3, 1, 6, 7, 8, 4, 9)
     else:
-        v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9).reshape(64, 128)
-    scale = tl.load(out_scale + row * 64 + tl.arange(0, 64))[:, None]
-    w = v.to(tl.float32) * scale
+        v = v.permute(0, 2, 5, 3, 1, 4, 6, 7, 8, 9)
     n = row * 64 + tl.arange(0, 64)[:, None]
     k = c * 64 + tl.arange(0, 128)[None]
+    w = v.reshape(64, 128).to(tl.float32) * tl.load(out_scale + n)
     at_w = weight + n.to(tl.int64) * (column_tiles * 64) + k
     tl.store(at_w, w.to(weight.dtype.element_ty))
 
@@ -707,9 +698,11 @@ COUNTERS = 2 ** 16
 
 @functools.lru_cache
 def scratch(device):
-    """(number of SMs, what programs of linear_kernel share), of a device, for one stream at a time.
+    """(number of SMs, what programs of a kernel share), of a device, for one stream at a time.
 
-    They share sums of cut tiles of y, those of h, float32, and counters, int32, zero between calls.
+    Those of linear_kernel share sums of cut tiles of y and those of h, float32. Those of all kernels
+    that cut sums have the same counters, int32: a kernel reads none before the one before it has ended,
+    and they are zero between calls.
     """
     sms = 3                        # in the interpreter, so that tiles are cut there, too
     if device.type == "cuda":
@@ -736,13 +729,13 @@ def launch_linear(x, tiled, bias, lora):
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
-    # By TMA, a tile of x or y is moved as a block, and the kernel takes a descriptor instead of a
-    # pointer. This pays with more than 32 rows.
+    # By TMA, the GPU's copy engine, a tile of x or y is moved as a block, and the kernel takes a
+    # descriptor instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
     if wgmma and plan["ROWS"] > 32:
-        x_tma = tma_descriptor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = tma_descriptor(y, [plan["ROWS"], 64 * plan["R"]])
+        x_tma = TensorDescriptor.from_tensor(x, [plan["ROWS"], 64 * plan["C"]])
+        y_there = TensorDescriptor.from_tensor(y, [plan["ROWS"], 64 * plan["R"]])
 
     linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
@@ -781,6 +774,16 @@ def by_row(acc, R: tl.constexpr, WARP_GROUPS: tl.constexpr):
 
 
 @triton.jit
+def is_last(counter, others):
+    """Whether this program is the last to come here, after so many others; the counter is 0 again then."""
+    tl.debug_barrier()                                   # all threads store before one counts
+    last = tl.atomic_add(counter, 1) == others
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
 def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
     """acc + parts[first] + ... + parts[last - 1], AT_ONCE loads under way at once.
 
@@ -795,13 +798,16 @@ def add_parts(acc, parts, first, last, STRIDE: tl.constexpr, AT_ONCE: tl.constex
 
 
 @triton.jit
-def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
-                   ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
+def lora_down_kernel(x, lora_A, h, partial, arrived, ready, M, columns, ranks, parts,
+                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
     """This program's part of the columns, K a step, of a tile ROWS x J of h = x Aᵀ.
 
-    Whoever is last to leave its part adds all up, writes the tile and returns 1. All others
-    return 0.
+    Whoever is last to leave its part adds all up, writes the tile and counts it in `ready`. It is a
+    kernel of its own (lora_down, without `ready`) and what the first programs of linear_kernel do.
     """
+    if ready is None:                                    # linear_kernel has waited before
+        let_next_start()
+        wait_for_previous()
     tile = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     j_tiles = tl.cdiv(ranks, J)
@@ -818,16 +824,14 @@ def lora_down_part(x, lora_A, h, partial, arrived, M, columns, ranks, parts,
     here = partial + tile * parts * (ROWS * J)
     here = here + tl.arange(0, ROWS)[:, None] * J + tl.arange(0, J)[None]
     tl.store(here + part * (ROWS * J), acc)
-    tl.debug_barrier()                                   # all threads store before one counts
-    last = (tl.atomic_add(arrived + tile, 1) == parts - 1).to(tl.int32)
-    if last == 1:
-        tl.store(arrived + tile, 0)
+    if is_last(arrived + tile, parts - 1):
         acc = add_parts(tl.zeros([ROWS, J], tl.float32), here, 0, parts, ROWS * J, 8)
         inside = (m[:, None] < M) & (j[None] < ranks)
         at_h = h + m[:, None] * ranks + j[None]
         tl.store(at_h, acc.to(h.dtype.element_ty), mask=inside)
-        tl.debug_barrier()
-    return last
+        if ready is not None:
+            tl.debug_barrier()
+            tl.atomic_add(ready, 1)
 
 
 @triton.jit
@@ -894,15 +898,13 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     here = partial + tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None]
     tl.store(here + (2 * p + starts) * SIZE, by_thread(acc, R, WARP_GROUPS))
-    tl.debug_barrier()                                   # all threads store before one counts
 
     # Step i of the line is in the share of program ((i + 1) P - 1) // total: those of this
     # tile's first and last.
     p0 = ((tile * steps + 1) * P - 1) // total
     p1 = ((tile + 1) * steps * P - 1) // total
-    finishes = tl.atomic_add(arrived + tile, 1) == p1 - p0
+    finishes = is_last(arrived + tile, p1 - p0)
     if finishes:
-        tl.store(arrived + tile, 0)
         parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
         acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
     return finishes, acc
@@ -935,9 +937,7 @@ def finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
         tl.store(y + at_y, out.to(y.dtype.element_ty), mask=m[None] < M)
 
     if RANK > 0:
-        tl.debug_barrier()
-        if tl.atomic_add(finished, 1) == tiles - 1:      # the last tile: no program still waits
-            tl.store(finished, 0)
+        if is_last(finished, tiles - 1):                 # no program still waits
             tl.store(ready, 0)
 
 
@@ -975,9 +975,8 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
     wait_for_previous()
     if RANK > 0:
         if p < 0:
-            done = lora_down_part(x, lora_A, h, lora_partial, lora_arrived, M, column_tiles * 64,
-                                  ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
-            tl.atomic_add(ready, done)
+            lora_down_kernel(x, lora_A, h, lora_partial, lora_arrived, ready, M, column_tiles * 64,
+                             ranks, lora_parts, LORA_ROWS, 64, 64 * max(2, C))
             at = end
 
     while at < end:
@@ -1011,18 +1010,13 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
 # many columns it shares the sum out, and sampling and training would differ in the last bits. The
 # kernel adds in order always; linear takes it where cuBLAS does not.
 
-def orders(device, dtype):
-    """Whether linear and lora_down take tensors of this dtype on this device."""
-    return is_hopper(device) and runs_on(device, dtype) and (INTERPRETED or dtype == torch.bfloat16)
-
-
 def linear(x, weight, bias=None):
     """F.linear(x, weight, bias), in the order of the columns. x is contiguous."""
     ordered = cublas_orders(*x.shape, len(weight), weight.stride(0), bias is not None, x.dtype, x.device)
     return F.linear(x, weight, bias) if ordered else in_order(x, weight, bias)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cublas_orders(rows, columns, out, stride, biased, dtype, device):
     """Whether cuBLAS's product of this size is in_order's: tried once, by large terms that cancel.
 
@@ -1032,9 +1026,9 @@ def cublas_orders(rows, columns, out, stride, biased, dtype, device):
     random = functools.partial(torch.randn, generator=generator, dtype=dtype, device=device)
     half = columns // 2
     x = 64 * random(rows, columns)
-    x[:, half:2 * half] = random(rows, half) - x[:, :half]
+    x[:, -half:] = random(rows, half) - x[:, :half]
     weight = random(out, stride)[:, :columns]
-    weight[:, half:2 * half] = weight[:, :half]
+    weight[:, -half:] = weight[:, :half]
     bias = random(out) if biased else None
     return F.linear(x, weight, bias).equal(in_order(x, weight, bias))
 
@@ -1052,7 +1046,7 @@ def in_order(x, weight, bias):
     stages = min(8, 110_000 // ((rows + out) * step))      # loads under way in the SM's 220,000 bytes
     in_order_kernel[triton.cdiv(N, out), triton.cdiv(M, rows)](
         x, weight, bias, y, M, N, K, weight.stride(0), REST=K % step > 0, ROWS=rows, OUT=out, STEP=step,
-        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=is_hopper(x.device))
+        num_warps=2 if M <= 32 else 4, num_stages=stages, launch_pdl=True)
     return y
 
 
@@ -1100,17 +1094,9 @@ def lora_down(x, A):
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(ranks, J)
     partial = torch.empty(tiles * parts * tile_rows * J, device=x.device)
     lora_down_kernel[(tiles * parts,)](
-        x, A, h, partial, parts_arrived(x.device), rows, columns, ranks, parts,
-        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=is_hopper(x.device))
+        x, A, h, partial, scratch(x.device)[-1], None, rows, columns, ranks, parts,
+        ROWS=tile_rows, J=J, K=128, num_warps=4, num_stages=4, launch_pdl=True)
     return h
-
-
-@triton.jit
-def lora_down_kernel(x, A, h, partial, arrived, M, columns, ranks, parts,
-                     ROWS: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-    let_next_start()
-    wait_for_previous()
-    lora_down_part(x, A, h, partial, arrived, M, columns, ranks, parts, ROWS, J, K)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1138,14 +1124,9 @@ def tile_place(k):
 # In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
 # all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
-def rms_norm(x, weight, eps):
-    """x [..., d], weight float32 [d] -> [..., d] in x's dtype; computed in float32."""
-    return norm_branch(x.contiguous(), None, weight, eps)[1]
-
-
 def norm_branch(x, added, weight, eps, interleaved=False):
-    """x, added [..., d] -> (x + added, its rms_norm); added may be None."""
-    return FusedRMSNorm.apply(x, added, weight, eps, interleaved)
+    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
+    return FusedRMSNorm.apply(x.contiguous(), added, weight, eps, interleaved)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -1160,10 +1141,8 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
         ctx.eps = eps
-        ctx.interleaved = interleaved
-        ctx.adds = added is not None
         ctx.set_materialize_grads(False)
-        s = torch.empty_like(x) if ctx.adds else x.view_as(x)
+        s = x.view_as(x) if added is None else torch.empty_like(x)
         y = torch.empty_like(x)
         FusedRMSNorm.launch(rms_norm_kernel, x, added, weight, s, y, eps=eps,
                             INTERLEAVED=interleaved, launch_pdl=is_hopper(x.device))
@@ -1172,7 +1151,6 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_s, grad):
-        assert not ctx.interleaved
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_s = grad_s if grad_s is None else grad_s.contiguous()
@@ -1183,7 +1161,7 @@ class FusedRMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[2]:                            # --train-norms, seldom: by PyTorch
             normed = F.rms_norm(x.float(), x.shape[-1:], None, ctx.eps)
             grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        return grad_x, grad_x if ctx.adds else None, grad_weight, None, None
+        return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None, None
 
 
 @triton.jit
@@ -1243,7 +1221,6 @@ class FusedSiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, interleaved):
         ctx.save_for_backward(gate_up)
-        ctx.interleaved = interleaved
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         FusedSiluMul.launch(silu_mul_kernel, gate_up, y, INTERLEAVED=interleaved,
                             launch_pdl=is_hopper(y.device))
@@ -1251,7 +1228,6 @@ class FusedSiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        assert not ctx.interleaved
         gate_up, = ctx.saved_tensors
         grad_gate_up = torch.empty_like(gate_up)
         FusedSiluMul.launch(silu_mul_gradient_kernel, gate_up, grad.contiguous(), grad_gate_up)
@@ -1299,8 +1275,8 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 # that their results are equal.
 
 def rotary(x, cos, sin):
-    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D]."""
-    return FusedRotary.apply(x, cos.contiguous(), sin.contiguous())
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
+    return FusedRotary.apply(x, cos, sin)
 
 
 class FusedRotary(torch.autograd.Function):
@@ -1356,7 +1332,7 @@ def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: 
 # tile.
 
 PART = 256
-BLOCK = 64
+BLOCK = tl.constexpr(64)
 LOWEST = tl.constexpr(-1e30)           # below all scores; unlike -inf it can be subtracted from itself
 
 
@@ -1368,8 +1344,13 @@ def begin(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def attend(Q, K, V, seen, m, total, out, scale_log2e):
-    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`."""
+def attend(Q, k, v, there, seen, m, total, out, scale_log2e):
+    """(m, total, out) after another block of keys, of which each query takes those that it has `seen`.
+
+    Those `there` lie at k, and their values at v.
+    """
+    K = tl.load(k, mask=there, other=0.0)
+    V = tl.load(v, mask=there, other=0.0)
     score = product(Q, tl.trans(K))                                          # [ROWS, BLOCK]
     score = tl.where(seen, score * scale_log2e, -float("inf"))
     new_m = tl.maximum(m, tl.max(score, 1))
@@ -1401,48 +1382,48 @@ def attend_in_line(q, k, v, ends, prefix, longest):
     longest: of the sequences.
     """
     S, heads, D = q.shape
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    y = q.new_empty(q.shape)
     l = torch.empty(heads, S, device=q.device)
     sequences = len(ends) - 1
     line_attention_kernel[heads, sequences, triton.cdiv(longest, 64)](
         q, k, v, y, l, ends, prefix, S, heads, sequences, q.stride(0), k.stride(0), v.stride(0),
         D ** -0.5 * LOG2E, SHARE=heads // k.shape[1], ROWS=64, D=D, D_PAD=triton.next_power_of_2(D),
-        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
+        PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False)
     return y, l
 
 
 @triton.jit(do_not_specialize=["S", "sequences"])
 def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stride_q, stride_k,
                           stride_v, scale_log2e, SHARE: tl.constexpr, ROWS: tl.constexpr,
-                          D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-                          PART: tl.constexpr):
+                          D: tl.constexpr, D_PAD: tl.constexpr, PART: tl.constexpr):
     """A program has ROWS tokens of a sequence, and one of the heads, of which SHARE share a kv head."""
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     first = tl.load(ends + sequence)
     end = tl.load(ends + sequence + 1)
-    row = first + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    if first + tl.program_id(2) * ROWS < end:
+    start = first + tl.program_id(2) * ROWS
+    row = start + tl.arange(0, ROWS)
+    if start < end:
         before = tl.load(prefix + sequence)                      # where its prompt begins
         count = tl.load(prefix + sequences + sequence)           # tokens of it
-        position = count + row - first
+        origin = first - count                                   # its own tokens' position 0 in the line
         d = tl.arange(0, D_PAD)[None]
         inside = (row[:, None] < end) & (d < D)
         Q = tl.load(q + row[:, None].to(tl.int64) * stride_q + head * D + d, mask=inside, other=0.0)
-        keys = tl.minimum(count + (tl.program_id(2) + 1) * ROWS, count + end - first)
+        keys = tl.minimum(start + ROWS, end) - origin
         m, total, out = begin(ROWS, D_PAD)
         for part in range(0, keys, PART):
             part_m, part_total, part_out = begin(ROWS, D_PAD)
             for block in range(part, tl.minimum(part + PART, keys), BLOCK):
                 t = block + tl.arange(0, BLOCK)
-                at = tl.where(t < count, before + t, first + t - count)[:, None].to(tl.int64)
+                at = tl.where(t < count, before, origin) + t
+                at = at[:, None].to(tl.int64)
                 at_head = head // SHARE * D + d
                 there = (t[:, None] < keys) & (d < D)
-                K = tl.load(k + at * stride_k + at_head, mask=there, other=0.0)
-                V = tl.load(v + at * stride_v + at_head, mask=there, other=0.0)
-                seen = t[None] <= position[:, None]
+                seen = t[None] <= row[:, None] - origin
                 part_m, part_total, part_out = attend(
-                    Q, K, V, seen, part_m, part_total, part_out, scale_log2e)
+                    Q, k + at * stride_k + at_head, v + at * stride_v + at_head, there, seen,
+                    part_m, part_total, part_out, scale_log2e)
             m, total, out = put_together(m, total, out, part_m, part_total, part_out)
         total = tl.max(total, 1)                                 # its columns are equal
         at_y = y + (row[:, None].to(tl.int64) * heads + head) * D + d
@@ -1451,12 +1432,9 @@ def line_attention_kernel(q, k, v, y, l, ends, prefix, S, heads, sequences, stri
         tl.store(l + head.to(tl.int64) * S + row, log_sum, mask=row < end)
 
 
-def packed_attention(q, k, v, packing):
-    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens -> y [S, heads, D]."""
-    return PackedAttention.apply(q, k, v, packing)
-
-
 class PackedAttention(torch.autograd.Function):
+    """q [S, heads, D], k and v [S, kv_heads, D] of a line of tokens, a Packing -> y [S, heads, D]."""
+
     @staticmethod
     def forward(ctx, q, k, v, packing):
         y, l = attend_in_line(q, k, v, packing.ends, packing.prefix, max(packing.sizes))
@@ -1512,22 +1490,15 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
     padded_heads = max(16, triton.next_power_of_2(share))
     padded_D = triton.next_power_of_2(D)
     # What the parts of each row and kv head leave; a CUDA graph keeps its own.
-    out = torch.empty(B * kv_heads, parts, padded_heads, padded_D, device=qkv.device)
-    stats = out.new_empty(B * kv_heads, parts, 2, padded_heads)
+    left = torch.empty(B * kv_heads, parts, padded_heads, 2 + padded_D, device=qkv.device)
     y = qkv.new_empty(B, heads * D)
     decode_attention_kernel[(parts, B * kv_heads)](
-        qkv, cos, sin, cache, filled, y, out, stats, parts_arrived(qkv.device),
+        qkv, cos, sin, cache, filled, y, left, scratch(qkv.device)[-1],
         kv_heads, max_len, cache.stride(0), D ** -0.5 * LOG2E,
         INTERLEAVED=interleaved, SHARE=share, HEADS=padded_heads, D=D, D_PAD=padded_D,
-        BLOCK=BLOCK, PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
         launch_pdl=is_hopper(y.device))
     return y
-
-
-@functools.lru_cache
-def parts_arrived(device):
-    """How many parts of each sum have left what they computed, int32, zero between calls."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -1540,40 +1511,40 @@ def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
 
 
 @triton.jit
-def leave_attention(m, total, out, outs, stats, arrived, part, parts, b_head, head, d,
+def leave_attention(m, total, out, left, arrived, part, parts, b_head,
                     HEADS: tl.constexpr, D_PAD: tl.constexpr):
     """Leave a part of a row and kv head -> (whether it is the last to do so, total, out).
 
     If it is the last, the returned total and out are those of all parts. It reads them from the L2
     cache (.cg), to which other SMs write, not from this SM's own cache.
     """
-    slot = b_head.to(tl.int64) * tl.num_programs(0)
-    i = head[:, None] * D_PAD + d[None]
-    tl.store(outs + (slot + part) * (HEADS * D_PAD) + i, out)
-    tl.store(stats + (slot + part) * (2 * HEADS) + head, m)
-    tl.store(stats + (slot + part) * (2 * HEADS) + HEADS + head, tl.max(total, 1))
-    tl.debug_barrier()                                     # all threads store before one counts
-    done = tl.atomic_add(arrived + b_head, 1) == parts - 1
+    SIZE: tl.constexpr = HEADS * (2 + D_PAD)               # of a part: m, total and out
+    left += b_head.to(tl.int64) * tl.num_programs(0) * SIZE
+    head = tl.arange(0, HEADS)
+    at_m = left + head
+    at_total = at_m + HEADS
+    at_out = left + 2 * HEADS + head[:, None] * D_PAD + tl.arange(0, D_PAD)[None]
+    tl.store(at_m + part * SIZE, m)
+    tl.store(at_total + part * SIZE, tl.max(total, 1))
+    tl.store(at_out + part * SIZE, out)
+    done = is_last(arrived + b_head, parts - 1)
     if done:
-        tl.store(arrived + b_head, 0)
-        at_out = outs + slot * (HEADS * D_PAD) + i
-        at_m = stats + slot * (2 * HEADS) + head
         m, total, out = begin(HEADS, D_PAD)
         for q in range(0, parts):
-            part_m = tl.load(at_m + q * (2 * HEADS), cache_modifier=".cg")
-            part_total = tl.load(at_m + q * (2 * HEADS) + HEADS, cache_modifier=".cg")[:, None]
-            part_out = tl.load(at_out + q * (HEADS * D_PAD), cache_modifier=".cg")
+            part_m = tl.load(at_m + q * SIZE, cache_modifier=".cg")
+            part_total = tl.load(at_total + q * SIZE, cache_modifier=".cg")[:, None]
+            part_out = tl.load(at_out + q * SIZE, cache_modifier=".cg")
             m, total, out = put_together(m, total, out, part_m, part_total, part_out)
     return done, total, out
 
 
 # Not specialised, else the kernel would be compiled again where it is divisible by 16.
 @triton.jit(do_not_specialize=["max_len"])
-def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrived,
+def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
                             kv_heads, max_len, values, scale_log2e,
                             INTERLEAVED: tl.constexpr, SHARE: tl.constexpr,
                             HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-                            BLOCK: tl.constexpr, PART: tl.constexpr):
+                            PART: tl.constexpr):
     """A program has a part of the cache of one row and kv head (b_head).
 
     SHARE query heads share this kv head. HEADS and D_PAD are SHARE and D, padded. values: how far
@@ -1590,14 +1561,13 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
     v_cache = k_cache + values
     first = part * PART
     if first <= n:
-        head = tl.arange(0, HEADS)
-        d = tl.arange(0, D_PAD)
-        inside = (head[:, None] < SHARE) & (d[None] < D)
+        head = tl.arange(0, HEADS)[:, None]
+        d = tl.arange(0, D_PAD)[None]
+        inside = (head < SHARE) & (d < D)
         c = tl.load(cos + b * D + d, mask=d < D, other=0.0).to(tl.float32)
         s = tl.load(sin + b * D + d, mask=d < D, other=0.0).to(tl.float32)
         at = b * (kv_heads * (SHARE + 2)) * D
-        at_q = at + (g * SHARE + head[:, None]) * D
-        Q = rotated(qkv, at_q, d[None], c[None], s[None], inside, D)
+        Q = rotated(qkv, at + (g * SHARE + head) * D, d, c, s, inside, D)
         if n < first + PART:                                   # the new token is this part's
             k = rotated(qkv, at + (kv_heads * SHARE + g) * D, d, c, s, d < D, D)
             v = tl.load(qkv + at + (kv_heads * (SHARE + 1) + g) * D + d, mask=d < D, other=0.0)
@@ -1607,18 +1577,18 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, outs, stats, arrive
         m, total, out = begin(HEADS, D_PAD)
         for block in range(first, tl.minimum(n + 1, first + PART), BLOCK):
             t = block + tl.arange(0, BLOCK)
-            there = (t[:, None] <= n) & (d[None] < D)
-            K = tl.load(k_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-            V = tl.load(v_cache + t[:, None] * D + d[None], mask=there, other=0.0)
-            m, total, out = attend(Q, K, V, t[None] <= n, m, total, out, scale_log2e)
+            at_t = t[:, None] * D + d
+            there = (t[:, None] <= n) & (d < D)
+            m, total, out = attend(Q, k_cache + at_t, v_cache + at_t, there, t[None] <= n,
+                                   m, total, out, scale_log2e)
 
         parts = n // PART + 1
         done = parts == 1
         if not done:
-            done, total, out = leave_attention(m, total, out, outs, stats, arrived, part,
-                                               parts, b_head, head, d, HEADS, D_PAD)
+            done, total, out = leave_attention(m, total, out, left, arrived, part, parts,
+                                               b_head, HEADS, D_PAD)
         if done:
-            place = (g * SHARE + head[:, None]) * D + d[None]
+            place = (g * SHARE + head) * D + d
             place = tile_place(place) if INTERLEAVED else place
             at_y = y + (b * (kv_heads * SHARE * D) + place)
             result = (out / tl.max(total, 1)[:, None]).to(y.dtype.element_ty)
@@ -1643,45 +1613,56 @@ def token_logprob(logits, tokens, temperature=1.0, gradient=False):
 
     gradient: put its gradient [n, V] in the place of the logits.
     """
-    n, V = logits.shape
     scale = 1 / temperature
-    parts, blocks, sizes = sums_of_parts(logits, scale)
-    logprob, log_Z = chosen_logprob(logits, tokens, parts, blocks, scale)
+    parts, sizes = sums_of_parts(logits, scale)
+    logprob, log_Z, _ = chosen_logprob(logits, tokens, parts, scale, sizes)
     if gradient:
-        token_logprob_gradient_kernel[(n * blocks,)](
+        n, V = logits.shape
+        token_logprob_gradient_kernel[(triton.cdiv(V, LOGITS), n)](
             logits, tokens, log_Z, V, scale, SIZE=LOGITS, num_warps=8)
     return logprob
 
 
 def sums_of_parts(logits, scale):
-    """(the sums of each row's parts [B, 4, PARTS], how many parts there are, the kernels' sizes)."""
+    """(the sums of each row's parts [B, 4, PARTS], the kernels' sizes)."""
     B, V = logits.shape
     blocks = triton.cdiv(V, LOGITS)
     sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
     parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
-    return parts, blocks, sizes
+    return parts, sizes
 
 
-def chosen_logprob(logits, tokens, parts, blocks, scale):
-    """log-probability of each row's token and log Z, float32 [B]: of training and sampling."""
-    logprob, log_Z = torch.empty(2, len(tokens), device=logits.device)
+def chosen_logprob(logits, tokens, parts, scale, sizes):
+    """Of each row its token's log-probability, log Z and the entropy, float32 [3, B]."""
+    found = torch.empty(3, len(tokens), device=logits.device)
     chosen_kernel[(len(tokens),)](
-        logits, tokens, parts, logprob, log_Z, logits.shape[1], blocks, scale,
-        PARTS=parts.shape[2], num_warps=1)
-    return logprob, log_Z
+        logits, tokens, parts, *found, logits.shape[1], scale, **sizes | {"num_warps": 1})
+    return found
 
 
 @triton.jit
-def chosen_kernel(logits, tokens, parts, logprob, log_Z, V, blocks, scale, PARTS: tl.constexpr):
-    row = tl.program_id(0)
+def sums_of_row(parts, i, V, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """(a row's largest z, number i of the sums of each of its parts, as of e^(z - largest))."""
     part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS) + part
-    m = tl.load(here, mask=part < blocks, other=-float("inf"))
-    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
+    here = parts + tl.program_id(0) * (4 * PARTS) + part
+    there = part < tl.cdiv(V, SIZE)
+    m = tl.load(here, mask=there, other=-float("inf"))
     largest = tl.max(m)
-    log_sum = largest + tl.log(tl.sum(total * tl.exp(m - largest)))
+    sums = tl.load(here + i * PARTS, mask=there, other=0.0)
+    return largest, sums * tl.exp(m - largest)
+
+
+@triton.jit
+def chosen_kernel(logits, tokens, parts, logprob, log_Z, entropy, V, scale,
+                  PARTS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0)
+    largest, total = sums_of_row(parts, 1, V, PARTS, SIZE)
+    _, weighted = sums_of_row(parts, 2, V, PARTS, SIZE)
+    Z = tl.sum(total)
+    log_sum = largest + tl.log(Z)
     tl.store(log_Z + row, log_sum)
+    tl.store(entropy + row, log_sum - tl.sum(weighted) / Z)
     z = scaled_logits(logits, row, tl.load(tokens + row), V, scale)
     tl.store(logprob + row, z - log_sum)
 
@@ -1695,7 +1676,7 @@ def scaled_logits(logits, row, i, V, scale):
 
 @triton.jit
 def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Of SIZE logits of a row: m = max z, Σ e^(z-m) and Σ z e^(z-m)."""
+    """Of SIZE logits of a row: m = max z, Σ e^(z-m) and Σ z e^(z-m), the numbers 0 to 2 of its sums."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     row = tl.program_id(1)
     z = scaled_logits(logits, row, i, V, scale)
@@ -1710,9 +1691,8 @@ def sample_parts_kernel(logits, parts, V, scale, PARTS: tl.constexpr, SIZE: tl.c
 @triton.jit
 def token_logprob_gradient_kernel(logits, tokens, log_Z, V, scale, SIZE: tl.constexpr):
     """A program has SIZE logits of a row, and overwrites them."""
-    blocks = tl.cdiv(V, SIZE)
-    row = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * SIZE + tl.arange(0, SIZE)
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(1)
     p = tl.exp(scaled_logits(logits, row, i, V, scale) - tl.load(log_Z + row))
     g = scale * ((i == tl.load(tokens + row)).to(tl.float32) - p)
     tl.store(logits + row.to(tl.int64) * V + i, g.to(logits.dtype.element_ty), mask=i < V)
@@ -1730,22 +1710,20 @@ def sample(logits, temperature, seed, top_p=1.0):
     """
     B, V = logits.shape
     scale = 1 / temperature
-    parts, blocks, sizes = sums_of_parts(logits, scale)
+    parts, sizes = sums_of_parts(logits, scale)
     lowest = torch.empty(B, device=logits.device)
     token = torch.empty(B, dtype=torch.int64, device=logits.device)
-    entropy = torch.empty(B, device=logits.device)
     if top_p < 1:
-        nucleus_kernel[(B,)](
-            logits, parts, lowest, V, blocks, scale, top_p, **sizes | {"num_warps": 16})
-    sample_kernel[(B,)](
-        logits, seed, parts, lowest, token, entropy, V, blocks, scale, NUCLEUS=top_p < 1, **sizes)
-    return token, chosen_logprob(logits, token, parts, blocks, scale)[0], entropy
+        nucleus_kernel[(B,)](logits, parts, lowest, V, scale, top_p, **sizes | {"num_warps": 16})
+    sample_kernel[(B,)](logits, seed, parts, lowest, token, V, scale, NUCLEUS=top_p < 1, **sizes)
+    logprob, _, entropy = chosen_logprob(logits, token, parts, scale, sizes)
+    return token, logprob, entropy
 
 
 @triton.jit
-def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
+def nucleus_kernel(logits, parts, lowest, V, scale, top_p,
                    PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """The lowest z of a row's nucleus, and for each part Σ e^(z-m) of those that reach it.
+    """The lowest z of a row's nucleus, and of each part Σ e^(z-m) of those that reach it, its number 3.
 
     They are the fewest of the likeliest that have at least the probability top_p. The lowest is searched
     for by halving: `low` reaches top_p, and `high`, the highest z that may still be wrong to leave out,
@@ -1754,13 +1732,9 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
     """
     row = tl.program_id(0)
     i = tl.arange(0, SIZE)
-    part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS)
     infinity = float("inf")
-    m = tl.load(here + part, mask=part < blocks, other=-infinity)
-    total = tl.load(here + PARTS + part, mask=part < blocks, other=0.0)
-    largest = tl.max(m)
-    wanted = tl.sum(total * tl.exp(m - largest)) * top_p
+    largest, total = sums_of_row(parts, 1, V, PARTS, SIZE)
+    wanted = tl.sum(total) * top_p
 
     low = -infinity
     high = largest
@@ -1785,31 +1759,19 @@ def nucleus_kernel(logits, parts, lowest, V, blocks, scale, top_p,
         passes += 1
 
     tl.store(lowest + row, low)
-    for block in range(blocks):
+    here = parts + row * (4 * PARTS)
+    for block in range(tl.cdiv(V, SIZE)):
         z = scaled_logits(logits, row, block * SIZE + i, V, scale)
         e = tl.exp(z - tl.load(here + block))
         tl.store(here + 3 * PARTS + block, tl.sum(tl.where(z >= low, e, 0.0)))
 
 
 @triton.jit
-def sample_kernel(logits, seed, parts, lowest, token, entropy, V, blocks, scale,
+def sample_kernel(logits, seed, parts, lowest, token, V, scale,
                   NUCLEUS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Put a row's parts together, pick one of them, and a token in it."""
+    """Pick one of a row's parts, and a token in it."""
     row = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    here = parts + row * (4 * PARTS) + part
-    m = tl.load(here, mask=part < blocks, other=-float("inf"))
-    total = tl.load(here + PARTS, mask=part < blocks, other=0.0)
-    weighted = tl.load(here + 2 * PARTS, mask=part < blocks, other=0.0)
-    largest = tl.max(m)
-    e = tl.exp(m - largest)
-    Z = tl.sum(total * e)
-    log_Z = largest + tl.log(Z)
-    tl.store(entropy + row, log_Z - tl.sum(weighted * e) / Z)
-
-    if NUCLEUS:
-        total = tl.load(here + 3 * PARTS, mask=part < blocks, other=0.0)
-    total *= e
+    largest, total = sums_of_row(parts, 3 if NUCLEUS else 1, V, PARTS, SIZE)
     u, v, _, _ = tl.rand4x(tl.load(seed), row)               # the generator gives four at a time
     block = place_of(total, u * tl.sum(total), PARTS)
     i = block * SIZE + tl.arange(0, SIZE)
@@ -1846,11 +1808,7 @@ def record_graph(step, generator=None):
     feeds it must change them in place. The warm-up is a step like any other: what it changes
     stays changed. generator: what step draws from, if not the default.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()                                   # warm up: compiles kernels, allocates workspaces
-    torch.cuda.current_stream().wait_stream(side)
+    step()                                       # warm up: compiles kernels, allocates workspaces
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)

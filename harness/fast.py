@@ -76,8 +76,7 @@ def table_on(table, device):
 
 @dataclass(eq=False)
 class Format(qerl.Format):
-    """qerl.Format, whose codes a kernel may know how to multiply."""
-    tiled: bool = False            # whether fp4_kernels knows its codes
+    """qerl.Format, whose codes a kernel knows how to multiply if they are E2M1."""
 
     def dequantize(self, packed, block_scale, global_scale, dtype):
         """qerl.Format.dequantize, with a table that is copied to the device once."""
@@ -95,8 +94,7 @@ class Format(qerl.Format):
         return kernels.tile(packed, scale, 1 / global_scale)
 
 
-FORMATS = {
-    name: Format(**vars(format), tiled=format.table is E2M1) for name, format in qerl.FORMATS.items()}
+FORMATS = {name: Format(**vars(format)) for name, format in qerl.FORMATS.items()}
 
 
 class PackedWeight(qerl.PackedWeight):
@@ -137,8 +135,8 @@ def with_room(weight, layer):
 
 
 def renewed(old, new):
-    """Tensors `new`, in the place of `old`, which recorded graphs read, if these have their shapes."""
-    if old is None or any(kept.shape != tensor.shape for kept, tensor in zip(old[:2], new)):
+    """Tensors `new`, in the place of `old`, which recorded graphs read, if there are such."""
+    if old is None:
         return new
     for kept, tensor in zip(old[:2], new):
         kept.copy_(tensor)
@@ -272,16 +270,14 @@ class RMSNorm(qerl.RMSNorm):
             self.noisy_weight, = self.decode_scale
 
     def forward(self, x):
-        if use_kernels(x):
-            return kernels.rms_norm(x, self.scale, self.eps)
-        return super().forward(x)
+        return self.branch(x)[1]
 
     def branch(self, x, added=None, interleaved=False):
         """(x + added, its norm); interleaved: for a layer that reads the norm so, see PackedWeight."""
         if use_kernels(x):
             return kernels.norm_branch(x, added, self.scale, self.eps, interleaved)
         x = x if added is None else x + added
-        return x, self(x)
+        return x, super().forward(x)
 
 
 def rotary(x, cos, sin):
@@ -321,11 +317,10 @@ def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
     kv_cache[1, slot, :, filled] = v
 
     length = filled + 1
-    k, v = kv_cache[:, :, :, :length.max()]                                      # of all tokens so far
-    there = length_mask(length, k.shape[2])[:, None, None]                       # [slots, 1, 1, longest]
-    q = rotary(q, cos, sin)[:, :, None]                                          # [slots, heads, 1, D]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
-    return y.flatten(1)
+    k, v = kv_cache[:, :, :, :length.max()].transpose(2, 3)                      # of all tokens so far
+    there = length_mask(length, k.shape[1])[:, None, None]                       # [slots, 1, 1, longest]
+    q = rotary(q, cos, sin)[:, None]                                             # [slots, 1, heads, D]
+    return qerl.attention(q, k, v, there).flatten(1)
 
 
 class Attention(qerl.Attention):
@@ -393,13 +388,8 @@ class Block(qerl.Block):
         return x, self.mlp.decode(y)
 
 
-FASTER = {
-    qerl.QuantLinear: QuantLinear,
-    qerl.RMSNorm: RMSNorm,
-    qerl.Attention: Attention,
-    qerl.MLP: MLP,
-    qerl.Block: Block,
-}
+# {a class of qerl.py: the one here that is made from it}
+FASTER = {kind.__base__: kind for kind in (QuantLinear, RMSNorm, Attention, MLP, Block)}
 
 
 class Transformer(qerl.Transformer):
@@ -442,7 +432,8 @@ class Transformer(qerl.Transformer):
         def kept(layer):
             return (type(layer) is QuantLinear and not layer.values.interleaved
                     and layer.values.format is FORMATS["bf16"] and layer.values.parts[0].shape[1] % 128 == 0)
-        fits = kernels is not None and kernels.orders(self.device, self.embedding.dtype)
+        x = self.embedding
+        fits = x.is_cuda and x.dtype == torch.bfloat16 and use_kernels(x) and kernels.is_hopper(x.device)
         self.exact = fits and all(map(kept, self.quantized_layers()))
         return self.exact
 
@@ -468,8 +459,8 @@ class Transformer(qerl.Transformer):
         for i, block in enumerate(self.blocks):
             block.recomputed = recomputed = i < self.recompute_blocks
             block.mlp.down.output_unread = recomputed
-            for layer in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down):
-                layer.keep_dequantized = recomputed
+            for module in block.modules():             # of which QuantLinear reads it
+                module.keep_dequantized = recomputed
 
 
 # --------------------------------------------------------------------------------------------------
@@ -762,9 +753,9 @@ class Packing(NamedTuple):
     sizes: list                # tokens of each prompt, then of each completion
     owner: list                # of each completion: the number of its prompt
     largest: int               # tokens of the completions of a prompt, at most
-    position: torch.Tensor     # int64 [S], of a token in its prompt + completion
+    position: torch.Tensor     # int32 [S], of a token in its prompt + completion
     prefix: torch.Tensor       # int32 [2, P + B]: where each one's prompt begins and how long it is, or 0
-    before: torch.Tensor       # int64 [n]: the token of the line before each token of the completions
+    before: torch.Tensor       # int32 [n]: the token of the line before each token of the completions
     ends: torch.Tensor         # int32 [1 + P + B]: 0, and where each prompt and completion ends
     group_ends: torch.Tensor   # int32 [1 + P]: 0, and where the completions of each prompt end,
                                # counted from the first completion
@@ -775,7 +766,7 @@ class Packing(NamedTuple):
     def attend(self, q, k, v, layer=None):
         """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
         if attends_in_line(q):
-            return kernels.packed_attention(q[0], k[0], v[0], self)[None]
+            return kernels.PackedAttention.apply(q[0], k[0], v[0], self)[None]
         sizes, owner = self.sizes, self.owner
         P = len(sizes) - len(owner)
 
@@ -813,10 +804,8 @@ def pack(prompts, lengths, device, padding=0):
     group_ends = places[[0, *itertools.accumulate(count for _, count in groups)]]
     largest = int(group_ends.diff().max())
     prefix = torch.stack([F.pad(ends[owner], (P, 0)), torch.tensor(starts)])
-    position, prefix, before, ends, group_ends = (
-        to_device(t, device) for t in (position, prefix, before, ends, group_ends))
-    return Packing(
-        sizes, owner, largest, position, prefix.int(), before, ends.int(), group_ends.int())
+    tensors = position, prefix, before, ends, group_ends
+    return Packing(sizes, owner, largest, *(to_device(t, device).int() for t in tensors))
 
 
 def token_logprob(logits, tokens, temperature=1.0, gradient=False):
@@ -873,15 +862,15 @@ def token_logprobs(model, prompts, completions, length, temperature=1.0, chunk=2
     places = to_device(mask.flatten().nonzero()[:, 0], device)     # of the n tokens, in the line's order
     tokens = completions.flatten()[places]
     shared = [token for prompt, _ in itertools.groupby(prompts) for token in prompt]
-    unpadded = len(shared) + len(tokens)
-    padding = -unpadded % ROWS if model.in_order else 0
+    unit = ROWS if model.in_order else 1
+    padding = -(len(shared) + len(tokens)) % unit
     packing = pack(prompts, length.tolist(), device, padding)
     line = torch.cat([to_device(shared + [0] * padding, device), tokens])
     hidden = model.hidden(line[None], packing)[0]                                           # [S, d]
     # The token before predicts a token. This is hidden[packing.before], but as an embedding lookup:
     # the gradient of indexing is slow on a GPU, and on several CPU threads adds up in any order, so that
     # no run could be repeated exactly.
-    spare = -len(tokens) % ROWS if model.in_order else 0
+    spare = -len(tokens) % unit
     hidden = F.embedding(F.pad(packing.before, (0, spare)), hidden)
     logprobs = OutputLogprobs.apply(
         hidden, model.lm_head, F.pad(tokens, (0, spare)), temperature, chunk, model.in_order)
@@ -900,7 +889,7 @@ class WeightReader(loading.WeightReader):
         """In tiles, where a kernel takes them."""
         device = torch.device(self.device)
         in_features = 2 * parts[0].shape[1]
-        if format.tiled and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
+        if format.table is E2M1 and kernels and kernels.tiles_fit(device, self.dtype, in_features, sizes):
             return format.tile(*parts)
         return PackedWeight(format, *parts)
 

@@ -64,11 +64,11 @@ def launch_tiles():
     """linear_kernel in all Configs of the GPU."""
     format = fast.FORMATS["nvfp4"]
     weight = format.tile(*format.quantize(torch.ones(512, 512)))
-    lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0)
+    lora = weight.prepare_lora(torch.empty(32, 512), torch.empty(512, 32), [512], 1.0, torch.bfloat16)
     for config in fp4_kernels.configs_on(weight.words.device):
         x = torch.empty(config.rows, 512, dtype=torch.bfloat16)
         fp4_kernels.config_for = lambda *_, chosen=config: chosen
-        weight.multiply(x, bias=x[0].float(), lora=lora)
+        weight.multiply(x, bias=x[0], lora=lora)
 
 
 if __name__ == "__main__":
