@@ -91,11 +91,9 @@ def load_policy(settings, engine, stored, ranks):
         keep_decoded(model, engine)
         keep_values(model, engine)
     alone = settings.engine == "fast" and settings.method == "qerl" and ranks.count == 1
-    if alone and settings.exact is not False and model.decode_exactly():
-        print("without noise completions are sampled as they are trained, to the last bit")
-    else:
-        require(not settings.exact, "--exact: sampling and training cannot be equal to the last bit here; that "
-                "needs one Hopper GPU, bfloat16, LoRA, and memory for the 16-bit values of all weights")
+    require(not settings.exact or alone and model.decode_exactly(),
+            "--exact: sampling and training cannot be equal to the last bit here; that needs --engine fast "
+            "without --method, one Hopper GPU, bfloat16, LoRA, and memory for the 16-bit values of all weights")
     return model
 
 
