@@ -66,7 +66,10 @@ def complete_seeds(rows):
 
     Of a seed that is complete on two machines the first counts.
     """
-    runs = pd.DataFrame(rows).dropna(subset="accuracy_after").sort_values("started")
+    finished = [row for row in rows if "accuracy_after" in row]
+    if not finished:
+        return finished
+    runs = pd.DataFrame(finished).sort_values("started")
     arms = runs.groupby(["machine", "seed"]).arm.transform("nunique")
     counts = (arms == 4) & runs.seed.isin(SEEDS)
     for (machine, seed), others in runs[~counts].groupby(["machine", "seed"]):

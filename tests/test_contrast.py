@@ -114,6 +114,7 @@ def test_a_run_becomes_a_row_with_its_counts(quiz, tmp_path):
     assert stopped == {"machine": tmp_path.name, "commit": "abc", "hardware": "a card", "name": name,
                        "started": "1"}
     assert (row["arm"], row["seed"], row["commit"], row["started"]) == ("N", 0, "abc", "2")
+    assert len(contrast.complete_seeds([stopped])) == 0
     summary = read_json(tmp_path / name / "summary.json")
     assert sum(row["right_accuracy"]) / 24 == pytest.approx(summary["accuracy_after"])
     assert sum(row["right_greedy"]) / 6 == pytest.approx(summary["greedy_after"])
