@@ -1627,7 +1627,10 @@ def sums_of_parts(logits, scale):
     """(the sums of each row's parts [B, 4, PARTS], the kernels' sizes)."""
     B, V = logits.shape
     blocks = triton.cdiv(V, LOGITS)
-    sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8}
+    # A fused multiplication would give the threads sums that differ in the last bit (each adds its own
+    # product unrounded), and nucleus_kernel's threads would leave its loop at different passes.
+    sizes = {"PARTS": triton.next_power_of_2(blocks), "SIZE": LOGITS, "num_warps": 8,
+             "enable_fp_fusion": False}
     parts = torch.empty(B, 4, sizes["PARTS"], device=logits.device)
     sample_parts_kernel[(blocks, B)](logits, parts, V, scale, **sizes)
     return parts, sizes

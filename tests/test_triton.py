@@ -361,6 +361,14 @@ def test_kernel_samples_from_the_nucleus(top_p):
         assert_close(frequency, few / few.sum(), rtol=0, atol=0.01)
 
 
+@gpu
+def test_gpu_search_of_a_flat_nucleus_ends():
+    """Where one token more or less is a rounding of the sum, all threads leave it at the same pass."""
+    logits = torch.randn(20000, 5000, device="cuda", dtype=torch.bfloat16)
+    token = kernels.sample(logits, 1.0, torch.tensor([5], device="cuda"), top_p=0.9)[0]
+    assert token.unique().numel() > 4000
+
+
 # --------------------------------------------------------------------------------------------------
 # All together
 
