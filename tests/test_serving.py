@@ -75,13 +75,13 @@ def test_saved_folder_has_the_librarys_bytes(tmp_path, saving, name):
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @torch.no_grad()
 def test_saved_codes_are_those_of_training_and_nearer_than_rounding(
-        made_qwen, data, tmp_path, cache, saving, quantizer):
-    """Nearer to the 16-bit model, by the logits of a question that it was calibrated on.
+        data, tmp_path, cache, saving, quantizer):
+    """Nearer to the 16-bit model, which has biases, by the logits of a question of its calibration.
 
     four-over-six is calibrated on none: its weights are nearer (test_quantizers.py).
     """
-    folder, theirs = made_qwen
-    options = (*saving, "--data", data, "--quantizer", quantizer, "--validation", "3")
+    folder, theirs = make_folder(tmp_path / "source", "llama")
+    options = (*saving, "--model", folder, "--data", data, "--quantizer", quantizer, "--validation", "3")
     run_main(*options)
     settings = replace(train_gsm8k.arguments(options), max_new_tokens=8)
     model, _, loaded, _ = load_all(settings, None, Ranks())
