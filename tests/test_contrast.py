@@ -103,9 +103,8 @@ def test_a_run_becomes_a_row_with_its_counts(quiz, tmp_path):
     write_jsonl(tmp_path / "starts.jsonl", [
         {"commit": "abc", "hardware": "a card"}, {"name": name, "started": "1"},
         {"name": name, "started": "2"}])
-    run_main("--model", quiz, "--data", quiz, *QUICK, "--group", 4, "--lr", 1e-4, "--steps", 2,
-             "--validation", 4, "--eval-every", 1, "--eval-samples", 4, "--validation-samples", 2,
-             "--out", tmp_path / name)
+    run_main("--model", quiz, "--data", quiz, *QUICK, "--group 4 --lr 1e-4 --steps 2 --validation 4",
+             "--eval-every 1 --eval-samples 4 --validation-samples 2 --out", tmp_path / name)
     stopped, row = json.loads(json.dumps(contrast.rows_of(tmp_path)))
     assert stopped == {"machine": tmp_path.name, "commit": "abc", "hardware": "a card", "name": name,
                        "started": "1"}

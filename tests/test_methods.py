@@ -242,7 +242,7 @@ def test_a_neighbour_trains_and_resumes(
     monkeypatch.setattr(
         train_gsm8k, "find_reward", lambda scheme: lambda text, question: sum(text.encode()) % 97)
     flags = "--steps 3 --stages 3 --save-every 1 --eval-questions 1 --skip-eval-before --method"
-    options = (*quick, *f"{flags} {command} --out".split())
+    options = (*quick, flags, *command.split(), "--out")
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     run_main(*options, whole)
@@ -285,7 +285,7 @@ def test_neighbours_refuse(qwen, data, tmp_path, monkeypatch, command, message):
     if "packed" in command:
         export.save_packed(qwen, "packed", "cpu")
     flags = f"--device cpu --max-new-tokens 8 --out out --method {command}"
-    assert message in refused("--data", data, *flags.split())
+    assert message in refused("--data", data, flags)
 
 
 def test_fp8_is_refused_where_a_gpu_has_none(monkeypatch):

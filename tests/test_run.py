@@ -343,9 +343,9 @@ def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_p
     else:
         shutil.copytree(qwen, source)
     flags = "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0"
-    options = (*quick, "--model", source, *LEARNING, *flags.split())
-    run_main(*options, "--steps", 1)
-    run_main(*options, "--steps", 2, "--resume")
+    options = (*quick, "--model", source, LEARNING, flags)
+    run_main(*options, "--steps 1")
+    run_main(*options, "--steps 2 --resume")
     for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
         assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
     assert not (tmp_path / "run/adapter").exists()
@@ -380,7 +380,7 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(quick, tm
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
     """
     flags = "--group 4 --reward random --steps 3 --save-every 1 --lr 1e-12 --dtype"
-    options = (*quick, *flags.split())
+    options = (*quick, flags)
     run_main(*options, "float32", "--out", tmp_path / "exact")
     with losses_times(1e9, 1e-5):
         run_main(*options, "float16", "--out", tmp_path / "whole")
@@ -399,7 +399,7 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     scaler = partial(torch.amp.GradScaler, init_scale=1.0)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     with losses_times(1e9):
-        line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
+        line = refused(*quick, LEARNING, "--reward random --dtype float16")
     assert "the values of gradient_norm are NaN" in line
 
 
@@ -426,6 +426,6 @@ def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
     monkeypatch.setattr(fast.Transformer, "sum_in_order", lambda model: None)
     flags = "--steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
-    run_main(*quick, *LEARNING, *flags.split(), "--out", tmp_path / "exact")
+    run_main(*quick, LEARNING, flags, "--out", tmp_path / "exact")
     assert capsys.readouterr().out.count("have another log-probability") == 1
     assert [kind for kind, _ in itertools.groupby(passes)] == ["update", "old", "update"]
