@@ -274,8 +274,8 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
 def test_bench_scaling_measures_processes(tmp_path, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
     out = tmp_path / "scaling"
-    flags = "scaling --device cpu --processes 2 --weights nvfp4 --repeats 1 --out"
-    run_main(flags, out, program=bench)
+    flags = "--device cpu --processes 2 --weights nvfp4 --repeats 1 --out"
+    run_main("scaling", flags, out, program=bench)
     rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:
