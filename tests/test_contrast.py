@@ -101,18 +101,15 @@ def test_a_run_becomes_a_row_with_its_counts(quiz, tmp_path):
     """Its first start did not finish."""
     name = "gptq-lr1e-4-seed1"
     write_jsonl(tmp_path / "starts.jsonl", [
-        {"commit": "abc", "hardware": "a card"}, {"name": name, "started": "1"},
-        {"name": name, "started": "2"}])
+        {"commit": "abc"}, {"name": name, "started": "1"}, {"name": name, "started": "2"}])
     run_main("--model", quiz, "--data", quiz, *QUICK, "--group 4 --lr 1e-4 --steps 2 --validation 4",
              "--eval-every 1 --eval-samples 4 --validation-samples 2 --out", tmp_path / name)
     stopped, row = json.loads(json.dumps(contrast.rows_of(tmp_path)))
-    assert stopped == {"machine": tmp_path.name, "commit": "abc", "hardware": "a card", "name": name,
-                       "started": "1"}
+    assert stopped["started"] == "1" and "arm" not in stopped
     assert (row["arm"], row["seed"], row["commit"], row["started"]) == ("N", 0, "abc", "2")
     assert len(contrast.complete_seeds([stopped])) == 0
     summary = read_json(tmp_path / name / "summary.json")
     assert sum(row["right_accuracy"]) / 24 == pytest.approx(summary["accuracy_after"])
-    assert sum(row["right_greedy"]) / 6 == pytest.approx(summary["greedy_after"])
     assert max(row["right_accuracy"]) > 1
     step = read_jsonl(tmp_path / name / "metrics.jsonl")[-1]
     assert "pass@2_validation" in step and "pass@4_validation" not in step and "pass@4_after" in summary
