@@ -22,11 +22,12 @@ from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import by_both_engines, run_python, stop_at, tensors_of_checkpoint, without_times
-from harness import export, folders
+from harness import export
 from harness.command import one_line
 from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
 from harness.run import read_checkpoint, write_checkpoint
+from studies import peers
 from test_answers import chat_text
 
 
@@ -67,8 +68,10 @@ def test_flags_that_cannot_be_meant_are_named(argv, message):
     ("bench", [""], "'': a value is empty"),
     ("bench", ["kernels", "--device", "cpu"], "the kernels run on a GPU alone"),
     ("bench", ["step", "--sizes", "4x1"], "invalid size value: '4x1'"),
+    ("bench", ["step", "--peers", "--device", "cpu"], "no_such_package cannot be imported; pip install"),
 ])
-def test_every_program_refuses_in_one_line(program, arguments, message):
+def test_every_program_refuses_in_one_line(monkeypatch, program, arguments, message):
+    monkeypatch.setattr(peers, "PACKAGES", ["no_such_package"])
     assert message in refused(*arguments, program=importlib.import_module(program))
 
 
@@ -445,12 +448,3 @@ def test_what_the_system_refuses_is_one_line(
     said = refused(*quick)
     assert message in said and f"--resume --out {tmp_path}/run" in said
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def fails(*given, **options):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(folders.FileLock, "acquire", fails)
-    line = refused("--device cpu --out", tmp_path / "run")
-    assert line.endswith(f"Operation not supported: '{tmp_path}/run/.lock'")
