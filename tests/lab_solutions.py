@@ -210,9 +210,6 @@ WRONG = {
         "one token more": (
             "you take one token more",
             "before < top_p", "before <= top_p"),
-        "no unlikely tokens": (
-            "you leave out unlikely tokens",
-            "(before < top_p)", "(before < top_p) * (ordered > 0.05 * ordered[:, :1])"),
         "never the last hundredths": (
             "you leave out unlikely tokens",
             "before < top_p", "before < min(top_p, 0.97)"),
@@ -246,9 +243,6 @@ WRONG = {
         "bounded": (
             "you bound the advantage",
             "return A", "return A.clamp(-3, 3)"),
-        "lists": (
-            "found [[1.4997",
-            "return A", "return A.tolist()"),
         "numpy's arrays": (
             "found [[",
             "return A", "return A.numpy()"),

@@ -4,10 +4,9 @@ from unittest import mock
 import torch
 
 import qerl
-from harness import fast
 import train_gsm8k
 from common import run_main
-from harness import machine
+from harness import fast, machine
 from harness.folders import read_json
 from test_qerl import TOKENS
 

@@ -6,11 +6,10 @@ import torch
 from torch.testing import assert_close
 
 import qerl
-from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import all_trained, assert_same_run, neighbour, refused, run_main, stop_at
-from harness import export
+from harness import export, fast
 from harness.small_policy import WordText
 from methods import deep_grpo, qat, qurl, rilq
 from methods.parts import eight_bit

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import bench
-from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, refused, run_main, run_python
-from harness import layers, policy
+from harness import fast, layers, policy
 from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import qerl
-from harness import fast
 import train_gsm8k
-from harness import export
+from harness import export, fast
 from harness.data import ChatText, read_questions
 from harness.policy import SYSTEM
 from harness.small_policy import WordText

@@ -12,10 +12,9 @@ import transformers
 from safetensors import SafetensorError
 from torch.testing import assert_close
 
-from harness import fast, loading
 import train_gsm8k
 from common import refused, run_main
-from harness import export
+from harness import export, fast, loading
 from harness.data import ChatText
 from harness.folders import read_json
 from harness.policy import SYSTEM, load_all
