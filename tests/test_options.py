@@ -32,8 +32,8 @@ def test_the_best_adapter_on_questions_kept_apart(quick, data, monkeypatch, tmp_
         return {"accuracy_validation": next(accuracies)}
 
     monkeypatch.setattr(train_gsm8k, "evaluate", evaluated)
-    flags = "--steps 6 --reward random --validation 8 --eval-every 2 --skip-eval-before --out"
-    run_main(*quick, LEARNING, flags, tmp_path)
+    run_main(*quick, LEARNING,
+             "--steps 6 --reward random --validation 8 --eval-every 2 --skip-eval-before --out", tmp_path)
     summary = read_json(tmp_path / "summary.json")
     assert summary["best"] == {"accuracy": 0.5, "step": 4}
     assert "best in validation: step 4, 50.0% right" in capsys.readouterr().out
@@ -117,8 +117,8 @@ def test_training_starts_from_an_adapter_of_peft(quick, qwen, tmp_path, capsys):
     load_adapter(ours, tmp_path / "adapter")
     with torch.no_grad():
         assert relative(ours(TOKENS), theirs(TOKENS).logits) < 1e-4
-    flags = "--steps 2 --weights bf16 --reward random --beta 0.1 --skip-eval-before --adapter"
-    run_main(*quick, LEARNING, flags, tmp_path / "adapter")
+    run_main(*quick, LEARNING, "--steps 2 --weights bf16 --reward random --beta 0.1 --skip-eval-before",
+             "--adapter", tmp_path / "adapter")
     assert "with which --beta compares" in capsys.readouterr().out
     settings = read_json(tmp_path / "run/summary.json")["settings"]
     assert (settings["lora_rank"], settings["lora_alpha"]) == (2, 8)

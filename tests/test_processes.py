@@ -29,8 +29,9 @@ from test_qerl import with_lora
 @pytest.fixture
 def several(quick):
     """The flags of a run of two processes."""
-    flags = "--prompts 8 --group 4 --updates 2 --lr 1e-2 --reward random --save-every 1"
-    return (*quick, *f"{flags} --skip-eval-before --eval-questions 5".split())
+    flags = ("--prompts 8 --group 4 --updates 2 --lr 1e-2 --reward random --save-every 1 "
+             "--skip-eval-before --eval-questions 5")
+    return (*quick, *flags.split())
 
 
 def numbers_of(rank, count):
@@ -273,8 +274,7 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
 def test_bench_scaling_measures_processes(tmp_path, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
     out = tmp_path / "scaling"
-    flags = "--device cpu --processes 2 --weights nvfp4 --repeats 1 --out"
-    run_main("scaling", flags, out, program=bench)
+    run_main("scaling", "--device cpu --processes 2 --weights nvfp4 --repeats 1 --out", out, program=bench)
     rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:

@@ -342,8 +342,8 @@ def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_p
         save_packed(qwen, source, "cpu")
     else:
         shutil.copytree(qwen, source)
-    flags = "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0"
-    options = (*quick, "--model", source, LEARNING, flags)
+    options = (*quick, "--model", source, LEARNING,
+               "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0")
     run_main(*options, "--steps 1")
     run_main(*options, "--steps 2 --resume")
     for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
@@ -379,8 +379,7 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(quick, tm
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
     """
-    flags = "--group 4 --reward random --steps 3 --save-every 1 --lr 1e-12 --dtype"
-    options = (*quick, flags)
+    options = (*quick, "--group 4 --reward random --steps 3 --save-every 1 --lr 1e-12 --dtype")
     run_main(*options, "float32", "--out", tmp_path / "exact")
     with losses_times(1e9, 1e-5):
         run_main(*options, "float16", "--out", tmp_path / "whole")
