@@ -6,6 +6,7 @@ from common import run_main
 from harness.errors import UserError
 from harness.folders import read_json, write_jsonl
 from studies import results
+from test_qerl import HERE
 
 
 def test_a_folders_runs_have_a_studys_tables(tmp_path, capsys):
@@ -28,9 +29,14 @@ def test_a_folders_runs_have_a_studys_tables(tmp_path, capsys):
         results.main([str(tmp_path / "none")])
 
 
-def test_a_card_is_two_rows(tmp_path):
+def test_a_card_is_two_lines_of_its_page(tmp_path):
+    """A CPU lacks the columns of a layer, which are measured on a GPU."""
     run_main("card", "--device cpu --out", tmp_path / "card", program=bench)
     nvfp4, bf16 = read_json(tmp_path / "card.json")["rows"]
+    page = (HERE / "results/cards.md").read_text(encoding="utf-8")
+    titles = next(line for line in page.splitlines() if line.startswith("| hardware"))
+    columns = titles.strip("| ").split(" | ")
+    assert [column for column in columns if column in nvfp4] == list(nvfp4) == list(bf16)
     assert nvfp4["GB of weights"] < bf16["GB of weights"]
     for row in nvfp4, bf16:
         assert 0 < row["tokens/s x 1"] < row["tokens/s x 512"]
