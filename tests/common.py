@@ -33,7 +33,7 @@ QUIZ_TOKENS = ["a", "b", "c", "1", "<eos>", r"\boxed{1}", r"\boxed{2}",
 # The flags of a run of a second or two.
 QUICK = ("--prompts 2 --group 2 --updates 1 --steps 5 --max-new-tokens 8 --lora-rank 2 --lr 1e-3 "
          "--save-every 2 --device cpu --quantizer rtn").split()
-LEARNING = "--prompts 4 --group 4 --lr 0.02".split()        # behind QUICK: each step has a signal
+LEARNING = "--prompts 4 --group 4 --lr 0.02"                # behind QUICK: each step has a signal
 # Of a test with the fixture `quick`: it runs by either engine.
 by_both_engines = pytest.mark.parametrize("quick", ["plain", "fast"], indirect=True)
 
@@ -42,8 +42,11 @@ by_both_engines = pytest.mark.parametrize("quick", ["plain", "fast"], indirect=T
 # Runs and what they are made of
 
 def run_main(*args, program=train_gsm8k):
-    """Run a program with this command line."""
-    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, args)]):
+    """Run a program with this command line. A string that begins with a flag may hold several words."""
+    words = []
+    for arg in map(str, args):
+        words += arg.split() if arg.startswith("--") else [arg]
+    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *words]):
         program.main()
 
 

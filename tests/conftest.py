@@ -104,7 +104,7 @@ def finished(qwen, data, tmp_path_factory):
         return {name: v for name, v in lasting(settings).items() if name != "start_seed"} | {"more": 3}
 
     with mock.patch.object(run, "lasting", theirs):
-        run_main("--model", qwen, "--data", data, *QUICK, "--steps", 2, "--out", out)
+        run_main("--model", qwen, "--data", data, *QUICK, "--steps 2 --out", out)
     return out
 
 

@@ -125,9 +125,6 @@ WRONG = {
         "largest magnitude in bfloat16": (
             "random input",
             "blocks.abs().amax(2)", "blocks.bfloat16().abs().amax(2).float()"),
-        "weight changed": (
-            "you change the argument weight",
-            "blocks = weight", "blocks = weight.mul_(0.5)"),
     },
     "dequantize_blocks": {
         "scales of the first row": (
@@ -136,9 +133,6 @@ WRONG = {
         "product in dtype": (
             "random input",
             "(values * scales)", "(values.to(dtype) * scales.to(dtype))"),
-        "always float64": (
-            "a dtype is not",
-            "scales).to(dtype)", "scales).double()"),
     },
     "lora_linear": {
         "no gradient of LoRA's part": (
@@ -165,9 +159,6 @@ WRONG = {
             "you draw from a uniform distribution",
             "torch.randn(norm.weight.shape, generator=generator)",
             "12 ** 0.5 * (torch.rand(norm.weight.shape, generator=generator) - 0.5)"),
-        "noise within 2": (
-            "you cut the noise",
-            "sigma * z", "sigma * z.clamp(-2, 2)"),
         "noise within 3": (
             "you cut the noise",
             "sigma * z", "sigma * z.clamp(-3, 3)"),
@@ -219,9 +210,6 @@ WRONG = {
         "one token more": (
             "you take one token more",
             "before < top_p", "before <= top_p"),
-        "no unlikely tokens": (
-            "you leave out unlikely tokens",
-            "(before < top_p)", "(before < top_p) * (ordered > 0.05 * ordered[:, :1])"),
         "never the last hundredths": (
             "you leave out unlikely tokens",
             "before < top_p", "before < min(top_p, 0.97)"),
@@ -255,21 +243,9 @@ WRONG = {
         "bounded": (
             "you bound the advantage",
             "return A", "return A.clamp(-3, 3)"),
-        "rewards changed": (
-            "you change the argument rewards",
-            "(rewards - mean)", "rewards.sub_(mean)"),
-        "lists": (
-            "found [[1.4997",
-            "return A", "return A.tolist()"),
         "numpy's arrays": (
             "found [[",
             "return A", "return A.numpy()"),
-        "on another device": (
-            "a Tensor that cannot be shown",
-            "return A", "return A.to('meta')"),
-        "sparse": (
-            "a Tensor that cannot be shown",
-            "return A", "return A.to_sparse()"),
         "not to be shown": (
             "a Silent that cannot be shown",
             "return A", "return type('Silent', (), {'__repr__': None})()"),
@@ -335,9 +311,6 @@ WRONG = {
         "kl is a number": (
             "you give kl as a number",
             "return loss, kl", "return loss, 0.0 if ref_logprobs is None else kl"),
-        "weights changed": (
-            "you change the argument weights",
-            "loss = (weights * (", "loss = (weights.mul_("),
     },
 }
 

@@ -432,16 +432,16 @@ SPELLINGS = {
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
-    """Nor in another spelling. Of each set that is held out the first few are asked."""
+    """Nor in another spelling; validation keeps the last. Of each set held out the first few are asked."""
     monkeypatch.chdir(tmp_path)
     for name, asked in (("train", ["a", "b", "c", *SPELLINGS, "5²", "52"]),
                         ("one", ["c", "d", *SPELLINGS.values()]), ("two", ["f"])):
         write_jsonl(f"{name}.jsonl", [{"question": q, "answer": "5"} for q in asked])
     settings = train_gsm8k.Settings(
-        data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2)
+        data="train.jsonl", eval=["one.jsonl", "two.jsonl"], eval_questions=2, validation=1)
     sets = load_questions(settings)
     assert [[q["question"] for q in questions] for questions in sets] == [
-        ["a", "b", "5²", "52"], [], ["c", "d", "f"]]
+        ["a", "b", "5²"], ["52"], ["c", "d", "f"]]
     assert "6 of 10 training questions are held out, too, and are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="has no held-out questions; name some by --eval"):
         load_questions(replace(settings, eval=None))

@@ -75,14 +75,12 @@ def test_only_complete_seeds_of_one_machine_count(tmp_path, capsys):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's xargs")
 def test_the_arms_differ_in_format_noise_and_rate_alone(tmp_path):
-    """With another program in Python's place, which says its flags; weights are not packed."""
+    """With another program in Python's place, which says its flags."""
     program = tmp_path / "python"
     program.write_text('#!/bin/bash\n[ "$1" = - ] && echo "{\\"commit\\": \\"$2\\"}" || echo "$*"\n')
     program.chmod(0o755)
     folder = tmp_path / "runs"
     environment = {**os.environ, "PYTHON": str(program), "COMMIT": "abc"}
-    folder.mkdir()
-    (folder / "weights").write_bytes(bytes(5_000_000))
     subprocess.run(["bash", f"{HERE}/studies/contrast.sh", folder, "1", "2", "3", "--model", "Q",
                     "--data", "D"], check=True, env=environment, capture_output=True)
     settings = {}
@@ -97,27 +95,21 @@ def test_the_arms_differ_in_format_noise_and_rate_alone(tmp_path):
     assert own == {"P": {}, "N": quiet, "B": {**quiet, "weights": "bf16", "quantizer": "rtn"},
                    "H": {**quiet, "weights": "bf16", "quantizer": "rtn", "lr": 5e-5}}
     assert settings["P"]["seed"] == 3 and settings["P"]["train_norms"] and settings["P"]["exact"] is False
-    packed = subprocess.run(["tar", "tzf", f"{folder}.tgz"], capture_output=True, text=True).stdout
-    assert len(packed.split()) == 5 and "starts.jsonl" in packed
 
 
 def test_a_run_becomes_a_row_with_its_counts(quiz, tmp_path):
     """Its first start did not finish."""
     name = "gptq-lr1e-4-seed1"
     write_jsonl(tmp_path / "starts.jsonl", [
-        {"commit": "abc", "hardware": "a card"}, {"name": name, "started": "1"},
-        {"name": name, "started": "2"}])
-    run_main("--model", quiz, "--data", quiz, *QUICK, "--group", 4, "--lr", 1e-4, "--steps", 2,
-             "--validation", 4, "--eval-every", 1, "--eval-samples", 4, "--validation-samples", 2,
-             "--out", tmp_path / name)
+        {"commit": "abc"}, {"name": name, "started": "1"}, {"name": name, "started": "2"}])
+    run_main("--model", quiz, "--data", quiz, *QUICK, "--group 4 --lr 1e-4 --steps 2 --validation 4",
+             "--eval-every 1 --eval-samples 4 --validation-samples 2 --out", tmp_path / name)
     stopped, row = json.loads(json.dumps(contrast.rows_of(tmp_path)))
-    assert stopped == {"machine": tmp_path.name, "commit": "abc", "hardware": "a card", "name": name,
-                       "started": "1"}
+    assert stopped["started"] == "1" and "arm" not in stopped
     assert (row["arm"], row["seed"], row["commit"], row["started"]) == ("N", 0, "abc", "2")
     assert len(contrast.complete_seeds([stopped])) == 0
     summary = read_json(tmp_path / name / "summary.json")
     assert sum(row["right_accuracy"]) / 24 == pytest.approx(summary["accuracy_after"])
-    assert sum(row["right_greedy"]) / 6 == pytest.approx(summary["greedy_after"])
     assert max(row["right_accuracy"]) > 1
     step = read_jsonl(tmp_path / name / "metrics.jsonl")[-1]
     assert "pass@2_validation" in step and "pass@4_validation" not in step and "pass@4_after" in summary

@@ -65,15 +65,15 @@ def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
 
     on_this_machine(is_available=False)
     readme = (HERE / "README.md").read_text(encoding="utf-8")
-    of_7b = said("--dry-run", "--device", "cpu").replace(folder, "Qwen/Qwen2.5-7B-Instruct")
+    of_7b = said("--dry-run --device cpu").replace(folder, "Qwen/Qwen2.5-7B-Instruct")
     assert of_7b in " ".join(readme.split())
-    small = said("--dry-run", "--device", "cpu", "--gpu", "RTX 4090", "--beta", 0.1)
+    small = said("--dry-run --device cpu --beta 0.1 --gpu", "RTX 4090")
     assert "of 24 GB" in small and "on an RTX 4090" in small and "100% of the groups" in small
     on_this_machine(is_available=True, device_count=1, get_device_capability=(9, 0),
                     get_device_name="NVIDIA H200")
     monkeypatch.setattr(machine, "free_memory", lambda device: 99e9)
     monkeypatch.setattr(Ranks, "start", lambda ranks, device: device)
     monkeypatch.setattr(train_gsm8k, "train", lambda *_: None)
-    here = said("--device", "cuda", "--out", tmp_path / "run")
+    here = said("--device cuda --out", tmp_path / "run")
     assert "of 99 GB" in here and "on an H200" in here
     assert here == machine.forecast(Settings(model=folder, prompts=128), 2)

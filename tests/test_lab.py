@@ -3,14 +3,11 @@ import copy
 import inspect
 import itertools
 import json
-import re
-import shlex
 import shutil
 
 import pytest
 
 import qerl
-import train_gsm8k
 from common import run_python
 from docs.lab import check, student
 from lab_solutions import RIGHT, SOLUTION, WRONG, changed
@@ -186,20 +183,3 @@ def test_the_functions_are_called_as_those_of_qerl():
         theirs, ours = (list(inspect.signature(getattr(module, name)).parameters.values())
                         for module in (qerl, student))
         assert theirs[:len(ours)] == ours, name
-
-
-# --------------------------------------------------------------------------------------------------
-# The page
-
-PAGE = (LAB / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_commands_of_the_page_are_understood(tmp_path, monkeypatch):
-    """Its trainings, but for those with a student's file."""
-    reward = re.search(r"cat > (\S+) << 'END'\n(.*?)END\n", PAGE, flags=re.DOTALL)
-    write(tmp_path / reward[1], reward[2])
-    monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"^ *python train_gsm8k\.py (.*)$", PAGE, flags=re.MULTILINE)
-    understood = [train_gsm8k.arguments(shlex.split(command.replace("$seed", "1")))
-                  for command in commands if "--method" not in command]
-    assert understood

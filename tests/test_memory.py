@@ -4,10 +4,9 @@ from unittest import mock
 import torch
 
 import qerl
-from harness import fast
 import train_gsm8k
 from common import run_main
-from harness import machine
+from harness import fast, machine
 from harness.folders import read_json
 from test_qerl import TOKENS
 
@@ -52,17 +51,17 @@ def test_slots_and_pieces_are_what_memory_holds(model, monkeypatch):
 
 def test_a_run_keeps_what_memory_held_when_it_began(quick, tmp_path, monkeypatch):
     """Otherwise a resumed run would draw other numbers and add in another order."""
-    def fitted(file, *flags):
-        run_main(*quick, *flags)
+    def fitted(file, flags):
+        run_main(*quick, flags)
         settings = read_json(tmp_path / "run" / file)["settings"]
         return settings["slots"], settings["micro_tokens"]
 
     free(monkeypatch, 10 ** 6)
-    begun = fitted("summary.json", "--steps", 1)
+    begun = fitted("summary.json", "--steps 1")
     assert 1 < begun[0] < 256
     free(monkeypatch, 10 ** 9)
-    assert fitted("eval.json", "--resume", "--eval-only") == begun
-    assert fitted("summary.json", "--resume", "--steps", 2) == begun
+    assert fitted("eval.json", "--resume --eval-only") == begun
+    assert fitted("summary.json", "--resume --steps 2") == begun
 
 
 def test_blocks_keep_their_activations_where_memory_allows(model):

@@ -1,8 +1,6 @@
-"""studies/peers.py without its peers: TRL's settings, and the refusal."""
+"""studies/peers.py without its peers: TRL's settings."""
 import pytest
 
-import bench
-from common import refused
 from studies import peers
 from studies.step import settings_for
 
@@ -15,10 +13,3 @@ def test_trl_makes_one_update_of_all_completions(name, prompts, group):
     arguments = peers.trainer_arguments("out", settings, prompts, group, 4, tuning)
     config = trl.GRPOConfig(**arguments, use_cpu=True, bf16=False)
     assert config.generation_batch_size == prompts * group
-
-
-def test_missing_packages_are_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "PACKAGES", ["no_such_package"])
-    options = ["step", "--peers", "--device", "cpu", "--out", tmp_path]
-    line = refused(*options, program=bench)
-    assert "no_such_package cannot be imported; pip install" in line

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from torch import distributed
 
 import bench
-from harness import fast
 from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, refused, run_main, run_python
-from harness import layers, policy
+from harness import fast, layers, policy
 from harness.folders import read_json, read_jsonl
 from harness.ranks import Ranks
 from harness.run import read_checkpoint
@@ -30,8 +29,9 @@ from test_qerl import with_lora
 @pytest.fixture
 def several(quick):
     """The flags of a run of two processes."""
-    flags = "--prompts 8 --group 4 --updates 2 --lr 1e-2 --reward random --save-every 1"
-    return (*quick, *f"{flags} --skip-eval-before --eval-questions 5".split())
+    flags = ("--prompts 8 --group 4 --updates 2 --lr 1e-2 --reward random --save-every 1 "
+             "--skip-eval-before --eval-questions 5")
+    return (*quick, *flags.split())
 
 
 def numbers_of(rank, count):
@@ -100,7 +100,7 @@ def test_processes_take_the_steps_of_one(deep, several, tmp_path, monkeypatch, c
     Cut weights train as whole ones bit for bit, though one rank decodes in fewer slots.
     """
     monkeypatch.setattr(fast, "generate", partial(same_completions, fast.generate))
-    options = (*several, "--model", deep, *flags.split())
+    options = (*several, "--model", deep, flags)
     one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
     run_main(*options, "--out", one)
     for out, shard in ((whole, []), (cut, ["--shard"])):
@@ -139,7 +139,7 @@ def test_float16_waits_for_the_minibatch_and_the_process_that_teach(
     monkeypatch.setenv("TEACHER", str(count - 1))
     flags = f"--prompts {4 * count} --group 2 --steps 1 --dtype float16 --reward"
     statuses, said = run_ranks(
-        count, tmp_path / "run", *several, *flags.split(), f"{tmp_path}/own.py:late")
+        count, tmp_path / "run", *several, flags, f"{tmp_path}/own.py:late")
     assert statuses == [0] * count, said
     step, = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert step["loss_scale"] == 65536 and step["gradient_norm"] > 0
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
         several, tmp_path, capsys):
     """Killed in the second update of step 3. Rank 0 has seen the first one, so step 2 is saved."""
     out = tmp_path / "run"
-    options = (*several, "--steps", 4)
+    options = (*several, "--steps 4")
     add_gradients = Ranks.add_gradients
     updates = []
 
@@ -252,7 +252,7 @@ def test_only_torchrun_makes_several_processes(monkeypatch):
 }.items())
 def test_what_processes_cannot_do_is_one_line(tmp_path, flags, message):
     with mock.patch.dict(os.environ, numbers_of(0, 2)):
-        assert message in refused("--device", "cpu", "--out", tmp_path / "run", *flags.split())
+        assert message in refused(flags, "--device cpu --out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -274,8 +274,7 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
 def test_bench_scaling_measures_processes(tmp_path, capsys):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
     out = tmp_path / "scaling"
-    flags = "scaling --device cpu --processes 2 --weights nvfp4 --repeats 1 --out"
-    run_main(*flags.split(), out, program=bench)
+    run_main("scaling", "--device cpu --processes 2 --weights nvfp4 --repeats 1 --out", out, program=bench)
     rows = read_json(out.with_suffix(".json"))["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:

@@ -31,7 +31,7 @@ def test_a_folders_runs_have_a_studys_tables(tmp_path, capsys):
 
 def test_a_card_is_two_lines_of_its_page(tmp_path):
     """A CPU lacks the columns of a layer, which are measured on a GPU."""
-    run_main("card", "--device", "cpu", "--out", tmp_path / "card", program=bench)
+    run_main("card", "--device cpu --out", tmp_path / "card", program=bench)
     nvfp4, bf16 = read_json(tmp_path / "card.json")["rows"]
     page = (HERE / "results/cards.md").read_text(encoding="utf-8")
     titles = next(line for line in page.splitlines() if line.startswith("| hardware"))

@@ -73,6 +73,9 @@ DAPO_LOOP = dict(
 )
 # No completion is as long as it may be: the divisor is the limit and not the longest.
 DR_GRPO_LOOP = dict(algo="dr-grpo", max_new_tokens=40, gradient_clip=0.1)
+# By schedule; the rates by warm-up: without, or two steps of it, then half a cosine to zero.
+SIGMAS = {"exponential": [0, 0.3, 0.15, 0.075], "linear": [0, 0.3, 0.1875, 0.075]}
+RATES = {0.0: [1, 1, 0.75, 0.25], 0.5: [0.5, 1, 1, 0.5]}
 
 
 def flat_policy(policy):
@@ -217,15 +220,14 @@ def assert_evaluated(calls, quiz, out, when):
         assert [answer[kind]["text"] for answer in answers] == texts
 
 
-@pytest.mark.parametrize("options,rates,sigmas", [
-    # Two steps of warm-up, then half a cosine to zero; and without warm-up.
-    (GRPO_LOOP, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
-    (GRPO_LOOP | {"engine": "plain"}, [0.5, 1, 1, 0.5], [0, 0.3, 0.15, 0.075]),
-    (DAPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
-    (DAPO_LOOP | {"overlong": 0.5}, [1, 1, 0.75, 0.25], [0, 0.3, 0.1875, 0.075]),
-    (DR_GRPO_LOOP, [1, 1, 0.75, 0.25], [0, 0.3, 0.15, 0.075]),
+@pytest.mark.parametrize("options", [
+    GRPO_LOOP,
+    GRPO_LOOP | {"engine": "plain"},
+    DAPO_LOOP,
+    DAPO_LOOP | {"overlong": 0.5},
+    DR_GRPO_LOOP,
 ])
-def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, rates, sigmas):
+def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options):
     """Every update of a run, computed again from its completions, each in a line of its own."""
     settings = train_gsm8k.Settings(model=quiz, data=quiz, out=str(tmp_path), **LOOP | options)
     calls = recorded(monkeypatch, find_engine(settings))
@@ -244,7 +246,7 @@ def test_a_run_is_what_the_equations_say(quiz, tmp_path, monkeypatch, options, r
     noise_rng = seeded(settings.seed + 1)
     norms = []
     clipped = set()
-    for step, (sigma, rate) in enumerate(zip(sigmas, rates)):
+    for step, (sigma, rate) in enumerate(zip(SIGMAS[settings.schedule], RATES[settings.warm_up])):
         # Sampled by the policy of this step with one draw of noise.
         draws, groups = draws_of_a_step(rollouts, settings)
         noise = [
@@ -342,10 +344,10 @@ def test_transformers_loads_what_full_fine_tuning_has_trained(quick, qwen, tmp_p
         save_packed(qwen, source, "cpu")
     else:
         shutil.copytree(qwen, source)
-    flags = "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0"
-    options = (*quick, "--model", source, *LEARNING, *flags.split())
-    run_main(*options, "--steps", 1)
-    run_main(*options, "--steps", 2, "--resume")
+    options = (*quick, "--model", source, LEARNING,
+               "--reward random --weights bf16 --lora-rank 0 --sigma-start 0 --sigma-end 0")
+    run_main(*options, "--steps 1")
+    run_main(*options, "--steps 2 --resume")
     for step in read_jsonl(tmp_path / "run/metrics.jsonl"):
         assert step["gradient_norm"] > 0 and step["mismatch_kl"] < 1e-9
     assert not (tmp_path / "run/adapter").exists()
@@ -379,8 +381,7 @@ def test_float16_gradients_neither_vanish_nor_end_a_run_that_overflows(quick, tm
 
     The policy hardly moves, so that float32 has the same gradients. A stop changes nothing.
     """
-    flags = "--group 4 --reward random --steps 3 --save-every 1 --lr 1e-12 --dtype"
-    options = (*quick, *flags.split())
+    options = (*quick, "--group 4 --reward random --steps 3 --save-every 1 --lr 1e-12 --dtype")
     run_main(*options, "float32", "--out", tmp_path / "exact")
     with losses_times(1e9, 1e-5):
         run_main(*options, "float16", "--out", tmp_path / "whole")
@@ -399,7 +400,7 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
     scaler = partial(torch.amp.GradScaler, init_scale=1.0)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     with losses_times(1e9):
-        line = refused(*quick, *LEARNING, "--reward", "random", "--dtype", "float16")
+        line = refused(*quick, LEARNING, "--reward random --dtype float16")
     assert "the values of gradient_norm are NaN" in line
 
 
@@ -426,6 +427,6 @@ def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: True)
     monkeypatch.setattr(fast.Transformer, "sum_in_order", lambda model: None)
     flags = "--steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
-    run_main(*quick, *LEARNING, *flags.split(), "--out", tmp_path / "exact")
+    run_main(*quick, LEARNING, flags, "--out", tmp_path / "exact")
     assert capsys.readouterr().out.count("have another log-probability") == 1
     assert [kind for kind, _ in itertools.groupby(passes)] == ["update", "old", "update"]
