@@ -21,7 +21,7 @@ from harness.errors import UserError
 import train_gsm8k
 from common import LEARNING, QUICK, assert_same_run, files_below, killed_at, needs_fork, refused, run_main
 from common import by_both_engines, run_python, stop_at, tensors_of_checkpoint, without_times
-from harness import export, fast
+from harness import export, fast, folders
 from harness.command import one_line
 from harness.data import ChatText
 from harness.folders import cut_log, open_folder, read_json, read_jsonl
@@ -444,3 +444,12 @@ def test_what_the_system_refuses_is_one_line(
     said = refused(*quick)
     assert message in said and f"--resume --out {tmp_path}/run" in said
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def fails(*given, **options):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(folders.FileLock, "acquire", fails)
+    line = refused("--device", "cpu", "--out", tmp_path / "run")
+    assert line.endswith(f"Operation not supported: '{tmp_path}/run/.lock'")
