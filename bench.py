@@ -97,15 +97,12 @@ def bench_kernels(args):
             yield {**shape, "M": M, **times}
 
 
-OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin, NF4 in older results
-
-
 def kernel_means(rows):
     """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
     for (model, M), same in grouped(rows, "model", "M").items():
         yield {"model": model, "M": M, **{
             name: statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
-            for name in OTHERS if name in same[0]}}
+            for name in ("bf16", "plain")}}
 
 
 # --------------------------------------------------------------------------------------------------
