@@ -147,7 +147,7 @@ PANELS = [
 
 
 def save_curve(path, metrics, summary):
-    """Write the learning_curve as a PNG, and return its bytes; None, with a warning, if it cannot be drawn."""
+    """Write the learning_curve as a PNG -> its bytes; None, with a warning, if it cannot be drawn."""
     try:
         os.environ.pop("MPLBACKEND", None)          # a notebook's, which "!python ..." inherits, may be missing
         from matplotlib.figure import Figure        # not pyplot, which would take a backend
