@@ -25,6 +25,11 @@ def trained_norms(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm) and m.weight.requires_grad]
 
 
+def trained_copy(model):
+    """A copy of the trained tensors: {name: tensor}."""
+    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+
+
 def adapter_tensors(model):
     """{PEFT's name: a float32 tensor of the model}; stacked layers are taken apart."""
     tensors = {}
@@ -122,7 +127,7 @@ def load_adapter(model, folder):
             "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
-    model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+    model.reference = trained_copy(model)
     print(f"starting from {folder}, with which --beta compares")
 
 
