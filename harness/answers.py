@@ -312,7 +312,7 @@ UNREAD = re.compile(rf"""
 
 
 @functools.lru_cache(2 ** 14)                  # the texts of a rollout repeat themselves
-def is_equal(given, answer, question="", prose=False):
+def is_equal(given, answer, question, prose=False):
     """Is this the answer, both in TeX? prose: `given` is a text that ends in what it answers.
 
     Only what is not the same text goes to math-verify, which reads both and compares them. None for
