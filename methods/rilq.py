@@ -103,13 +103,12 @@ class Neighbour(Method):
 
     def check(self):
         settings = self.settings
-        name = f"--method {settings.method}"
         require(settings.weights != "bf16",
-                f"{name}: there is no error of quantisation to undo in bf16; use --weights nvfp4, mxfp4 "
-                "or nf4")
-        require(not settings.train_norms, f"{name}: starts LoRA alone; leave --train-norms out")
+                "--method rilq: there is no error of quantisation to undo in bf16; use --weights nvfp4, "
+                "mxfp4 or nf4")
+        require(not settings.train_norms, "--method rilq: starts LoRA alone; leave --train-norms out")
         require(settings.dtype != "float16",
-                f"{name}: its gradients are too small for float16; use --dtype float32")
+                "--method rilq: its gradients are too small for float16; use --dtype float32")
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")
