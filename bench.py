@@ -87,9 +87,9 @@ def bench_kernels(args):
         copies = {}
         for weights in ("bf16", "nvfp4"):
             copies[weights], out, columns = layer_copies(name, weights, layer, device)
-        first, *others = copies["bf16"]
+        first = copies["bf16"][0]
         dense = first.weight.dequantize(torch.bfloat16)
-        copies["plain"] = [PlainProduct(dense) for _ in (first, *others)]
+        copies["plain"] = [PlainProduct(dense) for _ in copies["bf16"]]
         shape = {"model": name, "layer": first.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
