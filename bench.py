@@ -87,9 +87,9 @@ def bench_kernels(args):
         copies = {}
         for weights in ("bf16", "nvfp4"):
             copies[weights], out, columns = layer_copies(name, weights, layer, device)
-        first, *others = copies["bf16"]
+        first = copies["bf16"][0]
         dense = first.weight.dequantize(torch.bfloat16)
-        copies["plain"] = [PlainProduct(dense) for _ in (first, *others)]
+        copies["plain"] = [PlainProduct(dense) for _ in copies["bf16"]]
         shape = {"model": name, "layer": first.names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
@@ -97,15 +97,12 @@ def bench_kernels(args):
             yield {**shape, "M": M, **times}
 
 
-OTHERS = ("bf16", "marlin", "nf4", "plain")   # which NVFP4 is compared with; Marlin, NF4 in older results
-
-
 def kernel_means(rows):
     """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
     for (model, M), same in grouped(rows, "model", "M").items():
         yield {"model": model, "M": M, **{
             name: statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
-            for name in OTHERS if name in same[0]}}
+            for name in ("bf16", "plain")}}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,13 +25,14 @@ def code_cell(language, code, printed):
 def notebook(page):
     """The text of the .ipynb of a Markdown page."""
     cells = []
-    text, *blocks = CELL.split(page)           # text, then language, code, output and text of each cell
-    cells.append({"cell_type": "markdown", "source": text.strip(), "metadata": {}})
-    while blocks:
-        language, code, printed, text, *blocks = blocks
-        cells.append(code_cell(language, code, printed))
+    rest = CELL.split(page)                    # text, then language, code, output and text of each cell
+    while rest:
+        text, *rest = rest
         if text.strip():
             cells.append({"cell_type": "markdown", "source": text.strip(), "metadata": {}})
+        if rest:
+            language, code, printed, *rest = rest
+            cells.append(code_cell(language, code, printed))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"nbformat": 4, "nbformat_minor": 4, "metadata": {"kernelspec": kernel}, "cells": cells}
     return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"

@@ -54,11 +54,11 @@ KINDS = {
 }
 
 
-def parse_flags(settings_class, description, presets, choices, argv=None):
+def parse_flags(settings_class, description, presets, choices, argv):
     """The flags given on the command line, as {field: value}; flags not given are left out.
 
     presets: {name: {field: its default there}}; choices: {field: the values that it may have}; argv:
-    the command line, by default the process's own. --help ends with the source of settings_class,
+    the command line, None: the process's own. --help ends with the source of settings_class,
     in which a comment behind each field says what it is.
     """
     def legend():                       # for --help alone: under a profiler there is no source of it

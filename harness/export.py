@@ -25,6 +25,11 @@ def trained_norms(model):
     return [m for m in model.modules() if isinstance(m, qerl.RMSNorm) and m.weight.requires_grad]
 
 
+def trained_copy(model):
+    """A copy of the trained tensors: {name: tensor}."""
+    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+
+
 def adapter_tensors(model):
     """{PEFT's name: a float32 tensor of the model}; stacked layers are taken apart."""
     tensors = {}
@@ -75,11 +80,6 @@ ANY_VALUE = {"auto_mapping", "peft_version", "base_model_name_or_path", "revisio
 ONE_VALUE = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian"]}
 
 
-def is_plain(name, value):
-    """Is this field of adapter_config.json one of plain LoRA's? PEFT's other defaults are all empty."""
-    return not value or name in ANY_VALUE or value in ONE_VALUE.get(name, [])
-
-
 def adapter_settings(folder, model, given={}):
     """{"lora_rank", "lora_alpha"} of an adapter's folder in PEFT's format; raises UserError.
 
@@ -98,8 +98,10 @@ def adapter_settings(folder, model, given={}):
         require_flag(given.get(name, value) == value, name, given.get(name),
                      f"is {value} in --adapter {folder}; leave it out")
     for name, value in config.items():
-        require(is_plain(name, value), f"--adapter {folder}: has {name} = {json.dumps(value)}, which plain "
-                                       "LoRA has not; use an adapter without it")
+        # PEFT's other defaults are all empty.
+        require(not value or name in ANY_VALUE or value in ONE_VALUE.get(name, []),
+                f"--adapter {folder}: has {name} = {json.dumps(value)}, which plain LoRA has not; use an "
+                "adapter without it")
     if model and os.path.basename(os.path.normpath(model)) not in base:
         print(f"warning: --adapter {folder}: was trained on {base}, not on {model}")
     return found
@@ -122,7 +124,7 @@ def load_adapter(model, folder):
             "layers, without --lora-rank, and with --train-norms if its norms were trained")
     for name, tensor in ours.items():
         tensor.copy_(stored[name])
-    model.reference = {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
+    model.reference = trained_copy(model)
     print(f"starting from {folder}, with which --beta compares")
 
 

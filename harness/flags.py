@@ -94,7 +94,7 @@ def check_device(name):
                                                 "float8, in which NVFP4 keeps its scales)")
 
 
-def settings_of(settings_class, description, presets, choices, argv=None, processes=1):
+def settings_of(settings_class, description, presets, choices, argv, processes):
     """The settings of a command line, checked: flags win over the preset, it over the defaults.
 
     With --resume the settings of the run that goes on come before preset and defaults. The model has

@@ -70,36 +70,29 @@ def default_dtype(device):
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def weight_map(folder):
-    """{tensor name: name of its file}, empty without an index, of a Hugging Face folder."""
-    path = f"{folder}/{SINGLE}.index.json"
-    if not os.path.exists(path):
-        return {}
-    place = {tensor: os.path.basename(name) for tensor, name in read_json(path)["weight_map"].items()}
-    require(SINGLE in place.values() or not os.path.exists(f"{folder}/{SINGLE}"),
-            f"{folder}: {SINGLE} and the index with its files are two models; remove one of them")
-    return place
-
-
 def open_tensors(folder, device):
     """{tensor name: the open safetensors file that holds it} of a Hugging Face folder.
 
     The files are model.safetensors or, where there is an index, those that it names. A tensor then
     comes from the file that it has there, whatever else lies in the folder.
     """
-    path = folder
+    path = f"{folder}/{SINGLE}.index.json"
+    place = {}                                 # {tensor name: name of its file} of the index
     files = {}
     try:
-        place = weight_map(folder)
-        for name in sorted(set(place.values())) or [SINGLE]:
+        if os.path.exists(path):
+            stored = read_json(path)["weight_map"]
+            place = {tensor: os.path.basename(name) for tensor, name in stored.items()}
+        names = set(place.values()) or {SINGLE}
+        for name in sorted(names):
             path = f"{folder}/{name}"
             file = safe_open(path, "pt", str(device))
             files |= {tensor: file for tensor in file.keys() if place.get(tensor, name) == name}
-    except UserError:
-        raise
     except Exception as e:
         raise UserError(f"{path}: cannot be read ({reason(e)}); {MEND} (weights that are pickled, .bin or "
                         ".pt, are never loaded)")
+    require(SINGLE in names or not os.path.exists(f"{folder}/{SINGLE}"),
+            f"{folder}: {SINGLE} and the index with its files are two models; remove one of them")
     return files
 
 

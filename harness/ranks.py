@@ -29,15 +29,11 @@ class Ranks:
     """The processes of a run: `count` of them, of which this is number `rank`."""
 
     def __init__(self):
-        self.count = 1
-        self.rank = 0
-        self.local_rank = 0                                    # among the `here` of this machine
-        self.here = 1
-        if dist.is_available() and dist.is_torchelastic_launched():            # by torchrun
-            self.count = int(os.environ["WORLD_SIZE"])
-            self.rank = int(os.environ["RANK"])
-            self.local_rank = int(os.environ["LOCAL_RANK"])
-            self.here = int(os.environ["LOCAL_WORLD_SIZE"])
+        given = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}      # by torchrun
+        self.count = int(given.get("WORLD_SIZE", 1))
+        self.rank = int(given.get("RANK", 0))
+        self.local_rank = int(given.get("LOCAL_RANK", 0))      # among the `here` of this machine
+        self.here = int(given.get("LOCAL_WORLD_SIZE", 1))
         self.main = self.rank == 0
         # With --shard harness.layers.SharedPasses.serve: before all that the ranks do together each of
         # them takes part in the passes of the others.

@@ -34,7 +34,7 @@ def write_report(folder):
     settings = summary.pop("settings", {})
     model = settings.get("model")
     data = settings.get("data") or ("GSM8K" if model else "made-up word problems")
-    curve = metrics and save_figure(f"{folder}/curve.png", learning_curve, metrics, summary)
+    curve = metrics and save_curve(f"{folder}/curve.png", metrics, summary)
     template = Path(__file__).with_name("report.html.jinja").read_text("utf-8")
     page = jinja2.Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         name=Path(folder).resolve().name,
@@ -146,17 +146,14 @@ PANELS = [
 ]
 
 
-def save_figure(path, draw, *data):
-    """Write the figure that draw(*data, figure) fills as a PNG, and return its bytes.
-
-    None, with a warning, if it cannot be drawn.
-    """
+def save_curve(path, metrics, summary):
+    """Write the learning_curve as a PNG -> its bytes; None, with a warning, if it cannot be drawn."""
     try:
         os.environ.pop("MPLBACKEND", None)          # a notebook's, which "!python ..." inherits, may be missing
         from matplotlib.figure import Figure        # not pyplot, which would take a backend
         png = io.BytesIO()
-        figure = Figure(layout="constrained")
-        draw(*data, figure)
+        figure = Figure(figsize=(13, 6.4), layout="constrained")
+        learning_curve(metrics, summary, figure)
         figure.savefig(png, format="png", dpi=110)
     except Exception as e:
         print(f"warning: a picture could not be drawn ({reason(e)})", file=sys.stderr)
@@ -165,14 +162,10 @@ def save_figure(path, draw, *data):
     return png.getvalue()
 
 
-def learning_curve(metrics, summary, figure, size=(13, 6.4), shape=(2, 3)):
-    """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing.
-
-    size in inches; shape: rows and columns of panels, (1, 1) for the first one alone.
-    """
+def learning_curve(metrics, summary, figure):
+    """PANELS over the steps, with the accuracies of a summary.json, each of which may be missing."""
     steps = [m["step"] for m in metrics]
-    figure.set_size_inches(*size)
-    axes = figure.subplots(*shape, squeeze=False)
+    axes = figure.subplots(2, 3)
     for axis, (key, title, unit, noisy) in zip(axes.flat, PANELS):
         axis.plot(steps, [m.get(key) for m in metrics], label="training samples, noisy, temperature 1")
         axis.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))

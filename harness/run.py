@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -331,8 +332,7 @@ def read_checkpoint(folder):
     path = f"{folder}/{CHECKPOINT}"
     require(os.path.exists(path), f"--resume --out {folder}: no checkpoint is there; name another run's "
                                   "folder or start without --resume")
-    with open(path, "rb") as f:
-        content = f.read()
+    content = Path(path).read_bytes()
     stored, digest = content[:-32], content[-32:]
     require_checkpoint(hashlib.sha256(stored).digest() == digest, folder)
     tensors = safetensors.torch.load(stored)
@@ -386,8 +386,6 @@ def resumed(given):
     """
     out = given.get("out") or newest_run()
     then = read_checkpoint(out)["settings"]
-    if "plain" in then:                                # of the time before --engine
-        then["engine"] = "plain" if then.pop("plain") else "fast"
     fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
     for name in sorted(fixed & given.keys() & then.keys()):
         require(given[name] == then[name],

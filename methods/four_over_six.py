@@ -36,14 +36,17 @@ def quantize_four_over_six(weight):
     blocks = weight.unflatten(1, (-1, 16))
     amax = blocks.abs().amax(-1)                                                  # [out, in/16]
     global_scale = (qerl.E2M1_MAX * 256 / amax.max()).nan_to_num(posinf=1.0).reshape(1)
-    tried = []
-    for largest in (6, 4):
-        scale = (global_scale * (amax / largest)).to(torch.float8_e4m3fn).float()
+
+    def with_largest(value):
+        """The blocks' codes, scales and squared errors if their largest values become this one."""
+        scale = (global_scale * (amax / value)).to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, 0.125, scale)          # as quantize_nvfp4
         packed = qerl.encode_e2m1(weight, scale / global_scale)
         decoded = qerl.dequantize_blocks(packed, qerl.E2M1, scale / global_scale, torch.float32)
-        tried.append((packed, scale, (decoded.view_as(blocks) - blocks).square().sum(-1)))
-    (packed_6, scale_6, error_6), (packed_4, scale_4, error_4) = tried
+        return packed, scale, (decoded.view_as(blocks) - blocks).square().sum(-1)
+
+    packed_6, scale_6, error_6 = with_largest(6)
+    packed_4, scale_4, error_4 = with_largest(4)
     four = error_4 < error_6
     packed = torch.where(four.repeat_interleave(8, 1), packed_4, packed_6)       # 8 bytes a block
     return packed, torch.where(four, scale_4, scale_6).to(torch.float8_e4m3fn), global_scale

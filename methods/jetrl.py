@@ -145,7 +145,7 @@ class Neighbour(Method):
                     f"{settings.weights} fewer; use --weights bf16 or --method jetrl:training")
         require_fp8_products(settings)
 
-    def prepare(self, model, folder, questions, tokenizer):
+    def prepare(self, model, *_):
         for layer in model.quantized_layers():
             if isinstance(layer, TrainedLinear):
                 layer.__class__ = TrainedFP8Linear

@@ -77,7 +77,7 @@ class Neighbour(flashrl.Neighbour):
             require(settings.lora_rank == 0,
                     f"{name}: UAQ is for weights that are trained; use --lora-rank 0, or --method qurl:acr")
 
-    def prepare(self, model, folder, questions, tokenizer):
+    def prepare(self, model, *_):
         if self.variant != "acr":
             scale_for_updates(model, UAQ_SCALE)
 

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 import qerl
 from harness import fast
-from harness.export import require_16_bit
+from harness.export import require_16_bit, trained_copy
 from methods import Method
 from methods.parts.worked import Worked, answer_logits, batches_of, fit, worked_sequences
 from harness.errors import require
@@ -46,11 +46,6 @@ LONGEST = 512                      # tokens of a text
 BATCH = 8
 EVERY = 8                          # steps between two validations
 PATIENCE = 3                       # validations without progress, after which training ends
-
-
-def adapter(model):
-    """A copy of the trained tensors: {name: tensor}."""
-    return {name: p.detach().clone() for name, p in qerl.trainable(model).items()}
 
 
 def rilq_loss(model, teacher_hidden, rows):
@@ -82,14 +77,14 @@ def compensate(model, teacher, sequences, lr=1e-4, steps=200):
         return sum(loss_of(rows).item() for rows in held_out) / len(held_out)
 
     losses = [validate()]
-    best = adapter(model)
+    best = trained_copy(model)
     training_steps = fit(optimizer, loss_of, training, BATCH, device)
     for step, _ in zip(range(1, steps + 1), training_steps):
         if step % EVERY == 0:
             losses.append(validate())
             waited = len(losses) - 1 - losses.index(min(losses))   # never a NaN
             if waited == 0:
-                best = adapter(model)
+                best = trained_copy(model)
             if waited == PATIENCE:
                 break
     model.load_state_dict(best, strict=False)
@@ -108,19 +103,18 @@ class Neighbour(Method):
 
     def check(self):
         settings = self.settings
-        name = f"--method {settings.method}"
         require(settings.weights != "bf16",
-                f"{name}: there is no error of quantisation to undo in bf16; use --weights nvfp4, mxfp4 "
-                "or nf4")
-        require(not settings.train_norms, f"{name}: starts LoRA alone; leave --train-norms out")
+                "--method rilq: there is no error of quantisation to undo in bf16; use --weights nvfp4, "
+                "mxfp4 or nf4")
+        require(not settings.train_norms, "--method rilq: starts LoRA alone; leave --train-norms out")
         require(settings.dtype != "float16",
-                f"{name}: its gradients are too small for float16; use --dtype float32")
+                "--method rilq: its gradients are too small for float16; use --dtype float32")
 
     def prepare(self, model, folder, questions, tokenizer):
         require_16_bit(folder, "--method rilq")
         texts = texts_of(questions, tokenizer)
         teacher = fast.load_model(folder, "bf16", device=self.settings.device)
         losses = compensate(model, teacher, texts)
-        model.reference = adapter(model)           # of the KL term: the start, LoRA included
+        model.reference = trained_copy(model)      # of the KL term: the start, LoRA included
         print(f"RILQ: validation loss {losses[0]:.4f} -> {min(losses):.4f}, "
               f"{len(losses) - 1} validations")

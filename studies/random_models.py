@@ -30,12 +30,6 @@ class RandomWeights(fast.WeightReader):
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
 
-def release_memory():
-    """Give back what was used before, so that the next measurement starts from the same memory."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def config_of(name, **changed):
     sizes = dict(zip(loading.SIZES, SHAPES[name]), **changed)
     return transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
@@ -43,7 +37,9 @@ def config_of(name, **changed):
 
 def random_model(name, weights, lora_rank, device, dtype=None, **changed):
     """weights: a format, which stays decoded where a run would keep it so; changed: as config_of's."""
-    release_memory()
+    # What was used before is given back, so that each measurement starts from the same memory.
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     dtype = dtype or loading.default_dtype(device)
     checkpoint = RandomWeights({}, weights, lora_rank, device=device, dtype=dtype)

@@ -236,10 +236,10 @@ def test_rilq_keeps_the_best_adapter_and_stops(qwen, asked):
     sequences = asked[-1][:10]
     teacher = fast.load_model(qwen, "bf16")
     model = fast.load_model(qwen, lora_rank=4)
-    start = rilq.adapter(model)
+    start = export.trained_copy(model)
     losses = rilq.compensate(model, teacher, sequences, lr=10.0)
     assert len(losses) == 1 + rilq.PATIENCE
-    for name, p in rilq.adapter(model).items():
+    for name, p in export.trained_copy(model).items():
         assert start[name].equal(p)
     losses = rilq.compensate(model, teacher, sequences, lr=1e-3, steps=16)
     assert losses[-1] == min(losses) < losses[0]

@@ -165,17 +165,17 @@ def after_the_block(function, error):
             sum(not norm.weight.eq(3).all() for norm in norms), goes_on]
 
 
-def frequencies(function, logits, temperature, **given):
+def frequencies(function, logits, **given):
     """Of the tokens, in 4000 draws from each row [B, V]."""
     generator = torch.Generator().manual_seed(0)
-    tokens = function(logits.repeat(4000, 1), temperature, generator=generator, **given)[0]
+    tokens = function(logits.repeat(4000, 1), generator=generator, **given)[0]
     return tokens.bincount(minlength=logits.shape[1]) / len(tokens)
 
 
-def shares(function, probabilities, temperature=1.0, **given):
+def shares(function, probabilities, **given):
     """Of three tokens among draws from two rows, to one digit."""
     logits = torch.tensor(probabilities).log()
-    return frequencies(function, logits, temperature, **given).round(decimals=1).tolist()
+    return frequencies(function, logits, **given).round(decimals=1).tolist()
 
 
 def drawn(function, probabilities, temperature=1.0, **given):
@@ -184,7 +184,7 @@ def drawn(function, probabilities, temperature=1.0, **given):
     [the number of different tokens, are they the likeliest, are their shares as their probabilities?]
     """
     logits = torch.tensor(probabilities).log()
-    share = frequencies(function, logits.repeat(5, 1), temperature, **given)
+    share = frequencies(function, logits.repeat(5, 1), temperature=temperature, **given)
     there = share > 0
     p = (logits / temperature).softmax(0)
     likeliest = p[there].min() >= p.where(~there, 0).max()

@@ -18,10 +18,6 @@ from harness import fast
 from harness.errors import require
 from harness.layers import TrainedLinear, replace_layers
 
-if fast.kernels is not None:
-    import triton
-    import triton.language as tl
-
 LARGEST = {"int8": 127.0, "fp8": qerl.E4M3_MAX}
 SMALLEST_SCALE = 1e-30         # of a row of zeros, which is then not divided by 0
 
@@ -136,6 +132,9 @@ def quantize_rows_fused(x, dtype=torch.float8_e4m3fn):
 
 
 if fast.kernels is not None:
+    import triton
+    import triton.language as tl
+
     @triton.jit
     def quantize_kernel(x, codes, scale, columns, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
         """Each program reads a row twice: for its scale, and from the cache for its codes."""
