@@ -386,6 +386,8 @@ def resumed(given):
     """
     out = given.get("out") or newest_run()
     then = read_checkpoint(out)["settings"]
+    if "plain" in then:                                # of the time before --engine
+        then["engine"] = "plain" if then.pop("plain") else "fast"
     fixed = POLICY if given.get("eval_only") else then.keys() - CHANGEABLE
     for name in sorted(fixed & given.keys() & then.keys()):
         require(given[name] == then[name],
