@@ -75,6 +75,9 @@ def check_settings(settings, processes, given):
          "computes by qerl.py alone; leave out --shard, --lora-rank 0 and the methods of methods/"),
         ("method", settings.method.endswith(".py"), settings.engine == "plain",
          "is a file whose functions take the place of qerl.py's; leave out --engine fast"),
+        ("exact", settings.exact,
+         settings.engine == "fast" and settings.method == "qerl" and processes == 1,
+         "is for --engine fast, one process, and no --method"),
         ("shard", settings.shard, processes > 1,
          "cuts the weights over several processes, but this is one; start by torchrun "
          "--nproc_per_node=2 or more"),

@@ -90,10 +90,9 @@ def load_policy(settings, engine, stored, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
-    alone = settings.engine == "fast" and settings.method == "qerl" and ranks.count == 1
-    require(not settings.exact or alone and model.decode_exactly(),
-            "--exact: sampling and training cannot be equal to the last bit here; that needs --engine fast "
-            "without --method, one Hopper GPU, bfloat16, LoRA, and memory for the 16-bit values of all weights")
+    require(not settings.exact or model.decode_exactly(),
+            "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
+            "bfloat16, LoRA, and memory for the 16-bit values of all weights")
     return model
 
 

@@ -409,6 +409,7 @@ def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
 
     In the first step nothing computes old log-probabilities, in the second one the loop does again.
     """
+    assert "--exact: is for --engine fast" in refused("--device", "cpu", "--exact")
     assert "--exact: sampling and training" in refused(*quick, "--exact")
     sampled, scored = fast.generate, fast.token_logprobs
     passes = []
