@@ -58,9 +58,8 @@ def quantized_folder(folder, quantizer, questions, tokenizer, device, seed=0):
         print(f"{folder} is in 4 bits already: its codes stay, --quantizer {quantizer} chooses none")
         return folder
     tokens = SMALL_CALIBRATION if isinstance(tokenizer, WordText) else CALIBRATION_TOKENS
-    if quantizer == "four-over-six":
-        seed = 0                                         # it reads no questions
-    sequences = worked_sequences(questions, tokenizer, tokens, seed)
+    asks = quantizer != "four-over-six"                  # which needs no data
+    sequences = worked_sequences(questions, tokenizer, tokens, seed) if asks else []
     module = importlib.import_module(f"methods.{methods.QUANTIZERS[quantizer]}")
 
     def make(path):
