@@ -1297,29 +1297,33 @@ class FusedRotary(torch.autograd.Function):
         y = x.new_empty(x.shape)
         rotary_kernel[(B * T,)](
             x, cos, sin, y, T, heads, *x.stride()[:3], SIGN=sign,
-            HEADS=triton.next_power_of_2(heads), HALF=D // 2,
-            HALF_PAD=triton.next_power_of_2(D // 2), num_warps=4, enable_fp_fusion=False)
+            HEADS=triton.next_power_of_2(heads), D=D, D_PAD=triton.next_power_of_2(D),
+            num_warps=4, enable_fp_fusion=False)
         return y
+
+
+@triton.jit
+def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
+    """The rotary embedding of the head that begins at x + at."""
+    half = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+    return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
 
 # T is not specialised, else the kernel would be compiled again where T is divisible by 16.
 @triton.jit(do_not_specialize=["T"])
 def rotary_kernel(x, cos, sin, y, T, heads, stride_b, stride_t, stride_h, SIGN: tl.constexpr,
-                  HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+                  HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, HALF_PAD)[None]
-    inside = (h < heads) & (d < HALF)
+    d = tl.arange(0, D_PAD)[None]
+    inside = (h < heads) & (d < D)
     t = row % T
-    # The second half of a head has the same angles as the first.
-    c = tl.load(cos + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + t * 2 * HALF + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
-    at = x + row // T * stride_b + t * stride_t + h * stride_h + d
-    left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    at = y + (row * heads + h) * 2 * HALF + d
-    tl.store(at, (left * c - right * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(at + HALF, (right * c + left * s).to(y.dtype.element_ty), mask=inside)
+    c = tl.load(cos + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + t * D + d, mask=d < D, other=0.0).to(tl.float32) * SIGN
+    at = row // T * stride_b + t * stride_t + h * stride_h
+    tl.store(y + (row * heads + h) * D + d, rotated(x, at, d, c, s, inside, D), mask=inside)
 
 
 # Attention, online: of the keys seen so far a kernel keeps the maximal score of each query (m), the sum
@@ -1499,15 +1503,6 @@ def decode_attention(qkv, cos, sin, cache, filled, interleaved=False):
         PART=PART, num_warps=4, num_stages=2, enable_fp_fusion=False,
         launch_pdl=is_hopper(y.device))
     return y
-
-
-@triton.jit
-def rotated(x, at, d, cos, sin, inside, D: tl.constexpr):
-    """The rotary embedding of the head that begins at x + at."""
-    half = tl.where(d < D // 2, d + D // 2, d - D // 2)
-    v = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
-    return (v * cos + tl.where(d < D // 2, -other, other) * sin).to(x.dtype.element_ty)
 
 
 @triton.jit
