@@ -90,9 +90,13 @@ def load_policy(settings, engine, stored, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
-    require(not settings.exact or model.decode_exactly(),
-            "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
-            "bfloat16, LoRA, and memory for the 16-bit values of all weights")
+    alone = settings.engine == "fast" and settings.method == "qerl" and ranks.count == 1
+    if alone and settings.exact is not False and model.decode_exactly():
+        print("in steps without noise sampling and training are one policy, to the last bit")
+    else:
+        require(not settings.exact,
+                "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
+                "bfloat16, LoRA, and memory for the 16-bit values of all weights")
     return model
 
 

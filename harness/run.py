@@ -393,7 +393,7 @@ def resumed(given):
         require(given[name] == then[name],
                 f"--resume: {out} was started with {name} = {then[name]}, now it is {given[name]}; give the "
                 "same settings or another --out")
-    return {"out": out, **then, **given}
+    return {"out": out, "exact": False, **then, **given}         # a run of a version without it has none
 
 
 # --------------------------------------------------------------------------------------------------
