@@ -257,8 +257,8 @@ class QuantLinear(nn.Module):
 # w + Z scales the input channels of the layers that read the norm (q, k, v; gate, up), which is
 # the same as multiplying each input channel of their weights by 1 + Z/w (appendix G): parameter
 # noise, for one addition per rollout. The paper's text names the two norms of a block; its code
-# takes every RMSNorm of Qwen2 and Llama, also the final one, which scales the columns of lm_head.
-# So does ours. That Qwen3's norms of q and k are noisy, too, is our choice.
+# looks for every RMSNorm of Qwen2 and Llama, also the final one, which scales the columns of
+# lm_head. So does ours. That Qwen3's norms of q and k are noisy, too, is our choice.
 
 class RMSNorm(nn.Module):
     """x [..., size] -> normalised x in x's dtype; computed in float32."""
@@ -325,7 +325,7 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
-# One forward serves training, prompts and decoding. With a cache (section 5) the tokens follow
+# One pass, Transformer.hidden, serves training, prompts and decoding. With a cache (section 5) the tokens follow
 # those that it holds. A WeightReader (section 8) builds the layers.
 
 def rope_frequencies(config, head_dim):
@@ -346,7 +346,7 @@ def rotary(x, cos, sin):
 
 
 def attention(q, k, v, mask=None):
-    """q [B, T, heads, D], k and v [B, S, kv_heads, D] -> y [B, T, heads, D].
+    """q [B, T, heads, D], k and v of S keys [B, S, kv_heads, D] -> y [B, T, heads, D].
 
     mask: bool [B, 1, T, S], True where a token attends. Without it each attends up to itself.
     """
@@ -653,7 +653,8 @@ def reference_policy(model):
         for layer in model.quantized_layers():
             layer.use_adapter = use_adapter and layer.rank > 0
     now = {name: trained[name].data for name in model.reference}
-    put(model.reference, use_adapter=model.reference.keys() == trained.keys())
+    adapter_is_stored = model.reference.keys() == trained.keys()       # training began with one
+    put(model.reference, use_adapter=adapter_is_stored)
     try:
         yield
     finally:
@@ -666,7 +667,7 @@ def has_signal(rewards):
 
 
 def completion_length(mask):
-    """Tokens of each completion: mask float32 [N, C] -> [N, 1], at least 1."""
+    """Tokens of each completion: mask [N, C] of 0 and 1 -> [N, 1], at least 1."""
     return mask.sum(1, keepdim=True).clamp_min(1)
 
 
@@ -764,7 +765,7 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low=0.2, clip_
 
 
 def mismatch(old_logprobs, rollout_logprobs, mask):
-    """How far π_old is from π_rollout: (KL(π_rollout || π_old) in nats a token, largest ratio).
+    """How far π_old is from π_rollout: (K3's estimate of KL(π_rollout || π_old) a token, largest ratio).
 
     The ratio is max(π_old / π_rollout, π_rollout / π_old) of a token. Without AQN the two differ at
     most by rounding: decoding and training may add in different orders.

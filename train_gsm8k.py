@@ -14,7 +14,9 @@ Where this differs from the paper:
                 code does; Algorithm 1 by the one that sampled
     clipping    0.2 below and 0.28 above; Eq. 3 has one epsilon        Settings.clip_low, clip_high
     updates     each has a part of the completions; Algorithm 1 all    batches.make_batch
-    rate, codes the defaults' lr and GPTQ; --preset paper has Table 4's PRESETS
+    moments     of AdamW in float32; Table 4 has 8 bits                make_optimizer
+    norms       frozen; the authors' code trains those of a block      Settings.train_norms
+    defaults    are ours; --preset paper has Table 4's                 PRESETS
 
 Letters in shapes: P questions, G completions of each, N = P * G, C tokens of the longest completion.
 """
@@ -101,7 +103,7 @@ class Settings:
     warm_up: float = 0.1            # fraction of the steps in which the learning rate rises [code]
     weight_decay: float = 0.1       # weight decay of AdamW, for matrices alone [code]
     gradient_clip: float = 0.2      # largest norm of a gradient [code]
-    micro_tokens: int = None        # tokens in one pass of an update; by default 16384, or what fits
+    micro_tokens: int = None        # tokens in one pass of an update; by default what fits, to 32768
 
     # The run
     shard: bool = False             # cut the frozen weights over torchrun's processes; slower
@@ -194,15 +196,14 @@ def train(settings, ranks=None):
         # Log-probabilities under the policy before its updates and under the reference policy. Those of
         # the first minibatch come from its own pass, in `update`; an exact sampler gave all.
         with clock("logprobs"), torch.no_grad():
-            rows, later = batch.trained_rows(), batch.trained_rows(first=1)
             exact = run.samples_exactly(sigma, batch)
             if exact:
                 batch.old_logprobs.copy_(batch.rollout_logprobs)
             else:
-                list(forward(engine, model, batch, later, settings, into=batch.old_logprobs))
+                fill(batch.old_logprobs, engine, model, batch, batch.trained_rows(first=1), settings)
             if settings.beta:
                 with engine.reference_policy(model):
-                    list(forward(engine, model, batch, rows, settings, into=batch.ref_logprobs))
+                    fill(batch.ref_logprobs, engine, model, batch, batch.trained_rows(), settings)
 
         # Update: an optimiser step for each minibatch.
         set_learning_rate(optimizer, step, settings)
@@ -225,14 +226,17 @@ def train(settings, ranks=None):
     run.finish(len(data.held_out))
 
 
-def forward(engine, model, batch, chosen, settings, into=None):
+def forward(engine, model, batch, chosen, settings):
     """Yield the chosen rows of a Batch in pieces that fit memory, with their log-probabilities."""
     for rows in batch.micro_batches(chosen, settings.micro_tokens):
-        logprobs = engine.token_logprobs(
+        yield rows, engine.token_logprobs(
             model, rows.prompts, rows.tokens, rows.length, settings.temperature)
-        if into is not None:
-            into[rows.index] = logprobs.detach()                                      # into: [N, C]
-        yield rows, logprobs
+
+
+def fill(logprobs, *args):
+    """Write the chosen rows' log-probabilities into a tensor [N, C]; args are those of forward."""
+    for rows, found in forward(*args):
+        logprobs[rows.index] = found
 
 
 def update(engine, model, batch, optimizer, scaler, settings, ranks):
@@ -244,8 +248,9 @@ def update(engine, model, batch, optimizer, scaler, settings, ranks):
     trained = qerl.trainable(model).values()
     old = batch.old_logprobs           # [N, C], of the policy without noise, before the step's updates
     for number, minibatch in enumerate(batch.minibatches):
-        into = old if number == 0 else None                    # no update has come yet in this step
-        for rows, logprobs in forward(engine, model, batch, minibatch, settings, into):
+        for rows, logprobs in forward(engine, model, batch, minibatch, settings):
+            if number == 0:                                    # no update has come yet in this step
+                old[rows.index] = logprobs.detach()
             loss, kl = engine.policy_loss(                                                # Eq. 3
                 logprobs, old[rows.index], rows.advantages, rows.weights,
                 clip_low=settings.clip_low, clip_high=settings.clip_high,

@@ -175,7 +175,7 @@ GPUS = {                       # bytes; bytes/s, 0.8 of the data sheet's; 16-bit
     "RTX 4090": (24e9, 0.8e12, 115e12),
 }
 DECODE = 45e-6                 # seconds of a block in a decode step, beside reading and multiplying
-PASS = 2.5e-3                  # seconds in which the host starts, or records, a block of a pass
+PASS = 1.8e-3                  # seconds in which the host starts, or records, a block of a pass
 TOUCHED = 4                    # times that a pass reads or writes an activation
 PROMPT = 128                   # tokens of a prompt
 

@@ -26,13 +26,13 @@ def test_memory_is_within_a_twentieth_of_the_recorded_peaks():
     assert needed == pytest.approx(peaks, rel=0.05)
 
 
-def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
+def test_a_step_of_real_runs_is_near_the_recorded_one():
     """GSM8K on an H200, with the run's mean length and share of groups. Earlier code took longer.
 
     A run that does not say how many slots it had was given 256.
     """
     runs = {name: run["settings"] for name, run in read_json(RESULTS / "learning/runs.json").items()
-            if run["date"] >= "2026-11-26" and run["settings"]["device"].startswith("cuda")
+            if run["date"] >= "2026-11-28" and run["settings"]["device"].startswith("cuda")
             and "gpu_shared_with_tests" not in run}
     assert len(runs) >= 10
     steps = pd.read_csv(RESULTS / "learning/steps.csv.gz").groupby("run")
@@ -44,7 +44,7 @@ def test_a_step_of_real_runs_is_within_a_quarter_of_the_recorded_one():
         taught = 1 - own.groups_left_out.mean()
         _, seconds = estimate(
             config_of(f"Qwen2.5-{size}"), settings, GPUS["H200"], own.length.mean(), taught)
-        assert seconds == pytest.approx(own.seconds_step.median(), rel=0.25), name
+        assert seconds == pytest.approx(own.seconds_step.median(), rel=0.15), name
 
 
 def test_a_run_says_what_it_will_take(tmp_path, monkeypatch, capsys):
