@@ -178,7 +178,8 @@ def learning_curve(metrics, summary, figure):
     accuracy_axis.set_ylim(0, 1)
     for kind, title, marker in (("accuracy", "pass@1", "o"), ("greedy", "greedy", "s")):
         values = [summary.get(f"{kind}_{when}") for when in ("before", "after")]
-        accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {title}")
+        accuracy_axis.plot([0, steps[-1]], values, marker, color="tab:orange", label=f"held-out, {title}",
+                           markerfacecolor="none", markersize=9, zorder=3)
     measured = [(m["step"], m["accuracy_validation"]) for m in metrics if "accuracy_validation" in m]
     if measured:
         accuracy_axis.plot(*zip(*measured), "-v", color="tab:green", label="kept apart, pass@1")
