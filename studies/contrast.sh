@@ -20,7 +20,7 @@ if [ $# -gt 1 ]; then
     inputs=$(
         set -o pipefail
         LC_ALL=C                               # one order of files on each machine
-        cat *.py harness/*.py methods/*.py studies/*.* "$data"/*.jsonl \
+        cat *.py harness/*.py methods/*.py methods/parts/*.py studies/*.* "$data"/*.jsonl \
             "$model"/{*config.json,tokenizer.json,*.safetensors} | sha256sum | cut -c 1-16
     )
     common="$common --model $model --data $data"
