@@ -5,8 +5,8 @@
 #
 # A line of LIST is a name and flags. A run stands in FOLDER/NAME, and its output in FOLDER/NAME.log.
 # It is done when it has its summary.json or, with --eval-only, its eval.json. A failed one is tried
-# again by the next call. FOLDER/starts.jsonl has a line for each start. PYTHON names another
-# interpreter. It needs GNU's xargs.
+# again by the next call. FOLDER/starts.jsonl has a line for each start, which says whether the run
+# went on from a checkpoint. PYTHON names another interpreter. It needs GNU's xargs.
 set -u
 export FOLDER=$1 GPUS=$2 PYTHON=${PYTHON:-python}
 at_once=$(($2 * $3))
@@ -15,11 +15,11 @@ mkdir -p "$FOLDER"
 
 one_run() {
     read -ra words <<< "$1"
-    local folder=$FOLDER/${words[0]} resume=()
+    local folder=$FOLDER/${words[0]} resumed=false resume=()
     if [ -e "$folder/summary.json" ] || [ -e "$folder/eval.json" ]; then return; fi
-    if [ -e "$folder/checkpoint" ]; then resume=(--resume); fi
-    printf '{"name": "%s", "started": "%s"}\n' "${words[0]}" "$(date -u +%FT%TZ)" |
-        tee -a "$FOLDER/starts.jsonl"
+    if [ -e "$folder/checkpoint" ]; then resumed=true resume=(--resume); fi
+    printf '{"name": "%s", "started": "%s", "resumed": %s}\n' \
+        "${words[0]}" "$(date -u +%FT%TZ)" "$resumed" | tee -a "$FOLDER/starts.jsonl"
     CUDA_VISIBLE_DEVICES=$((SLOT % GPUS)) "$PYTHON" train_gsm8k.py "${words[@]:1}" "${resume[@]}" \
         --out "$folder" >> "$folder.log" 2>&1 || echo "${words[0]}: status $?; $folder.log says why"
 }

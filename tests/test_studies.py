@@ -10,7 +10,7 @@ import pytest
 
 import train_gsm8k
 from harness import fast, small_policy
-from harness.folders import CHECKPOINT
+from harness.folders import CHECKPOINT, read_jsonl
 from test_qerl import HERE
 
 
@@ -68,6 +68,8 @@ def test_the_loop_makes_what_is_missing_and_tries_again_what_failed(tmp_path):
     assert {path.stem: path.read_text() for path in tmp_path.glob("*.log")} == {
         "a": f"0 train_gsm8k.py --lr 1 --out {tmp_path}/a\n",
         "b": f"0 train_gsm8k.py --lr 2 --resume --out {tmp_path}/b\n"}
+    starts = [(start["name"], start["resumed"]) for start in read_jsonl(tmp_path / "starts.jsonl")]
+    assert starts == 2 * [("a", False), ("b", True)]
 
 
 def test_a_start_seed_makes_another_policy(cache, monkeypatch):
