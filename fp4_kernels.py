@@ -645,16 +645,14 @@ def config_for(rows, out, columns, bounds, rank, configs):
     return fitting[-1 if out * columns > LARGE or out * rows > 2.4e6 else 0]
 
 
-def plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs):
+def plan_linear(config, rows, out, columns, ranks, sms):
     """How linear_kernel's work is cut for x [rows, columns] and W [out, columns] on `sms` SMs.
 
-    bounds: where the second and third piece begin in out; rank: of LoRA; ranks: of all pieces
-    together, which h = x Aᵀ has as columns; both 0 without LoRA; configs: see config_for. Returns the
+    ranks: of LoRA's pieces together, which h = x Aᵀ has as columns; 0 without LoRA. Returns the
     number of programs and, by name, the kernel's arguments: the first lora_programs compute h, one of
     lora_parts parts of a tile each (there are none if h is computed before); each other gets an equal
-    share of the steps of all tiles of y; AT_ONCE parts of a tile are loaded at once to be added up.
+    share of the steps of all tiles of y.
     """
-    config = config_for(rows, out, columns, bounds, rank, configs)
     running = config.programs * sms                          # programs that the GPU runs at once
 
     # h is multiplied in tiles of at most 32 rows, too few for wgmma, so that Triton takes mma.sync:
@@ -687,7 +685,6 @@ def plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs):
         C=config.C,
         WARP_GROUPS=config.warps // 4,
         STAGES=config.stages,
-        AT_ONCE=min(8, max(1, 64 * config.warps // (config.R * config.rows))),
         num_warps=config.warps,
         maxnreg=config.registers,
     )
@@ -725,7 +722,8 @@ def launch_linear(x, tiled, bias, lora):
     ranks = 0 if lora is None else len(A)
     sms, *shared = scratch(x.device)
     wgmma = is_hopper(x.device)
-    programs, plan = plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs_on(x.device))
+    config = config_for(rows, out, columns, bounds, rank, configs_on(x.device))
+    programs, plan = plan_linear(config, rows, out, columns, ranks, sms)
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
@@ -733,9 +731,9 @@ def launch_linear(x, tiled, bias, lora):
     # descriptor instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
-    if wgmma and plan["ROWS"] > 32:
-        x_tma = TensorDescriptor.from_tensor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = TensorDescriptor.from_tensor(y, [plan["ROWS"], 64 * plan["R"]])
+    if wgmma and config.rows > 32:
+        x_tma = TensorDescriptor.from_tensor(x, [config.rows, 64 * config.C])
+        y_there = TensorDescriptor.from_tensor(y, [config.rows, 64 * config.R])
 
     linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
@@ -887,7 +885,7 @@ def sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
 
 @triton.jit
 def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
-               R: tl.constexpr, WARP_GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
+               R: tl.constexpr, WARP_GROUPS: tl.constexpr):
     """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
 
     If it is the last, the returned acc has the sums of the whole tile. A program has part of at
@@ -906,6 +904,8 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
     finishes = is_last(arrived + tile, p1 - p0)
     if finishes:
         parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+        # Of a part a thread has 4 SIZE / LINE sums; up to 128 of them are loaded at once.
+        AT_ONCE: tl.constexpr = min(8, max(1, 32 * LINE // SIZE))
         acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
     return finishes, acc
 
@@ -948,8 +948,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
                   M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
                   RANK: tl.constexpr, ROWS: tl.constexpr,
                   LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                  WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
-                  WGMMA: tl.constexpr):
+                  WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, WGMMA: tl.constexpr):
     """y [M, N], where W has `column_tiles` tiles along the input; plan_linear explains the other
     numbers.
 
@@ -997,7 +996,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
         finishes = last - first == steps
         if not finishes:
             finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
-                                       total, R, WARP_GROUPS, AT_ONCE)
+                                       total, R, WARP_GROUPS)
         if finishes:
             n0 = tile // m_tiles * (64 * R)
             finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,

@@ -259,7 +259,7 @@ def test_kernel_linear_plans_fit(rows):
     choices = kernels.CONFIGS, kernels.CONFIGS_WITHOUT_WGMMA, kernels.CONFIGS_IN_100_KB
     for layer, rank, configs in itertools.product(layers, (0, 16, 128), choices):
         config = kernels.config_for(rows, *layer, rank, configs)
-        programs, _ = kernels.plan_linear(rows, *layer, rank, 3 * rank, 132, configs)
+        programs, _ = kernels.plan_linear(config, rows, *layer[:2], 3 * rank, 132)
         assert programs <= config.programs * 132
 
 
