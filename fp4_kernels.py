@@ -441,18 +441,6 @@ def tile(packed, scale, row_scale):
 
 
 @triton.jit
-def low_half(pair):
-    """The bfloat16 in the lower half of a word, as float32, whose upper half it becomes."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(pair):
-    """The bfloat16 in the upper half of a word, as float32."""
-    return (pair & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def e2m1_pairs(word, scale):
     """The eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16.
 
@@ -460,14 +448,16 @@ def e2m1_pairs(word, scale):
     bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
     """
     if IN_INTERPRETER:
-        FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
-        SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
-        a = word & FIELDS
-        b = word << 3 & FIELDS
-        c = word << 6 & FIELDS
-        d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
-        s = low_half(scale)
-        return tuple(half(pair) * s for pair in (a, b, c, d) for half in (low_half, high_half))
+        fields = 0x81C081C0 - 2 ** 32                           # the bits 15, 8, 7 and 6, signed
+        signs = 0x80008000 - 2 ** 32
+        a = word & fields
+        b = word << 3 & fields
+        c = word << 6 & fields
+        d = word << 1 & signs | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
+        # A bfloat16 in the upper half of a word is the word as float32, once the lower half is 0.
+        s = (scale << 16).to(tl.float32, bitcast=True)
+        halves = [half for pair in (a, b, c, d) for half in (pair << 16, pair & -65536)]
+        return tuple(half.to(tl.float32, bitcast=True) * s for half in halves)
     return tl.inline_asm_elementwise("""{
         .reg .b32 a, b, c, d, t, z;
         mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
