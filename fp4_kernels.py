@@ -11,8 +11,8 @@ formula, and by what bounds its speed: memory, instructions or latency.
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
                                                                       lora_down
-    4. in between     what a block does between its linear layers     norm_branch, silu_mul, rotary,
-                                                                      PackedAttention,
+    4. in between     what a block does between its linear layers     FusedRMSNorm, FusedSiluMul,
+                                                                      FusedRotary, PackedAttention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
     6. launching      a decode step as one CUDA graph                 record_graph
@@ -1110,15 +1110,12 @@ def tile_place(k):
 #
 #     dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g))              dL/dw = Σ g ⊙ x r, over the rows
 #
-# In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
-# all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
-
-def norm_branch(x, added, weight, eps, interleaved=False):
-    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
-    return FusedRMSNorm.apply(x.contiguous(), added, weight, eps, interleaved)
-
+# In a block x goes on beside its norm, and the branch before it is added first. One pass does
+# all: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
 class FusedRMSNorm(torch.autograd.Function):
+    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
+
     @staticmethod
     def launch(kernel, x, *others, eps, **options):
         """A kernel over x [..., d]: each program has a whole row in its registers."""
@@ -1129,6 +1126,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
+        x = x.contiguous()
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         s = x.view_as(x) if added is None else torch.empty_like(x)
@@ -1190,15 +1188,12 @@ def rms_norm_gradient_kernel(x, weight, grad, grad_s, grad_x, d, eps, SIZE: tl.c
 #
 #     dL/da = g u s (1 + a (1 - s))              dL/du = g a s
 
-def silu_mul(gate_up, interleaved=False):
-    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
-    return FusedSiluMul.apply(gate_up.contiguous(), interleaved)
-
-
 COLUMNS = 1024             # of gate and of up, of a program
 
 
 class FusedSiluMul(torch.autograd.Function):
+    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
+
     @staticmethod
     def launch(kernel, gate_up, *others, **options):
         """A program has COLUMNS of the n columns of a row of gate and of up."""
@@ -1209,6 +1204,7 @@ class FusedSiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate_up, interleaved):
+        gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         FusedSiluMul.launch(silu_mul_kernel, gate_up, y, INTERLEAVED=interleaved,
@@ -1263,12 +1259,9 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 # decode_attention rotates, too. In both kernels each product is rounded (enable_fp_fusion=False), so
 # that their results are equal.
 
-def rotary(x, cos, sin):
-    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
-    return FusedRotary.apply(x, cos, sin)
-
-
 class FusedRotary(torch.autograd.Function):
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
+
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)

@@ -275,7 +275,7 @@ class RMSNorm(qerl.RMSNorm):
     def branch(self, x, added=None, interleaved=False):
         """(x + added, its norm); interleaved: for a layer that reads the norm so, see PackedWeight."""
         if use_kernels(x):
-            return kernels.norm_branch(x, added, self.scale, self.eps, interleaved)
+            return kernels.FusedRMSNorm.apply(x, added, self.scale, self.eps, interleaved)
         x = x if added is None else x + added
         return x, super().forward(x)
 
@@ -283,13 +283,14 @@ class RMSNorm(qerl.RMSNorm):
 def rotary(x, cos, sin):
     """qerl.rotary, by a kernel where all rows share the positions."""
     by_kernel = use_kernels(x) and cos.dim() == 2
-    return (kernels if by_kernel else qerl).rotary(x, cos, sin)
+    turn = kernels.FusedRotary.apply if by_kernel else qerl.rotary
+    return turn(x, cos, sin)
 
 
 def silu_mul(gate_up, interleaved=False):
     """gate_up [..., 2n] -> silu(gate) * up [..., n], as in qerl.MLP.forward."""
     if use_kernels(gate_up):
-        return kernels.silu_mul(gate_up, interleaved)
+        return kernels.FusedSiluMul.apply(gate_up, interleaved)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
