@@ -165,7 +165,7 @@ class FrozenLinear(torch.autograd.Function):
             y = x.new_zeros(len(x), len(weight))
             h = None if A is None else x @ A.T                                   # [n, layers * r]
         else:
-            wide = None if A is None else layer.beside(weight, B)
+            wide = layer.beside(weight, B)
             y, h = lora_product(x, weight, layer.bias, A, B, wide, layer.values.in_order)
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
@@ -192,7 +192,7 @@ class QuantLinear(qerl.QuantLinear):
     # Both are set by Transformer.recompute_in_backward.
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
-    decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
+    decode_lora = {}               # {a weight by which `decode` multiplies: LoRA as it takes it}
 
     @property
     def values(self):
@@ -220,7 +220,7 @@ class QuantLinear(qerl.QuantLinear):
     def beside(self, weight, B):
         """[Ŵ, B'] of the weight Ŵ if out > in, else None; values that are kept lie in it already."""
         out, columns = weight.shape
-        if out <= columns:
+        if B is None or out <= columns:
             return None
         wide = self.values.wide
         if wide is None:
@@ -231,8 +231,9 @@ class QuantLinear(qerl.QuantLinear):
     @torch.no_grad()
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the forms in which `decode` takes it."""
+        before = self.decode_lora
+        self.decode_lora = {}
         if not self.use_adapter:
-            self.decode_lora = {}
             return
         for weight in {self.weight, self.values}:
             if weight.interleaved:
@@ -242,8 +243,7 @@ class QuantLinear(qerl.QuantLinear):
                 lora = self.lora(dtype)
                 if weight.wide is not None:
                     self.beside(weight.dequantize(dtype), lora[1])
-            old = self.decode_lora.get(weight.interleaved)
-            self.decode_lora = self.decode_lora | {weight.interleaved: renewed(old, lora)}
+            self.decode_lora[weight] = renewed(before.get(weight), lora)
 
     def multiplier(self, rows):
         """The weight by which `decode` multiplies so many rows."""
@@ -256,7 +256,7 @@ class QuantLinear(qerl.QuantLinear):
     def decode(self, x):
         """forward(x) without gradient; x [slots, in]."""
         weight = self.multiplier(len(x))
-        return weight.multiply(x, self.bias, self.decode_lora.get(weight.interleaved))
+        return weight.multiply(x, self.bias, self.decode_lora.get(weight))
 
 
 class RMSNorm(qerl.RMSNorm):
