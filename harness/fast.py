@@ -545,7 +545,7 @@ class Sampler:
     graphs (Transformer.keep_sampler).
     """
 
-    def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
+    def __init__(self, model, max_len, count, slots, max_new_tokens, temperature, top_p, eos,
                  generator):
         device = model.device
         self.model = model
@@ -686,20 +686,21 @@ def tensors_of(thing):
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def take_sampler(model, count, slots, max_len, *others):
+def take_sampler(model, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
     model.sum_in_order()
-    asked = model.in_order, count, slots, *others
+    asked = model.in_order, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()
         return sampler
     sampler = None                                     # before there is a second cache
-    sampler = Sampler(model, count, slots, max_len, *others)
+    sampler = Sampler(model, max_len, *others)
     sampler.asked = asked
     return sampler
 
 
+@torch.no_grad()
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
              slots=256, generator=None, limits=None):
     """qerl.generate: sample group_size completions for each prompt -> Rollout, on model.device.
@@ -711,29 +712,28 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
-    with torch.no_grad():
-        sampler = take_sampler(
-            model, count, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
-        sampler.limit[:-1] = max_new_tokens if limits is None else limits
-        entered = 0                                                # prompts that have had their slots
-        while True:
-            idle = (sampler.completion == IDLE).nonzero()[:, 0]
-            busy = len(sampler.completion) - len(idle)
-            admitted = min(len(idle) // group_size, len(prompts) - entered)
-            if not busy and not admitted:
-                if model.keep_sampler:
-                    model.sampler = sampler
-                return sampler.rollout()
-            many = len(sampler.completion) >= 32                # so that at least 16 stay
-            if many and entered == len(prompts) and busy <= len(idle):
-                sampler.shrink()                                # `idle` is stale now: no prompt waits
-            if busy:            # first, so that the GPU decodes while the host issues the prefill
-                sampler.steps(check_every)
-            if admitted:        # slots that were idle have stayed so
-                first = entered * group_size
-                completions = torch.arange(first, first + admitted * group_size, device=model.device)
-                sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
-                entered += admitted
+    sampler = take_sampler(
+        model, max_len, count, slots, max_new_tokens, temperature, top_p, eos, generator)
+    sampler.limit[:-1] = max_new_tokens if limits is None else limits
+    entered = 0                                                # prompts that have had their slots
+    while True:
+        idle = (sampler.completion == IDLE).nonzero()[:, 0]
+        busy = len(sampler.completion) - len(idle)
+        admitted = min(len(idle) // group_size, len(prompts) - entered)
+        if not busy and not admitted:
+            if model.keep_sampler:
+                model.sampler = sampler
+            return sampler.rollout()
+        many = len(sampler.completion) >= 32                # so that at least 16 stay
+        if many and entered == len(prompts) and busy <= len(idle):
+            sampler.shrink()                                # `idle` is stale now: no prompt waits
+        if busy:            # first, so that the GPU decodes while the host issues the prefill
+            sampler.steps(check_every)
+        if admitted:        # slots that were idle have stayed so
+            first = entered * group_size
+            completions = torch.arange(first, first + admitted * group_size, device=model.device)
+            sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
+            entered += admitted
 
 
 # --------------------------------------------------------------------------------------------------
