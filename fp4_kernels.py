@@ -708,8 +708,8 @@ def launch_linear(x, tiled, bias, lora):
     rows, columns = x.shape
     out = len(tiled.out_scale)
     A, B, bounds = lora or Lora(None, None, (out, out))
-    rank = 0 if lora is None else B.shape[1]
-    ranks = 0 if lora is None else len(A)
+    rank = B.shape[1] if lora else 0
+    ranks = len(A) if lora else 0
     sms, *shared = scratch(x.device)
     wgmma = is_hopper(x.device)
     config = config_for(rows, out, columns, bounds, rank, configs_on(x.device))
@@ -1585,7 +1585,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
 LOGITS = 4096              # of a row at a time
 
 
-def token_logprob(logits, tokens, temperature=1.0, gradient=False):
+def token_logprob(logits, tokens, temperature, gradient):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     gradient: put its gradient [n, V] in the place of the logits.
@@ -1781,12 +1781,12 @@ def place_of(weights, drawn, SIZE: tl.constexpr):
 # The host takes some microseconds to launch a kernel, and a decode step has hundreds of short ones. A
 # CUDA graph is a recording of them all, which one launch starts again.
 
-def record_graph(step, generator=None):
+def record_graph(step, generator):
     """Run step() as one CUDA graph: record its kernels once, replay them with one launch.
 
     Returns step's replacement, which reads and writes the very tensors of the recording; whoever
     feeds it must change them in place. The warm-up is a step like any other: what it changes
-    stays changed. generator: what step draws from, if not the default.
+    stays changed. generator: what step draws from; None is the default one.
     """
     step()                                       # warm up: compiles kernels, allocates workspaces
     graph = torch.cuda.CUDAGraph()

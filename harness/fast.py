@@ -47,7 +47,7 @@ def linear(x, weight, bias=None, in_order=False):
     return (kernels if in_order else F).linear(x, weight, bias)
 
 
-def lora_product(x, weight, bias=None, A=None, B=None, wide=None, in_order=False):
+def lora_product(x, weight, bias, A, B, wide, in_order):
     """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), by the same products in training and sampling.
 
     A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] where one product is cheaper.
@@ -120,7 +120,8 @@ class PackedWeight(qerl.PackedWeight):
         lora: (A, B'), see QuantLinear.lora.
         """
         weight = self.dequantize(x.dtype)
-        return lora_product(x, weight, bias, *lora or (), wide=self.wide, in_order=self.in_order)[0]
+        A, B = lora or (None, None)
+        return lora_product(x, weight, bias, A, B, self.wide, self.in_order)[0]
 
 
 def with_room(weight, layer):
@@ -300,7 +301,7 @@ def attends_in_line(q):
     return kernels is not None and kernels.flash_runs_on(q)
 
 
-def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
+def decode_attention(qkv, cos, sin, cache, layer, interleaved):
     """qerl.KVCache.attend for one token of each slot, with the rotary embedding of q and k.
 
     qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
@@ -764,7 +765,7 @@ class Packing(NamedTuple):
     def positions(self, count):
         return self.position
 
-    def attend(self, q, k, v, layer=None):
+    def attend(self, q, k, v, layer):
         """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
         if attends_in_line(q):
             return kernels.PackedAttention.apply(q[0], k[0], v[0], self)[None]
@@ -809,7 +810,7 @@ def pack(prompts, lengths, device, padding=0):
     return Packing(sizes, owner, largest, *(to_device(t, device).int() for t in tensors))
 
 
-def token_logprob(logits, tokens, temperature=1.0, gradient=False):
+def token_logprob(logits, tokens, temperature, gradient):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     It is that of softmax(z), z = logits / temperature. gradient: put its gradient [n, V],
