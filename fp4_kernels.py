@@ -635,6 +635,9 @@ def config_for(rows, out, columns, bounds, rank, configs):
     return fitting[-1 if out * columns > LARGE or out * rows > 2.4e6 else 0]
 
 
+COUNTERS = 2 ** 16          # of a device; linear_kernel has those from 1,024 on for its tiles of y
+
+
 def plan_linear(config, rows, out, columns, ranks, sms):
     """How linear_kernel's work is cut for x [rows, columns] and W [out, columns] on `sms` SMs.
 
@@ -678,9 +681,6 @@ def plan_linear(config, rows, out, columns, ranks, sms):
         num_warps=config.warps,
         maxnreg=config.registers,
     )
-
-
-COUNTERS = 2 ** 16
 
 
 @functools.lru_cache

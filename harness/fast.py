@@ -243,7 +243,7 @@ class QuantLinear(qerl.QuantLinear):
             else:
                 lora = self.lora(dtype)
                 if weight.wide is not None:
-                    self.beside(weight.dequantize(dtype), lora[1])
+                    self.beside(weight.dequantize(dtype), lora[1])           # puts B' there
             self.decode_lora[weight] = renewed(before.get(weight), lora)
 
     def multiplier(self, rows):
@@ -402,6 +402,11 @@ class Transformer(qerl.Transformer):
     exact = False                  # whether it samples without noise what is trained; by decode_exactly
     in_order = False               # whether it does now; by sum_in_order
 
+    def __init__(self, config, reader):
+        super().__init__(config, reader)
+        for module in self.modules():          # each keeps its tensors, and gets this file's methods
+            module.__class__ = FASTER.get(type(module), type(module))
+
     def run(self, tokens, positions, blocks, cache):
         """tokens -> hidden states; blocks: the blocks or their `decode`."""
         x = F.embedding(tokens, self.embedding)
@@ -415,11 +420,6 @@ class Transformer(qerl.Transformer):
         count = tokens.shape[1]
         positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
         return self.run(tokens, positions, self.blocks, cache)
-
-    def __init__(self, config, reader):
-        super().__init__(config, reader)
-        for module in self.modules():          # each keeps its tensors, and gets this file's methods
-            module.__class__ = FASTER.get(type(module), type(module))
 
     def decode(self, tokens, cache):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
