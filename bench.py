@@ -115,7 +115,7 @@ TOKENS = {"cuda": 256, "cpu": 8}           # of a prompt, and as many new ones
 def decode_seconds(model, batch, tokens):
     """{"prefill", "decode": seconds} of `batch` prompts of so many tokens and as many new ones."""
     clock = Clock(model.device)
-    sampler = fast.Sampler(model, batch, batch, 2 * tokens, tokens, 1.0, 1.0, set(), None)
+    sampler = fast.Sampler(model, 2 * tokens, batch, batch, tokens, 1.0, 1.0, set(), None)
     prompts = random_prompts(model.config.vocab_size, batch, tokens)
     numbers = torch.arange(batch, device=model.device)
     with clock("prefill"):

@@ -11,8 +11,8 @@ formula, and by what bounds its speed: memory, instructions or latency.
                       take them
     3. linear         y = x Ŵᵀ + bias + LoRA                          TiledWeight.multiply, linear,
                                                                       lora_down
-    4. in between     what a block does between its linear layers     norm_branch, silu_mul, rotary,
-                                                                      PackedAttention,
+    4. in between     what a block does between its linear layers     FusedRMSNorm, FusedSiluMul,
+                                                                      FusedRotary, PackedAttention,
                                                                       decode_attention
     5. output         log-probabilities; the draw of a token          token_logprob, sample
     6. launching      a decode step as one CUDA graph                 record_graph
@@ -441,18 +441,6 @@ def tile(packed, scale, row_scale):
 
 
 @triton.jit
-def low_half(pair):
-    """The bfloat16 in the lower half of a word, as float32, whose upper half it becomes."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(pair):
-    """The bfloat16 in the upper half of a word, as float32."""
-    return (pair & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def e2m1_pairs(word, scale):
     """The eight codes of a word times the bfloat16 pair `scale` -> eight bfloat16.
 
@@ -460,14 +448,16 @@ def e2m1_pairs(word, scale):
     bfloat16 has sign, exponent and mantissa: the bits 15, 8, 7 and 6 of both halves.
     """
     if IN_INTERPRETER:
-        FIELDS: tl.constexpr = 0x81C081C0 - 2 ** 32             # the bits 15, 8, 7 and 6, signed
-        SIGNS: tl.constexpr = 0x80008000 - 2 ** 32
-        a = word & FIELDS
-        b = word << 3 & FIELDS
-        c = word << 6 & FIELDS
-        d = word << 1 & SIGNS | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
-        s = low_half(scale)
-        return tuple(half(pair) * s for pair in (a, b, c, d) for half in (low_half, high_half))
+        fields = 0x81C081C0 - 2 ** 32                           # the bits 15, 8, 7 and 6, signed
+        signs = 0x80008000 - 2 ** 32
+        a = word & fields
+        b = word << 3 & fields
+        c = word << 6 & fields
+        d = word << 1 & signs | word >> 5 & 0x01000100 | word >> 4 & 0x00C000C0
+        # A bfloat16 in the upper half of a word is the word as float32, once the lower half is 0.
+        s = (scale << 16).to(tl.float32, bitcast=True)
+        halves = [half for pair in (a, b, c, d) for half in (pair << 16, pair & -65536)]
+        return tuple(half.to(tl.float32, bitcast=True) * s for half in halves)
     return tl.inline_asm_elementwise("""{
         .reg .b32 a, b, c, d, t, z;
         mov.b32 z, 0x80008000;               // a pair of -0: fma(a, s, -0) is the product a s
@@ -645,16 +635,17 @@ def config_for(rows, out, columns, bounds, rank, configs):
     return fitting[-1 if out * columns > LARGE or out * rows > 2.4e6 else 0]
 
 
-def plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs):
+COUNTERS = 2 ** 16          # of a device; linear_kernel has those from 1,024 on for its tiles of y
+
+
+def plan_linear(config, rows, out, columns, ranks, sms):
     """How linear_kernel's work is cut for x [rows, columns] and W [out, columns] on `sms` SMs.
 
-    bounds: where the second and third piece begin in out; rank: of LoRA; ranks: of all pieces
-    together, which h = x Aᵀ has as columns; both 0 without LoRA; configs: see config_for. Returns the
+    ranks: of LoRA's pieces together, which h = x Aᵀ has as columns; 0 without LoRA. Returns the
     number of programs and, by name, the kernel's arguments: the first lora_programs compute h, one of
     lora_parts parts of a tile each (there are none if h is computed before); each other gets an equal
-    share of the steps of all tiles of y; AT_ONCE parts of a tile are loaded at once to be added up.
+    share of the steps of all tiles of y.
     """
-    config = config_for(rows, out, columns, bounds, rank, configs)
     running = config.programs * sms                          # programs that the GPU runs at once
 
     # h is multiplied in tiles of at most 32 rows, too few for wgmma, so that Triton takes mma.sync:
@@ -687,13 +678,9 @@ def plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs):
         C=config.C,
         WARP_GROUPS=config.warps // 4,
         STAGES=config.stages,
-        AT_ONCE=min(8, max(1, 64 * config.warps // (config.R * config.rows))),
         num_warps=config.warps,
         maxnreg=config.registers,
     )
-
-
-COUNTERS = 2 ** 16
 
 
 @functools.lru_cache
@@ -721,11 +708,12 @@ def launch_linear(x, tiled, bias, lora):
     rows, columns = x.shape
     out = len(tiled.out_scale)
     A, B, bounds = lora or Lora(None, None, (out, out))
-    rank = 0 if lora is None else B.shape[1]
-    ranks = 0 if lora is None else len(A)
+    rank = B.shape[1] if lora else 0
+    ranks = len(A) if lora else 0
     sms, *shared = scratch(x.device)
     wgmma = is_hopper(x.device)
-    programs, plan = plan_linear(rows, out, columns, bounds, rank, ranks, sms, configs_on(x.device))
+    config = config_for(rows, out, columns, bounds, rank, configs_on(x.device))
+    programs, plan = plan_linear(config, rows, out, columns, ranks, sms)
     y = x.new_empty(rows, out)
     h = F.linear(x, A) if rank and not plan["lora_programs"] else x.new_empty(rows, ranks)
 
@@ -733,9 +721,9 @@ def launch_linear(x, tiled, bias, lora):
     # descriptor instead of a pointer. This pays with more than 32 rows.
     x_tma = None
     y_there = y
-    if wgmma and plan["ROWS"] > 32:
-        x_tma = TensorDescriptor.from_tensor(x, [plan["ROWS"], 64 * plan["C"]])
-        y_there = TensorDescriptor.from_tensor(y, [plan["ROWS"], 64 * plan["R"]])
+    if wgmma and config.rows > 32:
+        x_tma = TensorDescriptor.from_tensor(x, [config.rows, 64 * config.C])
+        y_there = TensorDescriptor.from_tensor(y, [config.rows, 64 * config.R])
 
     linear_kernel[(programs,)](
         x_tma, x, tiled.words, tiled.scales, tiled.out_scale,
@@ -887,7 +875,7 @@ def sum_steps(x_tma, x, words, scales, row, m0, first, last, M, column_tiles,
 
 @triton.jit
 def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
-               R: tl.constexpr, WARP_GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
+               R: tl.constexpr, WARP_GROUPS: tl.constexpr):
     """Leave program p's sums of a part of a tile -> (whether it is the last to do so, acc).
 
     If it is the last, the returned acc has the sums of the whole tile. A program has part of at
@@ -906,6 +894,8 @@ def leave_part(acc, partial, arrived, tile, starts, p, P, steps, total,
     finishes = is_last(arrived + tile, p1 - p0)
     if finishes:
         parts = tl.load(here + (2 * p0 + 1) * SIZE, cache_modifier=".cg")
+        # Of a part a thread has 4 SIZE / LINE sums; up to 128 of them are loaded at once.
+        AT_ONCE: tl.constexpr = min(8, max(1, 32 * LINE // SIZE))
         acc = by_row(add_parts(parts, here, p0 + 1, p1 + 1, 2 * SIZE, AT_ONCE), R, WARP_GROUPS)
     return finishes, acc
 
@@ -948,8 +938,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
                   M, N, column_tiles, ranks, bound1, bound2, lora_parts, lora_programs,
                   RANK: tl.constexpr, ROWS: tl.constexpr,
                   LORA_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                  WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
-                  WGMMA: tl.constexpr):
+                  WARP_GROUPS: tl.constexpr, STAGES: tl.constexpr, WGMMA: tl.constexpr):
     """y [M, N], where W has `column_tiles` tiles along the input; plan_linear explains the other
     numbers.
 
@@ -997,7 +986,7 @@ def linear_kernel(x_tma, x, words, scales, out_scale,
         finishes = last - first == steps
         if not finishes:
             finishes, acc = leave_part(acc, partial, arrived, tile, first == 0, p, P, steps,
-                                       total, R, WARP_GROUPS, AT_ONCE)
+                                       total, R, WARP_GROUPS)
         if finishes:
             n0 = tile // m_tiles * (64 * R)
             finish(acc, n0, m0, tiles, out_scale, bias, lora_B, h, y, ready, finished,
@@ -1121,15 +1110,12 @@ def tile_place(k):
 #
 #     dL/dx = r (w ⊙ g - x r² mean(x ⊙ w ⊙ g))              dL/dw = Σ g ⊙ x r, over the rows
 #
-# In a block x goes on beside its norm, and the branch before it is added first. norm_branch does
-# all in one pass: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
-
-def norm_branch(x, added, weight, eps, interleaved=False):
-    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
-    return FusedRMSNorm.apply(x.contiguous(), added, weight, eps, interleaved)
-
+# In a block x goes on beside its norm, and the branch before it is added first. One pass does
+# all: (s, y) = (x + added, norm of s), where dL/ds is what reaches s, plus dL/dx above.
 
 class FusedRMSNorm(torch.autograd.Function):
+    """x, added [..., d], weight float32 [d] -> (x + added, its norm), in x's dtype; added may be None."""
+
     @staticmethod
     def launch(kernel, x, *others, eps, **options):
         """A kernel over x [..., d]: each program has a whole row in its registers."""
@@ -1140,6 +1126,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, added, weight, eps, interleaved):
+        x = x.contiguous()
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         s = x.view_as(x) if added is None else torch.empty_like(x)
@@ -1201,15 +1188,12 @@ def rms_norm_gradient_kernel(x, weight, grad, grad_s, grad_x, d, eps, SIZE: tl.c
 #
 #     dL/da = g u s (1 + a (1 - s))              dL/du = g a s
 
-def silu_mul(gate_up, interleaved=False):
-    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
-    return FusedSiluMul.apply(gate_up.contiguous(), interleaved)
-
-
 COLUMNS = 1024             # of gate and of up, of a program
 
 
 class FusedSiluMul(torch.autograd.Function):
+    """gate_up [..., 2n] -> silu(gate) * up [..., n]."""
+
     @staticmethod
     def launch(kernel, gate_up, *others, **options):
         """A program has COLUMNS of the n columns of a row of gate and of up."""
@@ -1220,6 +1204,7 @@ class FusedSiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate_up, interleaved):
+        gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         FusedSiluMul.launch(silu_mul_kernel, gate_up, y, INTERLEAVED=interleaved,
@@ -1274,12 +1259,9 @@ def silu_mul_gradient_kernel(gate_up, grad, grad_gate_up, n, SIZE: tl.constexpr)
 # decode_attention rotates, too. In both kernels each product is rounded (enable_fp_fusion=False), so
 # that their results are equal.
 
-def rotary(x, cos, sin):
-    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
-    return FusedRotary.apply(x, cos, sin)
-
-
 class FusedRotary(torch.autograd.Function):
+    """Rotary embedding of x [B, T, heads, D]; cos, sin [T, D], contiguous."""
+
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
@@ -1603,7 +1585,7 @@ def decode_attention_kernel(qkv, cos, sin, cache, filled, y, left, arrived,
 LOGITS = 4096              # of a row at a time
 
 
-def token_logprob(logits, tokens, temperature=1.0, gradient=False):
+def token_logprob(logits, tokens, temperature, gradient):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     gradient: put its gradient [n, V] in the place of the logits.
@@ -1799,12 +1781,12 @@ def place_of(weights, drawn, SIZE: tl.constexpr):
 # The host takes some microseconds to launch a kernel, and a decode step has hundreds of short ones. A
 # CUDA graph is a recording of them all, which one launch starts again.
 
-def record_graph(step, generator=None):
+def record_graph(step, generator):
     """Run step() as one CUDA graph: record its kernels once, replay them with one launch.
 
     Returns step's replacement, which reads and writes the very tensors of the recording; whoever
     feeds it must change them in place. The warm-up is a step like any other: what it changes
-    stays changed. generator: what step draws from, if not the default.
+    stays changed. generator: what step draws from; None is the default one.
     """
     step()                                       # warm up: compiles kernels, allocates workspaces
     graph = torch.cuda.CUDAGraph()

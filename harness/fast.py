@@ -47,7 +47,7 @@ def linear(x, weight, bias=None, in_order=False):
     return (kernels if in_order else F).linear(x, weight, bias)
 
 
-def lora_product(x, weight, bias=None, A=None, B=None, wide=None, in_order=False):
+def lora_product(x, weight, bias, A, B, wide, in_order):
     """-> (x Ŵᵀ + b + (x Aᵀ) B'ᵀ [n, out], h = x Aᵀ), by the same products in training and sampling.
 
     A and B': see QuantLinear.lora, None without LoRA; wide: [Ŵ, B'] where one product is cheaper.
@@ -120,7 +120,8 @@ class PackedWeight(qerl.PackedWeight):
         lora: (A, B'), see QuantLinear.lora.
         """
         weight = self.dequantize(x.dtype)
-        return lora_product(x, weight, bias, *lora or (), wide=self.wide, in_order=self.in_order)[0]
+        A, B = lora or (None, None)
+        return lora_product(x, weight, bias, A, B, self.wide, self.in_order)[0]
 
 
 def with_room(weight, layer):
@@ -165,7 +166,7 @@ class FrozenLinear(torch.autograd.Function):
             y = x.new_zeros(len(x), len(weight))
             h = None if A is None else x @ A.T                                   # [n, layers * r]
         else:
-            wide = None if A is None else layer.beside(weight, B)
+            wide = layer.beside(weight, B)
             y, h = lora_product(x, weight, layer.bias, A, B, wide, layer.values.in_order)
         ctx.layer = layer
         ctx.save_for_backward(x, h, A, B, weight if layer.keep_dequantized else None)
@@ -192,7 +193,7 @@ class QuantLinear(qerl.QuantLinear):
     # Both are set by Transformer.recompute_in_backward.
     keep_dequantized = False       # from a block's second forward to its backward
     output_unread = False          # True of the MLP's down
-    decode_lora = {}               # LoRA for a weight that is interleaved (True) or not (False)
+    decode_lora = {}               # {a weight by which `decode` multiplies: LoRA as it takes it}
 
     @property
     def values(self):
@@ -220,7 +221,7 @@ class QuantLinear(qerl.QuantLinear):
     def beside(self, weight, B):
         """[Ŵ, B'] of the weight Ŵ if out > in, else None; values that are kept lie in it already."""
         out, columns = weight.shape
-        if out <= columns:
+        if B is None or out <= columns:
             return None
         wide = self.values.wide
         if wide is None:
@@ -231,8 +232,9 @@ class QuantLinear(qerl.QuantLinear):
     @torch.no_grad()
     def prepare_decoding(self, dtype):
         """Before each rollout: bring LoRA into the forms in which `decode` takes it."""
+        before = self.decode_lora
+        self.decode_lora = {}
         if not self.use_adapter:
-            self.decode_lora = {}
             return
         for weight in {self.weight, self.values}:
             if weight.interleaved:
@@ -241,9 +243,8 @@ class QuantLinear(qerl.QuantLinear):
             else:
                 lora = self.lora(dtype)
                 if weight.wide is not None:
-                    self.beside(weight.dequantize(dtype), lora[1])
-            old = self.decode_lora.get(weight.interleaved)
-            self.decode_lora = self.decode_lora | {weight.interleaved: renewed(old, lora)}
+                    self.beside(weight.dequantize(dtype), lora[1])           # puts B' there
+            self.decode_lora[weight] = renewed(before.get(weight), lora)
 
     def multiplier(self, rows):
         """The weight by which `decode` multiplies so many rows."""
@@ -256,7 +257,7 @@ class QuantLinear(qerl.QuantLinear):
     def decode(self, x):
         """forward(x) without gradient; x [slots, in]."""
         weight = self.multiplier(len(x))
-        return weight.multiply(x, self.bias, self.decode_lora.get(weight.interleaved))
+        return weight.multiply(x, self.bias, self.decode_lora.get(weight))
 
 
 class RMSNorm(qerl.RMSNorm):
@@ -275,7 +276,7 @@ class RMSNorm(qerl.RMSNorm):
     def branch(self, x, added=None, interleaved=False):
         """(x + added, its norm); interleaved: for a layer that reads the norm so, see PackedWeight."""
         if use_kernels(x):
-            return kernels.norm_branch(x, added, self.scale, self.eps, interleaved)
+            return kernels.FusedRMSNorm.apply(x, added, self.scale, self.eps, interleaved)
         x = x if added is None else x + added
         return x, super().forward(x)
 
@@ -283,13 +284,14 @@ class RMSNorm(qerl.RMSNorm):
 def rotary(x, cos, sin):
     """qerl.rotary, by a kernel where all rows share the positions."""
     by_kernel = use_kernels(x) and cos.dim() == 2
-    return (kernels if by_kernel else qerl).rotary(x, cos, sin)
+    turn = kernels.FusedRotary.apply if by_kernel else qerl.rotary
+    return turn(x, cos, sin)
 
 
 def silu_mul(gate_up, interleaved=False):
     """gate_up [..., 2n] -> silu(gate) * up [..., n], as in qerl.MLP.forward."""
     if use_kernels(gate_up):
-        return kernels.silu_mul(gate_up, interleaved)
+        return kernels.FusedSiluMul.apply(gate_up, interleaved)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -299,7 +301,7 @@ def attends_in_line(q):
     return kernels is not None and kernels.flash_runs_on(q)
 
 
-def decode_attention(qkv, cos, sin, cache, layer, interleaved=False):
+def decode_attention(qkv, cos, sin, cache, layer, interleaved):
     """qerl.KVCache.attend for one token of each slot, with the rotary embedding of q and k.
 
     qkv [slots, (heads + 2 kv_heads) * D] of the new tokens; cos, sin [slots, D] of their positions.
@@ -400,6 +402,11 @@ class Transformer(qerl.Transformer):
     exact = False                  # whether it samples without noise what is trained; by decode_exactly
     in_order = False               # whether it does now; by sum_in_order
 
+    def __init__(self, config, reader):
+        super().__init__(config, reader)
+        for module in self.modules():          # each keeps its tensors, and gets this file's methods
+            module.__class__ = FASTER.get(type(module), type(module))
+
     def run(self, tokens, positions, blocks, cache):
         """tokens -> hidden states; blocks: the blocks or their `decode`."""
         x = F.embedding(tokens, self.embedding)
@@ -413,11 +420,6 @@ class Transformer(qerl.Transformer):
         count = tokens.shape[1]
         positions = torch.arange(count, device=self.device) if cache is None else cache.positions(count)
         return self.run(tokens, positions, self.blocks, cache)
-
-    def __init__(self, config, reader):
-        super().__init__(config, reader)
-        for module in self.modules():          # each keeps its tensors, and gets this file's methods
-            module.__class__ = FASTER.get(type(module), type(module))
 
     def decode(self, tokens, cache):
         """The next token of every slot, int64 [slots], at cache.filled -> hidden states [slots, d]."""
@@ -544,7 +546,7 @@ class Sampler:
     graphs (Transformer.keep_sampler).
     """
 
-    def __init__(self, model, count, slots, max_len, max_new_tokens, temperature, top_p, eos,
+    def __init__(self, model, max_len, count, slots, max_new_tokens, temperature, top_p, eos,
                  generator):
         device = model.device
         self.model = model
@@ -685,20 +687,21 @@ def tensors_of(thing):
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def take_sampler(model, count, slots, max_len, *others):
+def take_sampler(model, max_len, *others):
     """A sampler that has begun: the last rollout's, if it was kept and is such a one, or a new one."""
     model.sum_in_order()
-    asked = model.in_order, count, slots, *others
+    asked = model.in_order, *others
     sampler, model.sampler = model.sampler, None
     if sampler and sampler.asked == asked and sampler.max_len >= max_len:
         sampler.start()
         return sampler
     sampler = None                                     # before there is a second cache
-    sampler = Sampler(model, count, slots, max_len, *others)
+    sampler = Sampler(model, max_len, *others)
     sampler.asked = asked
     return sampler
 
 
+@torch.no_grad()
 def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_p=1.0, eos=(),
              slots=256, generator=None, limits=None):
     """qerl.generate: sample group_size completions for each prompt -> Rollout, on model.device.
@@ -710,29 +713,28 @@ def generate(model, prompts, max_new_tokens, group_size=1, temperature=1.0, top_
     slots = max(group_size, min(slots, count))
     max_len = max(map(len, prompts)) + max_new_tokens
     check_every = 8 if model.device.type == "cuda" else 1      # steps; each look waits for the GPU
-    with torch.no_grad():
-        sampler = take_sampler(
-            model, count, slots, max_len, max_new_tokens, temperature, top_p, eos, generator)
-        sampler.limit[:-1] = max_new_tokens if limits is None else limits
-        entered = 0                                                # prompts that have had their slots
-        while True:
-            idle = (sampler.completion == IDLE).nonzero()[:, 0]
-            busy = len(sampler.completion) - len(idle)
-            admitted = min(len(idle) // group_size, len(prompts) - entered)
-            if not busy and not admitted:
-                if model.keep_sampler:
-                    model.sampler = sampler
-                return sampler.rollout()
-            many = len(sampler.completion) >= 32                # so that at least 16 stay
-            if many and entered == len(prompts) and busy <= len(idle):
-                sampler.shrink()                                # `idle` is stale now: no prompt waits
-            if busy:            # first, so that the GPU decodes while the host issues the prefill
-                sampler.steps(check_every)
-            if admitted:        # slots that were idle have stayed so
-                first = entered * group_size
-                completions = torch.arange(first, first + admitted * group_size, device=model.device)
-                sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
-                entered += admitted
+    sampler = take_sampler(
+        model, max_len, count, slots, max_new_tokens, temperature, top_p, eos, generator)
+    sampler.limit[:-1] = max_new_tokens if limits is None else limits
+    entered = 0                                                # prompts that have had their slots
+    while True:
+        idle = (sampler.completion == IDLE).nonzero()[:, 0]
+        busy = len(sampler.completion) - len(idle)
+        admitted = min(len(idle) // group_size, len(prompts) - entered)
+        if not busy and not admitted:
+            if model.keep_sampler:
+                model.sampler = sampler
+            return sampler.rollout()
+        many = len(sampler.completion) >= 32                # so that at least 16 stay
+        if many and entered == len(prompts) and busy <= len(idle):
+            sampler.shrink()                                # `idle` is stale now: no prompt waits
+        if busy:            # first, so that the GPU decodes while the host issues the prefill
+            sampler.steps(check_every)
+        if admitted:        # slots that were idle have stayed so
+            first = entered * group_size
+            completions = torch.arange(first, first + admitted * group_size, device=model.device)
+            sampler.admit(prompts[entered:entered + admitted], idle[:len(completions)], completions)
+            entered += admitted
 
 
 # --------------------------------------------------------------------------------------------------
@@ -763,7 +765,7 @@ class Packing(NamedTuple):
     def positions(self, count):
         return self.position
 
-    def attend(self, q, k, v, layer=None):
+    def attend(self, q, k, v, layer):
         """q [1, S, heads, D], k and v [1, S, kv_heads, D] -> y [1, S, heads, D]."""
         if attends_in_line(q):
             return kernels.PackedAttention.apply(q[0], k[0], v[0], self)[None]
@@ -808,7 +810,7 @@ def pack(prompts, lengths, device, padding=0):
     return Packing(sizes, owner, largest, *(to_device(t, device).int() for t in tensors))
 
 
-def token_logprob(logits, tokens, temperature=1.0, gradient=False):
+def token_logprob(logits, tokens, temperature, gradient):
     """logits [n, V], tokens int64 [n] -> log-probability of each token, float32 [n].
 
     It is that of softmax(z), z = logits / temperature. gradient: put its gradient [n, V],

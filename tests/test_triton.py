@@ -259,7 +259,7 @@ def test_kernel_linear_plans_fit(rows):
     choices = kernels.CONFIGS, kernels.CONFIGS_WITHOUT_WGMMA, kernels.CONFIGS_IN_100_KB
     for layer, rank, configs in itertools.product(layers, (0, 16, 128), choices):
         config = kernels.config_for(rows, *layer, rank, configs)
-        programs, _ = kernels.plan_linear(rows, *layer, rank, 3 * rank, 132, configs)
+        programs, _ = kernels.plan_linear(config, rows, *layer[:2], 3 * rank, 132)
         assert programs <= config.programs * 132
 
 
@@ -296,7 +296,7 @@ def test_kernel_attends_in_decoding_as_in_a_line(prompt, own):
     angles = torch.randn(length, D // 2).repeat(1, 2).to(KERNEL_DEVICE)
     cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
     raw_q, raw_k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-    q, k = (kernels.rotary(part[None], cos, sin)[0] for part in (raw_q, raw_k))
+    q, k = (kernels.FusedRotary.apply(part[None], cos, sin)[0] for part in (raw_q, raw_k))
     ends, prefix = (t.int() for t in there(
         torch.tensor([0, prompt, length]), torch.tensor([[0, 0], [0, prompt]])))
     y, log_sums = kernels.attend_in_line(q, k, v, ends, prefix, max(prompt, own))
