@@ -9,7 +9,6 @@
                                                        by sequences decoded at once, and what this
                                                        reads and multiplies a second
     python bench.py step [--model Qwen2.5-7B ...]      an RL step: rollout, reward, update
-    python bench.py scaling [--model Qwen2.5-7B ...]   an RL step by the number of GPUs
     python bench.py tables STUDY_OR_FOLDER             a study's means and differences: studies/results.py
 
 All but formats make random weights of true shapes on the GPU. On a CPU all but kernels run a tiny
@@ -22,9 +21,7 @@ import itertools
 import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from argparse import ArgumentTypeError
 
 import torch
@@ -34,14 +31,14 @@ from harness.command import Parser, command_line, full_name, one_line
 from harness.command import require_flag
 from harness.errors import require
 from harness.flags import check_device
-from harness.folders import read_json, write_json
+from harness.folders import write_json
 from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.small_policy import warm_start
 from studies import peers
 from studies.layer import PlainProduct, layer_copies, layer_figures, seconds_a_call
 from studies.random_models import SHAPES, random_model, random_prompts
-from studies.step import settings_for, speed_ups, step_rows
+from studies.step import settings_for, step_rows
 from studies.tables import grouped, table
 
 
@@ -181,29 +178,6 @@ def bench_step(args):
                 name, weights, args.sizes, settings, args.repeats, cut=not args.peers)
 
 
-def bench_scaling(args):
-    """`bench.py step` under torchrun for each number of processes; raises UserError if one fails."""
-    prompts, most = (32, torch.cuda.device_count()) if args.device == "cuda" else (2, 2)
-    for count in args.processes or [n for n in (1, 2, 4, 8) if n <= most]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc_per_node={count}", os.path.abspath(__file__), "step",
-                "--model", *args.model,
-                "--weights", *args.weights,
-                "--sizes", *dict.fromkeys([f"{prompts * count}x8", f"{prompts}x8"]),
-                "--repeats", str(args.repeats),
-                "--device", args.device,
-                "--out", f"{folder}/step",
-            ]
-            # torchrun gives several processes a thread each; so has the one they are compared with.
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-            require_flag(done.returncode == 0, "processes", count,
-                         "a step failed; its error stands above")
-            yield from read_json(f"{folder}/step.json")["rows"]
-
-
 # --------------------------------------------------------------------------------------------------
 # A card in a minute
 
@@ -261,8 +235,6 @@ FLAGS = {
     "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
     "peers": dict(type=positive, nargs="?", const=256, metavar="TOKENS", help="TRL + vLLM, too; all "
                   "completions have so many tokens (256; studies/peers.py)"),
-    "processes": dict(nargs="+", type=positive, help="their numbers, each with a GPU of its own "
-                      "(default 1 2 4 8)"),
 }
 # What each measures, what else it prints of its rows, its flags.
 COMMANDS = {
@@ -271,7 +243,6 @@ COMMANDS = {
     "kernels": (bench_kernels, kernel_means, ["model"]),
     "rollout": (bench_rollout, None, ["model", "weights", "ranks"]),
     "step": (bench_step, None, ["model", "weights", "sizes", "repeats", "peers"]),
-    "scaling": (bench_scaling, speed_ups, ["model", "weights", "repeats", "processes"]),
 }
 
 

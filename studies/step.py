@@ -3,7 +3,6 @@
 The step is that of train_gsm8k.train, but with random prompts and rewards, one update and no
 reference policy. All memory is in 10^9 bytes; on a CPU there is none to measure.
 """
-import math
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,6 @@ from harness import fast
 from harness.batches import make_batch
 from harness.machine import Clock, fitted, keep_values
 from harness.ranks import Ranks
-from studies.tables import grouped
 from studies.random_models import random_model, random_prompts
 from train_gsm8k import Samples, Settings, make_optimizer, update
 
@@ -118,21 +116,3 @@ def step_rows(name, weights, sizes, settings, repeats=1, cut=True):
         steps = [take_step(model, optimizer, scaler, own, lengths) for _ in range(repeats + 1)]
         yield {"model": name, "weights": weights, "processes": ranks.count, "prompts": prompts,
                "group": group, **median_step(steps[1:]), "device_memory_gb": device_memory_gb()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Several processes
-
-def speed_ups(rows):
-    """A line a row: completions a second, and how many times those of one process."""
-    for (model, weights), same in grouped(rows, "model", "weights").items():
-        alone = [row["prompts"] / row["step"] for row in same if row["processes"] == 1]
-        for row in same:
-            speed = row["prompts"] / row["step"]
-            yield {
-                "model": f"{model}, {weights}",
-                "processes": row["processes"],
-                "completions": row["prompts"] * row["group"],
-                "completions/s": speed * row["group"],
-                "times one": speed / (alone or [math.nan])[0],
-            }

@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file
 from torch import distributed
 
-import bench
 from harness.errors import UserError
 import train_gsm8k
 from common import assert_same_run, needs_fork, refused, run_main, run_python
@@ -168,10 +167,12 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_with_another_number(
     assert [m["step"] for m in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
+
+
 def test_torchrun_starts_ranks_of_which_one_says_an_error_of_all_in_one_line(several, tmp_path):
     """After they have met; gloo's threads add no "terminate called"."""
-    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
-    ended = run_python(*torchrun.split(), "train_gsm8k.py", *several, "--data", tmp_path)
+    ended = run_python(*TORCHRUN.split(), "train_gsm8k.py", *several, "--data", tmp_path)
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode and len(errors) == 1, ended.stderr
     assert f"--data {tmp_path}: no " in errors[0]
@@ -271,13 +272,13 @@ def test_what_four_processes_lack_is_named(several, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Measuring
 
-def test_bench_scaling_measures_processes(tmp_path, capsys):
+def test_a_step_is_measured_over_processes(tmp_path):
     """Two gloo processes, each with as many prompts as one, or sharing them."""
-    out = tmp_path / "scaling"
-    run_main("scaling", "--device cpu --processes 2 --weights nvfp4 --repeats 1 --out", out, program=bench)
-    rows = read_json(out.with_suffix(".json"))["rows"]
+    flags = "step --device cpu --sizes 4x8 2x8 --weights nvfp4 --repeats 1 --out"
+    done = run_python(*TORCHRUN.split(), "bench.py", *flags.split(), tmp_path / "step")
+    assert done.returncode == 0, done.stderr
+    rows = read_json(tmp_path / "step.json")["rows"]
     assert [(r["processes"], r["prompts"], r["group"]) for r in rows] == [(2, 4, 8), (2, 2, 8)]
     for row in rows:
         parts = row["rollout"] + row["reward"] + row["update"]
         assert 0.6 * row["step"] < parts <= 1.001 * row["step"]
-    assert "| tiny, nvfp4 | 2 | 32 |" in capsys.readouterr().out
