@@ -55,18 +55,6 @@ WEIGHTS = {
 }
 
 
-@torch.no_grad()
-def correction(log_ratio, mask, kind, cap):
-    """The weights w, float32 [B, C], 0 at padding; constants, without gradient.
-
-    log_ratio float32 [B, C]: log ρ; mask bool [B, C]; kind: a name in WEIGHTS.
-    """
-    log_ratio = log_ratio.masked_fill(~mask, 0)
-    rho = qerl.bounded(log_ratio).exp()
-    product = qerl.bounded(log_ratio.sum(1, keepdim=True)).exp()
-    return WEIGHTS[kind](rho, product, cap) * mask
-
-
 class Neighbour(Method):
     variants = (*WEIGHTS, "bypass")
 
@@ -74,9 +62,13 @@ class Neighbour(Method):
         require(not self.settings.tis or self.variant.endswith("-tis"),
                 f"--method {self.settings.method}: it has no cap that --tis could set; leave out --tis")
 
+    @torch.no_grad()
     def importance(self, old_logprobs, rollout_logprobs, mask):
-        cap = self.settings.tis or 2.0
-        return correction(old_logprobs - rollout_logprobs, mask, self.variant, cap)
+        """The weights w, float32 [B, C], 0 at padding; constants, without gradient."""
+        log_ratio = (old_logprobs - rollout_logprobs).masked_fill(~mask, 0)
+        rho = qerl.bounded(log_ratio).exp()
+        product = qerl.bounded(log_ratio.sum(1, keepdim=True)).exp()
+        return WEIGHTS[self.variant](rho, product, self.settings.tis or 2.0) * mask
 
     def policy_loss(self, logprobs, old_logprobs, advantages, weights, clip_low, clip_high,
                     ref_logprobs, beta, rollout_logprobs, **_):
