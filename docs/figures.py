@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/lecture.md from qerl.py itself into docs/figures/.
+"""Draw the plots of docs/lecture.md from qerl.py itself into docs/figures/.
 
     python docs/figures.py             all of them, in seconds
     python docs/figures.py FOLDER      into another folder
@@ -95,44 +95,6 @@ def columns(figure):
     figure.colorbar(picture, ax=axes, label="change of the weight", ticks=[-0.3, 0, 0.3])
 
 
-def diagram(figure, boxes, arrows):
-    """boxes: {text: (x, y)}; arrows: [(number of a box, number of another, text)]."""
-    figure.set_layout_engine("none")
-    axis = figure.add_axes([0.13, 0.2, 0.74, 0.6])
-    axis.set_axis_off()
-    for start, end, text in arrows:
-        a, b = (torch.tensor(list(boxes.values())[number]) for number in (start, end))
-        axis.plot(*zip(a, b), color="gray", zorder=0)
-        axis.annotate("", 0.4 * a + 0.6 * b, a, arrowprops={"arrowstyle": "-|>", "color": "gray"})
-        axis.text(*(a + b) / 2, f"{text}\n", ha="center", va="bottom", color="tab:red")
-    for text, place in boxes.items():
-        axis.text(*place, text, ha="center", va="center",
-                  bbox={"boxstyle": "round,pad=0.8", "facecolor": "aliceblue"})
-
-
-def loop(figure):
-    """One step of the training, and who holds what."""
-    diagram(figure, {
-        "questions [P]": (0.0, 1.0),
-        "sample\nŴ in 4 bits, LoRA,\nnoise in the norms": (1.0, 1.0),
-        "reward [P, G]": (2.0, 1.0),
-        "advantage [P, G]": (2.0, 0.0),
-        "loss and gradient\nŴ in 4 bits, LoRA,\nno noise": (1.0, 0.0),
-        "AdamW\nA and B of LoRA": (0.0, 0.0),
-    }, [(0, 1, ""), (1, 2, "         G completions\n         each"), (2, 3, ""), (3, 4, ""),
-        (1, 4, "tokens              "), (4, 5, "∇A, ∇B"), (5, 1, "next step                  ")])
-
-
-def policies(figure):
-    """The four policies of the loss."""
-    diagram(figure, {
-        "π_rollout\nsampled,\nwith noise": (0.0, 1.0),
-        "π_old\nbefore the\nupdates,\nno noise": (1.0, 1.0),
-        "π_θ\nis trained": (2.0, 1.0),
-        "π_ref\nLoRA switched off": (2.0, 0.0),
-    }, [(0, 1, "mismatch"), (1, 2, "ρ = π_θ / π_old"), (3, 2, "β KL             ")])
-
-
 def clip(figure):
     """A token's gain by its ratio."""
     ratios = torch.linspace(0.4, 1.8, 281)
@@ -161,7 +123,7 @@ def k3(figure):
 
 def main(folder=f"{HERE}/figures"):
     os.makedirs(folder, exist_ok=True)
-    for draw in (rounding, formats, staircase, columns, loop, policies, clip, k3):
+    for draw in (rounding, formats, staircase, columns, clip, k3):
         figure = Figure(figsize=(6.4, 3), layout="constrained")    # small, so that its type is large
         draw(figure)
         figure.savefig(f"{folder}/{draw.__name__}.png", dpi=200)
