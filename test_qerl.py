@@ -89,6 +89,12 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def run_python(*args, cwd=HERE, **environment):
+    """A finished process of python with these arguments."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, **environment})
+
+
 def make_folder(path, name="qwen2", seed=0, **save):
     """A Hugging Face folder of a random model and a byte-level tokenizer -> (path, the model)."""
     torch.manual_seed(seed)
@@ -169,8 +175,7 @@ def test_qerl_works_alone(qwen, tmp_path):
     step, = re.findall(r"run by the tests -->\n```python\n(.*?)```", readme, re.DOTALL)
     shutil.copy(f"{HERE}/qerl.py", tmp_path)
     (tmp_path / "try.py").write_text(BEFORE + step + AFTER, encoding="utf-8")
-    result = subprocess.run([sys.executable, "try.py", qwen], cwd=tmp_path, capture_output=True,
-                            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True)
+    result = run_python("try.py", qwen, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.stdout.strip() == "True True", result.stderr
 
 

@@ -4,7 +4,6 @@ import io
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import types
 from unittest import mock
@@ -22,7 +21,7 @@ import harness.run
 from harness.engines import find_method
 from harness.folders import read_jsonl
 from harness.layers import TrainedLinear, replace_layers
-from test_qerl import HERE, scales
+from test_qerl import run_python, scales              # noqa: F401
 
 # A vocabulary in which a policy that knows nothing answers, and now and then rightly: 1 or 2, in a
 # box or in the paper's format.
@@ -118,12 +117,6 @@ def killed_at(event, number, *args):
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL)
     return None if child.exitcode else calls.value
-
-
-def run_python(*args, cwd=HERE, **environment):
-    """A finished process of python with these arguments."""
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True,
-                          env={**os.environ, **environment})
 
 
 # --------------------------------------------------------------------------------------------------
