@@ -197,7 +197,7 @@ def chatty(qwen, tmp_path):
     """(folder of a model whose template writes the date and ends turns, the token that ends them)"""
     template = ("{{ strftime_now('%d %b %Y, %Y-%m-%d, %B') }}: "
                 "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}")
-    text = chat_text(qwen, tmp_path / "chatty", template, special=["<|im_end|>"])
+    text = chat_text(qwen, tmp_path / "chatty", template, added=["<|im_end|>"])
     return tmp_path / "chatty", text.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
@@ -219,15 +219,12 @@ def test_an_end_of_turn_that_ends_no_completion_is_said(chatty, capsys):
     ("</answer>", False, "</answer>"),         # a reward looks for it
 ])
 def test_the_token_that_ended_a_completion_is_not_in_its_text(qwen, tmp_path, end, special, kept):
-    shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.add_tokens([end], special_tokens=special)
-    tokenizer.save_pretrained(tmp_path)
+    folder = tmp_path / "model"
+    tokenizer = chat_text(qwen, folder, added=[end], special=special).tokenizer
     end = tokenizer.convert_tokens_to_ids(end)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    text = ChatText(str(tmp_path), "")
-    ids = tokenizer.encode("5", add_special_tokens=False)
-    assert end in text.eos and text.decode([*ids, end]) == f"5{kept}"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    text = ChatText(str(folder), "")
+    assert end in text.eos and text.decode([*tokenizer.encode("5"), end]) == f"5{kept}"
 
 
 def test_of_templates_with_names_the_default_is_used_and_all_are_saved(qwen, tmp_path):
