@@ -4,7 +4,6 @@
                                                        in minutes, as two lines of results/cards.md
     python bench.py formats [--model FOLDER_OR_NAME]   relative error of each 4-bit format
     python bench.py kernels [--model Qwen2.5-7B ...]   one linear layer, by rows of x: NVFP4 and BF16
-                                                       against cuBLAS BF16 and a plain kernel
     python bench.py rollout [--model Qwen2.5-7B ...]   decoded tokens per second with LoRA,
                                                        by sequences decoded at once, and what this
                                                        reads and multiplies a second
@@ -36,7 +35,7 @@ from harness.machine import Clock, environment
 from harness.ranks import Ranks
 from harness.small_policy import warm_start
 from studies import peers
-from studies.layer import PlainProduct, layer_copies, layer_figures, seconds_a_call
+from studies.layer import layer_copies, layer_figures, seconds_a_call
 from studies.random_models import SHAPES, random_model, random_prompts
 from studies.step import settings_for, step_rows
 from studies.tables import grouped, table
@@ -84,10 +83,7 @@ def bench_kernels(args):
         copies = {}
         for weights in ("bf16", "nvfp4"):
             copies[weights], out, columns = layer_copies(name, weights, layer, device)
-        first = copies["bf16"][0]
-        dense = first.weight.dequantize(torch.bfloat16)
-        copies["plain"] = [PlainProduct(dense) for _ in copies["bf16"]]
-        shape = {"model": name, "layer": first.names[0], "out": out, "in": columns}
+        shape = {"model": name, "layer": copies["bf16"][0].names[0], "out": out, "in": columns}
         for M in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384):
             x = torch.randn(M, columns, device=device, dtype=torch.bfloat16)
             times = {weights: seconds_a_call(same, x) for weights, same in copies.items()}
@@ -95,11 +91,10 @@ def bench_kernels(args):
 
 
 def kernel_means(rows):
-    """How many times as fast as the others NVFP4 is, geometric means over the layers of a block."""
+    """How many times as fast as BF16 NVFP4 is, geometric means over the layers of a block."""
     for (model, M), same in grouped(rows, "model", "M").items():
-        yield {"model": model, "M": M, **{
-            name: statistics.geometric_mean(row[name] / row["nvfp4"] for row in same)
-            for name in ("bf16", "plain")}}
+        mean = statistics.geometric_mean(row["bf16"] / row["nvfp4"] for row in same)
+        yield {"model": model, "M": M, "times BF16": mean}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,22 +4,8 @@ import math
 
 import torch
 
-import qerl
 from harness import fast, loading
 from studies.random_models import random_model
-
-
-class PlainProduct:
-    """A layer that multiplies by section 0 of fp4_kernels.py. weight: bfloat16 [out, in]."""
-
-    def __init__(self, weight):
-        packed, block_scale, global_scale = qerl.quantize_nvfp4(weight)
-        self.parts = packed, block_scale.float(), global_scale
-
-    def decode(self, x):
-        return fast.kernels.fp4_matmul(x, *self.parts)
-
-    __call__ = decode
 
 
 def seconds_of(call):
