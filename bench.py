@@ -132,26 +132,24 @@ def least_work(model, batch, filled):
             2 * batch * (dense + lora + model.lm_head.numel()))
 
 
-def rollout_rows(name, weights, rank, batches, device):
+def rollout_rows(name, weights, batches, device):
     """A row for each number of sequences."""
     tokens = TOKENS[device]
-    model = random_model(name, weights, rank, device)
+    model = random_model(name, weights, settings_for(device).lora_rank, device)
     size = sum(tensor.nbytes for tensor in fast.tensors_of(model))
     decode_seconds(model, 1, tokens)                               # compiles what prefill needs
     for batch in batches:
         seconds = decode_seconds(model, batch, tokens)
         steps = tokens / seconds["decode"]
         read, operations = least_work(model, batch, tokens * 3 // 2)
-        yield {"model": name, "rank": rank, "weights": weights, "GB": size / 1e9, "batch": batch,
+        yield {"model": name, "weights": weights, "GB": size / 1e9, "batch": batch,
                "tokens_per_s": batch * steps, "prefill_s": seconds["prefill"],
                "GB_per_s": read * steps / 1e9, "TFLOP_per_s": operations * steps / 1e12}
 
 
 def bench_rollout(args):
-    batches = (1, 8, 32, 128)
-    for name, rank in itertools.product(args.model, args.ranks):
-        for weights in args.weights:
-            yield from rollout_rows(name, weights, rank, batches, args.device)
+    for name, weights in itertools.product(args.model, args.weights):
+        yield from rollout_rows(name, weights, (1, 8, 32, 128), args.device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def bench_card(args):
     here = environment(args.device)
     for weights in ("nvfp4", "bf16"):
         layer = layer_figures(weights, args.device) if on_gpu else {}
-        rollouts = list(rollout_rows(name, weights, settings.lora_rank, (1, 8, 64, 512), args.device))
+        rollouts = list(rollout_rows(name, weights, (1, 8, 64, 512), args.device))
         step, = step_rows(name, weights, [(32, 8)], settings)
         yield {
             "hardware": here["hardware"],
@@ -224,7 +222,6 @@ FLAGS = {
                   help="shapes (default Qwen2.5-7B; on a CPU tiny)"),
     "weights": dict(nargs="+", choices=fast.FORMATS, default=["nvfp4", "bf16"],
                     help="default nvfp4 bf16"),
-    "ranks": dict(nargs="+", type=positive, default=[32], help="of LoRA (default 32)"),
     "sizes": dict(nargs="+", type=size, metavar="PxG", default=[(1, 2), (1, 4), (1, 8), (32, 8)],
                   help="prompts of all processes x completions of each (default 1x2 1x4 1x8 32x8)"),
     "repeats": dict(type=positive, default=3, help="timed steps; the median counts (default 3)"),
@@ -236,7 +233,7 @@ COMMANDS = {
     "card": (bench_card, None, []),
     "formats": (bench_formats, None, []),
     "kernels": (bench_kernels, kernel_means, ["model"]),
-    "rollout": (bench_rollout, None, ["model", "weights", "ranks"]),
+    "rollout": (bench_rollout, None, ["model", "weights"]),
     "step": (bench_step, None, ["model", "weights", "sizes", "repeats", "peers"]),
 }
 
