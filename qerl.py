@@ -325,8 +325,8 @@ def noise_sigma(step, steps, stages=10, start=1e-2, end=5e-4, schedule="exponent
 # --------------------------------------------------------------------------------------------------
 # 4. Transformer: Qwen2/Qwen2.5, Qwen3, Llama 3
 #
-# One pass, Transformer.hidden, serves training, prompts and decoding. With a cache (section 5) the tokens follow
-# those that it holds. A WeightReader (section 8) builds the layers.
+# One pass, Transformer.hidden, serves training, prompts and decoding. With a cache (section 5) the
+# tokens follow those that it holds. A WeightReader (section 8) builds the layers.
 
 def rope_frequencies(config, head_dim):
     """(frequencies [D/2] in radians per position, a factor on cos and sin)."""

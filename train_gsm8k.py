@@ -233,10 +233,10 @@ def forward(engine, model, batch, chosen, settings):
             model, rows.prompts, rows.tokens, rows.length, settings.temperature)
 
 
-def fill(logprobs, *args):
-    """Write the chosen rows' log-probabilities into a tensor [N, C]; args are those of forward."""
-    for rows, found in forward(*args):
-        logprobs[rows.index] = found
+def fill(into, engine, model, batch, chosen, settings):
+    """Write the log-probabilities of the chosen rows of a Batch into a tensor [N, C]."""
+    for rows, logprobs in forward(engine, model, batch, chosen, settings):
+        into[rows.index] = logprobs
 
 
 def update(engine, model, batch, optimizer, scaler, settings, ranks):

@@ -188,7 +188,7 @@ def right_answer(question):
     return one_number(line, question["question"]) if len(finals) == 1 else None
 
 
-@functools.lru_cache(4096)                     # many completions of a question have the same answer
+@functools.lru_cache(1024)                     # many completions of a question have the same answer
 def one_number(text, question=""):
     """The number of a text as a Fraction, if it says nothing else: the rule above; else None."""
     if len(text) > LONGEST:

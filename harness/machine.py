@@ -185,7 +185,8 @@ def estimate(config, settings, gpu, length, taught=1.0):
 
     The bytes are the least, with all blocks recomputed; the step is as fast as the memory allows.
     length: tokens of a completion on average; taught: the fraction of the groups that is trained on.
-    Not counted: attention's products, which are few up to some thousand tokens, and evaluations.
+    Not counted: attention's products, which are few up to some thousand tokens, evaluations, and that
+    exact steps need no log-probabilities before.
     """
     memory, bandwidth, speed = gpu
     d = config.hidden_size

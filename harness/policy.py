@@ -1,5 +1,6 @@
 """The policy of a run, its text and its questions: found by the settings, and loaded."""
 import importlib
+from dataclasses import replace
 
 import torch
 
@@ -36,7 +37,7 @@ def find_model(settings):
 
 
 def load_all(settings, method, ranks):
-    """(model, tokenizer, data.Data, the settings with what memory holds: machine.fitted).
+    """(model, tokenizer, data.Data, the settings with what machine and memory allow: machine.fitted).
 
     method: a neighbour, or None. The order counts: --quantizer fits codes to the questions, a neighbour
     changes the loaded model, and the free memory is measured last.
@@ -52,6 +53,7 @@ def load_all(settings, method, ranks):
     model.fingerprints = fingerprints(settings, stored, tokenizer.eos, data)
     if method:
         method.prepare(model, folder, data.train, tokenizer)
+    settings = replace(settings, exact=getattr(model, "exact", False))            # qerl.py's model is not
     longest = max(len(q["prompt"]) for q in sum(data, [])) + settings.max_new_tokens
     completions = settings.prompts // ranks.count * settings.group
     return model, tokenizer, data, fitted(settings, model, longest, completions, engine)
@@ -96,7 +98,7 @@ def load_policy(settings, engine, stored, ranks):
     else:
         require(not settings.exact,
                 "--exact: sampling and training cannot be equal to the last bit here; that needs a Hopper GPU, "
-                "bfloat16, LoRA, and memory for the 16-bit values of all weights")
+                "bfloat16, LoRA, and memory for the 16-bit values of all weights; give --no-exact")
     return model
 
 

@@ -28,7 +28,7 @@ from harness.errors import UserError, require
 # Settings that are a process's own: where a run lives, what is done with it.
 FREE = {"out", "resume", "eval_only", "shard", "preset", "save_quantized", "dry_run", "gpu"}
 # Others that flags may change for the rest of a run.
-CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens", "device"}
+CHANGEABLE = {"steps", "save_every", "slots", "micro_tokens", "exact", "device"}
 # What an adapter belongs to, with the questions that codes are fitted to, and the reward, which goes
 # with the instruction.
 POLICY = {"model", "start_seed", "weights", "quantizer", "method", "lora_rank", "lora_alpha",
@@ -145,11 +145,9 @@ class Run:
     def samples_exactly(self, sigma, batch):
         """Whether a rollout's log-probabilities are those of π_old: of an exact model, without noise.
 
-        Not after check_exact has found a difference, nor without a first minibatch, which it needs.
+        Not without a first minibatch, which check_exact needs.
         """
-        failed = "exact_failed" in self.state
-        exact = getattr(self.model, "exact", False)                        # qerl.py's model is not
-        return exact and sigma == 0 and bool(batch.minibatches[0]) and not failed
+        return self.settings.exact and sigma == 0 and bool(batch.minibatches[0])
 
     def check_exact(self, batch):
         """Compare what the sampler and the first minibatch's own pass found; a difference ends it."""
@@ -157,7 +155,8 @@ class Run:
         there = qerl.length_mask(batch.length[rows], batch.tokens.shape[1])
         differ = (batch.old_logprobs[rows] != batch.rollout_logprobs[rows]).cpu()[there]
         if differ.any():
-            self.state["exact_failed"] = self.state["step"] + 1
+            self.model.exact = False
+            self.settings = replace(self.settings, exact=False)            # also when the run is resumed
             print(f"{differ.sum()} of {len(differ)} tokens have another log-probability in training than "
                   "in sampling; from now on training computes those of the old policy, too")
 

@@ -49,7 +49,9 @@ def measures_of(run):
 def rows_of(folder):
     """A row for each start in a folder of studies/contrast.sh; a run's last start has its measures."""
     starts = []
-    for line in read_jsonl(f"{folder}/starts.jsonl"):
+    lines = read_jsonl(f"{folder}/starts.jsonl")
+    require(lines, f"{folder}: has no starts.jsonl; name a folder of studies/contrast.sh")
+    for line in lines:
         if "commit" in line:                   # of those that follow
             machine = line
         else:
@@ -88,7 +90,7 @@ def counted(rows):
     if not finished:
         return finished
     runs = pd.DataFrame(finished).sort_values("started").drop_duplicates(["machine", "name"])
-    complete = runs[(runs.groupby(BLOCK).arm.transform("size") == 4) & runs.seed.isin(SEEDS)]
+    complete = runs[(runs.groupby(BLOCK, dropna=False).arm.transform("size") == 4) & runs.seed.isin(SEEDS)]
     alike = complete[complete.inputs.isin(complete.inputs[:1])]
     counts = alike[alike.machine == alike.groupby("seed").machine.transform("first")]
     others = runs.drop(counts.index)

@@ -4,10 +4,11 @@
 #     studies/contrast.sh FOLDER GPUS EACH "SEED ..." MODEL DATA
 #     studies/contrast.sh FOLDER                 only pack what is there so far
 #
-# GPUS and EACH are those of studies/runs.sh, MODEL and DATA folders. After an interruption call it
-# again. FOLDER's starts.jsonl has a line a start, behind one of the commit, the checksum of all inputs
-# (code, model and data), the card and the versions; other inputs are refused. FOLDER.tgz gets all
-# files of less than 4 MB, so no weights. COMMIT names the commit where git does not know it.
+# GPUS and EACH are those of studies/runs.sh, MODEL and DATA folders. FOLDER's name is the machine's in
+# the record: no two machines may have the same. After an interruption call it again. FOLDER's
+# starts.jsonl has a line a start, behind one of the commit, the checksum of all inputs (code, model and
+# data), the card and the versions; other inputs are refused. FOLDER.tgz gets all files of less than
+# 4 MB, so no weights. COMMIT names the commit where git does not know it.
 set -eu
 folder=$1 here=$(dirname "$0")
 export PYTHON=${PYTHON:-python}

@@ -101,7 +101,7 @@ def finished(qwen, data, tmp_path_factory):
     lasting = run.lasting
 
     def theirs(settings):
-        return {name: v for name, v in lasting(settings).items() if name != "start_seed"} | {"more": 3}
+        return {name: v for name, v in lasting(settings).items() if name != "exact"} | {"more": 3}
 
     with mock.patch.object(run, "lasting", theirs):
         run_main("--model", qwen, "--data", data, *QUICK, "--steps 2 --out", out)

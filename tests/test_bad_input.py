@@ -302,6 +302,7 @@ def test_a_finished_run_goes_on_longer_by_its_own_settings(finished, tmp_path, m
     for name in ("old", "new"):
         shutil.copytree(finished, tmp_path / "runs" / name)
     os.utime("runs/old/checkpoint", (0, 0))
+    assert train_gsm8k.arguments(["--resume"]).exact is False      # its version had no such setting
     stop_at(4, "--resume --steps 4")                    # before the next checkpoint
     for flags in ((), ("--eval-only",)):
         run_main("--resume", *flags)

@@ -181,6 +181,8 @@ def test_a_run_becomes_a_row_with_its_counts(quiz, tmp_path):
     assert "pass@2_validation" in step and "pass@4_validation" not in step and "pass@4_after" in summary
     for measure in contrast.MEASURES.keys() - summary.keys():
         assert row[measure] == pytest.approx(sum(step[measure] for step in steps) / 2)
-    write_jsonl(tmp_path / "starts.jsonl", [])
+    write_jsonl(tmp_path / "starts.jsonl", [{"machine": "one", "commit": "abc"}])
     with pytest.raises(UserError, match=f"{name}: starts.jsonl has no start of it; move it away"):
         contrast.rows_of(tmp_path)
+    with pytest.raises(UserError, match="elsewhere: has no starts.jsonl"):
+        contrast.rows_of(tmp_path / "elsewhere")

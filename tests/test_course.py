@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from _pytest.doctest import _get_checker, _get_number_flag
@@ -120,3 +121,5 @@ def test_the_figures_are_those_that_are_drawn(tmp_path):
     assert result.returncode == 0, result.stderr
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (DOCS / "figures").glob("*.png")}
+    for diagram in (DOCS / "figures").glob("*.svg"):
+        assert ElementTree.parse(diagram).getroot().tag == "{http://www.w3.org/2000/svg}svg"

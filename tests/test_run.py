@@ -407,8 +407,8 @@ def test_an_infinite_gradient_ends_a_run_that_cannot_scale_the_loss_less(quick, 
 def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
     """Where the sampler is said to be equal, and training's own pass finds other numbers.
 
-    In the first step nothing computes old log-probabilities, in the second one the loop does again;
-    with --no-exact it does in both.
+    In the first step nothing computes old log-probabilities, in the second one the loop does again, and
+    after --resume, too; with --no-exact it does in both. A method is not exact.
     """
     assert "--exact: is for --engine fast" in refused("--device", "cpu", "--exact")
     assert "--exact: sampling and training" in refused(*quick, "--exact")
@@ -425,16 +425,23 @@ def test_a_difference_ends_exact_sampling(quick, tmp_path, capsys, monkeypatch):
         return scored(*args)
     monkeypatch.setattr(fast, "generate", generate)
     monkeypatch.setattr(fast, "token_logprobs", token_logprobs)
-    monkeypatch.setattr(fast.Transformer, "decode_exactly", lambda model: vars(model).update(exact=True) or True)
+
+    def decode_exactly(model):
+        model.exact = True
+        return True
+    monkeypatch.setattr(fast.Transformer, "decode_exactly", decode_exactly)
     monkeypatch.setattr(fast.Transformer, "sum_in_order", lambda model: None)
     flags = "--steps 2 --updates 2 --reward random --sigma-start 0 --sigma-end 0"
     for choice, differences, expected in (
         ("", 1, ["update", "old", "update"]),
         ("--no-exact", 0, ["old", "update", "old", "update"]),
+        ("--method=rollout_correction", 0, []),                # its functions are its own
     ):
         passes.clear()
-        run_main(*quick, LEARNING, flags, *choice.split(), "--out", tmp_path / f"run{choice}")
+        out = tmp_path / f"run{choice}"
+        run_main(*quick, LEARNING, flags, *choice.split(), "--out", out)
         printed = capsys.readouterr().out
         assert printed.count("have another log-probability") == differences
         assert printed.count("one policy, to the last bit") == differences
         assert [kind for kind, _ in itertools.groupby(passes)] == expected
+        assert train_gsm8k.arguments(["--resume", "--out", str(out)]).exact is False
