@@ -77,7 +77,7 @@ def check_settings(settings, processes, given):
          "is a file whose functions take the place of qerl.py's; leave out --engine fast"),
         ("exact", settings.exact,
          settings.engine == "fast" and settings.method == "qerl" and processes == 1,
-         "is for --engine fast, one process, and no --method"),
+         "is for --engine fast, one process, and no --method; else give --no-exact"),
         ("shard", settings.shard, processes > 1,
          "cuts the weights over several processes, but this is one; start by torchrun "
          "--nproc_per_node=2 or more"),
