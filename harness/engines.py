@@ -20,6 +20,11 @@ def find_engine(settings):
     return qerl if settings.engine == "plain" else importlib.import_module("harness.fast")
 
 
+def may_be_exact(settings, processes):
+    """Whether a run's settings leave room for exact sampling; the machine may still lack what it needs."""
+    return settings.engine == "fast" and settings.method == "qerl" and processes == 1
+
+
 def is_neighbour(name):
     """Whether --method NAME is a file of the folder methods."""
     return name != "qerl" and not name.endswith(".py")

@@ -5,7 +5,7 @@ import torch
 
 import qerl
 from harness.command import full_name, parse_flags, require_flag
-from harness.engines import find_method, is_neighbour, neighbours, usual_engine
+from harness.engines import find_method, is_neighbour, may_be_exact, neighbours, usual_engine
 from harness.export import adapter_settings
 from harness.loading import default_dtype
 from harness.run import resumed
@@ -75,8 +75,7 @@ def check_settings(settings, processes, given):
          "computes by qerl.py alone; leave out --shard, --lora-rank 0 and the methods of methods/"),
         ("method", settings.method.endswith(".py"), settings.engine == "plain",
          "is a file whose functions take the place of qerl.py's; leave out --engine fast"),
-        ("exact", settings.exact,
-         settings.engine == "fast" and settings.method == "qerl" and processes == 1,
+        ("exact", settings.exact, may_be_exact(settings, processes),
          "is for --engine fast, one process, and no --method; else give --no-exact"),
         ("shard", settings.shard, processes > 1,
          "cuts the weights over several processes, but this is one; start by torchrun "

@@ -7,7 +7,7 @@ import torch
 from harness import loading
 from harness.answers import terms
 from harness.data import ChatText, load_questions, write_prompts
-from harness.engines import find_engine
+from harness.engines import find_engine, may_be_exact
 from harness.errors import require
 from harness.export import load_adapter, save_packed
 from harness.machine import fitted, keep_decoded, keep_values
@@ -92,8 +92,8 @@ def load_policy(settings, engine, stored, ranks):
     if not settings.shard:
         keep_decoded(model, engine)
         keep_values(model, engine)
-    alone = settings.engine == "fast" and settings.method == "qerl" and ranks.count == 1
-    if alone and settings.exact is not False and model.decode_exactly():
+    wanted = settings.exact is not False and may_be_exact(settings, ranks.count)
+    if wanted and model.decode_exactly():
         print("in steps without noise sampling and training are one policy, to the last bit")
     else:
         require(not settings.exact,
